@@ -18,6 +18,7 @@ from portable.planner.cli import main as plan
 from portable.planner.device_lookup import find_device, parse_devices
 from portable.reporting.metrics import read_metrics
 from portable.run.rank import run_rank
+from tests.image_models import write_image_model, write_squares
 from tests.runs import write_conversations, write_labelled, write_pretrained
 
 TALK = (
@@ -44,6 +45,8 @@ def write_data(task: str, folder: Path, corpus: Path) -> dict[str, Any]:
         return {"data.source": str(corpus)}
     if task == "classification":
         return {"data.source": str(write_labelled(folder, 200))}
+    if task == "images":
+        return {"data.source": str(write_squares(folder, 144))}
     (folder / "talk.jinja").write_text(TALK)
     if task != "dpo":
         return {"data.source": str(write_conversations(folder)), "data.chat_template": "talk.jinja"}
@@ -57,15 +60,21 @@ def write_data(task: str, folder: Path, corpus: Path) -> dict[str, Any]:
 def check_final(task: str, final: Path, base: Path) -> None:
     """Load an exported model with transformers or peft, and let the model generate or classify text."""
     from peft import PeftModel
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+    from transformers import (
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+        AutoModelForSequenceClassification,
+        AutoTokenizer,
+    )
 
     tokens = AutoTokenizer.from_pretrained(final)("A word", return_tensors="pt")
     if task == "classification":
         logits = AutoModelForSequenceClassification.from_pretrained(final)(**tokens).logits
         assert logits.shape == (1, 2)
         return
-    if task in ("lora", "qlora", "dpo"):
-        model: Any = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), str(final))
+    if task in ("lora", "qlora", "dpo", "images"):
+        auto = AutoModelForImageTextToText if task == "images" else AutoModelForCausalLM
+        model: Any = PeftModel.from_pretrained(auto.from_pretrained(base), str(final))
     else:
         model = AutoModelForCausalLM.from_pretrained(final)
     assert (
@@ -121,7 +130,11 @@ def test_starter_trains_on_small_data_and_its_model_loads(
     monkeypatch.chdir(tmp_path)
     if task == "qlora":
         pytest.importorskip("bitsandbytes")
-    base = write_pretrained(tmp_path / "base", corpus)
+    if task == "images":
+        pytest.importorskip("torchvision")
+        base = write_image_model(tmp_path / "base", "smolvlm")
+    else:
+        base = write_pretrained(tmp_path / "base", corpus)
     flags = [] if task == "pretrain" else ["--model", str(base)]  # the model of the starter is small
     assert main(["init", "mine.yaml", "--task", task, *flags]) == 0
     first = Path("mine.yaml").read_text().splitlines()[0]
@@ -131,7 +144,7 @@ def test_starter_trains_on_small_data_and_its_model_loads(
         "backend": "cpu",
         "train.micro_batch_size": 8,
         "train.learning_rate": 1e-2,
-        "data.seq_len": 64,
+        "data.seq_len": 128 if task == "images" else 64,
         "data.cache_dir": str(tmp_path / "cache"),
         "log.every_steps": 1,
         "log.sample_tokens": 2,

@@ -375,6 +375,8 @@ def _format_requirement(config: RunConfig, install: str | None, *, tpu: bool) ->
         extras.append("deepspeed")
     if config.adapter.base in ("nf4", "int8") and not tpu:
         extras.append("qlora")
+    if config.data.images:
+        extras.append("images")
     requirement = f"portable-trainer[{','.join(extras)}]"
     return f"{requirement}=={_VERSION}" if install is None else f"{requirement} @ {install}"
 

@@ -17,7 +17,11 @@ from portable.data.sources.source_kinds import build_training_settings, detect_r
 from portable.errors import UserError
 from portable.formatting import format_bytes
 from portable.model.build import get_max_positions, limit_seq_len, load_model_config
-from portable.model.document_attention import can_separate_states, explain_document_mixing
+from portable.model.document_attention import (
+    can_separate_states,
+    explain_document_mixing,
+    explain_image_mixing,
+)
 from portable.planner.device_lookup import list_known_devices
 from portable.planner.plan import Planner, PlanOption
 from portable.planner.preparation import build_model_and_work, choose_target
@@ -41,6 +45,8 @@ _MAX_RECORDS_READ = 5000
 """Maximum number of records that are read to estimate the size of the data."""
 _BYTES_PER_TOKEN = 4
 """Average number of bytes of English text per token."""
+_TOKENS_PER_IMAGE = 1024
+"""Assumed number of tokens of an image. The actual number depends on the processor of the model."""
 _MIN_LARGER_DEVICE_RATIO = 1.2
 """Factor by which the memory of a suggested device must exceed the memory of the device that is too small."""
 _MAX_SUGGESTED_DEVICES = {"cuda": 8, "cpu": 1}
@@ -146,6 +152,8 @@ def estimate_dataset_size(config: RunConfig) -> DatasetEstimate:
             return _ASSUMED_HUB_DATASET
         for document in islice(source.iter_documents(), _MAX_RECORDS_READ):
             length = len(f"{document.text}{document.target or ''}{document.pair_text or ''}".encode())
+            if document.conversation is not None:
+                length += _BYTES_PER_TOKEN * _TOKENS_PER_IMAGE * len(document.conversation.images)
             count, read_bytes, longest_bytes = count + 1, read_bytes + length, max(longest_bytes, length)
         source_bytes = source.size_bytes
         total_bytes = None if total_bytes is None or source_bytes is None else total_bytes + source_bytes
@@ -319,11 +327,14 @@ class RecipeSearch:
             mixing = explain_document_mixing(
                 self._model_config, seq_len, separates_states=can_separate_states(config)
             )
+            if mixing is None and config.data.images:
+                mixing = explain_image_mixing(self._model_config.model_type)
             if self._is_packable and steps >= MIN_USEFUL_STEPS and mixing is None:
                 batch = max(1, round(batch / records_per_sequence))
                 settings["data.packing"] = "documents"
             else:
-                seq_len = min(seq_len, max(128, math.ceil(records.longest_record_tokens / 128) * 128))
+                shortest = self.config.data.seq_len if config.data.images else 128
+                seq_len = min(seq_len, max(shortest, math.ceil(records.longest_record_tokens / 128) * 128))
                 if self._is_packable:
                     settings["data.packing"] = False
         elif records is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -38,7 +39,7 @@ def build_largest_image_columns(config: RunConfig, sizes: DataSizes | None) -> B
     if processor is None:
         processor = _load_local_processor(config)
     if processor is None:
-        print_status(
+        _print_note_once(
             "note: the memory of the image tower is not planned, because the image processor of "
             f"{config.model.name_or_path} is not on this machine"
         )
@@ -53,6 +54,12 @@ def build_largest_image_columns(config: RunConfig, sizes: DataSizes | None) -> B
     if not largest:
         return None
     return {name: torch.from_numpy(values) for name, values in processor.build_blank_columns(largest).items()}
+
+
+@cache
+def _print_note_once(note: str) -> None:
+    """Print a note, unless it was printed before."""
+    print_status(note)
 
 
 def _load_local_processor(config: RunConfig) -> ImageProcessor | None:
