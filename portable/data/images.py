@@ -134,7 +134,7 @@ class ImageReader:
         try:
             image = self._load_image(reference, path, location)
             if state is not None:
-                state = state._replace(digest=image.digest.hex())
+                state = ImageFileState(*state[:3], digest=image.digest.hex())
         finally:
             if states is not None and state is not None:
                 states.append(state)
