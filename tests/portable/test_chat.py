@@ -78,7 +78,10 @@ def test_chat_reads_conversation_from_standard_input(
 ) -> None:
     seen: list[list[dict[str, str]]] = []
 
-    def answer(self: ChatModel, messages: list[dict[str, str]], **options: Any) -> list[str]:
+    def answer(
+        self: ChatModel, messages: list[dict[str, str]], images: list[Any], **options: Any
+    ) -> list[str]:
+        assert not images
         seen.append(list(messages))
         assert options == {"max_new_tokens": 9, "do_sample": False}
         return ["an", " answer\x1b[2J"]
