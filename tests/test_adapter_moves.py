@@ -184,7 +184,9 @@ def test_adapter_run_continues_published_adapters(
         with pytest.raises(UserError, match=f"^adapter.name_or_path: .* {message}"):
             logits_in_training(base, corpus, folder)
     save_file({**tensors, "base_model.model.a\nb.lora_A.weight": torch.ones(2, 2)}, weights)
-    with pytest.raises(UserError, match=r"^adapter.name_or_path: [^\n]*lora_B is missing$"):
+    with pytest.raises(
+        UserError, match=r"^adapter.name_or_path: [^\n]*lora_B is missing; copy the checkpoint again$"
+    ):
         logits_in_training(base, corpus, folder)
 
 

@@ -139,7 +139,7 @@ def refused(settings: dict[str, Any], folder: Path, corpus: Path) -> str:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"strategy": "zero2"}, "adapter.base nf4 does not work with DeepSpeed's strategy zero2"),
+        ({"strategy": "zero2"}, "adapter.base: nf4 is not supported with strategy zero2"),
         ({"adapter__use_dora": True}, "adapter.use_dora does not work with adapter.base nf4"),
         ({"compile": True}, "compile does not work with adapter.base nf4"),
         (
