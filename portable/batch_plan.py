@@ -171,10 +171,14 @@ def describe_padding(plan: BatchPlan) -> str:
     """Describe the sequences without labels in a step, as the end of a sentence about the batch.
 
     Returns:
-        Text such as ``, and 1 of all 8 are empty``, or an empty string if there are no such sequences.
+        Text such as `` (1 of the 8 is empty)``, or an empty string if there are no such sequences.
     """
     padding = plan.padded_batch_size - plan.global_batch_size
-    return f", and {padding} of all {plan.padded_batch_size} are empty" if padding else ""
+    return (
+        f" ({padding} of the {plan.padded_batch_size} {'is' if padding == 1 else 'are'} empty)"
+        if padding
+        else ""
+    )
 
 
 def compute_batch_plan_of_rank(config: RunConfig, backend: Backend) -> BatchPlan:

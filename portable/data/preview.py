@@ -160,7 +160,7 @@ def build_preview(
         "source": data.sizes.source,
         "documents": f"{documents:,}",
         "samples": f"{len(data.train):,} to train, of {length:,} tokens",
-        "tokens": f"{total:,}, {mean:,.1f} a document",
+        "tokens": f"{total:,}, {mean:,.1f} per document",
         "trained": "all"
         if data.sizes.trained_share is None
         else f"{data.sizes.trained_share:.1%} of the tokens",
@@ -168,7 +168,7 @@ def build_preview(
     if any(cache.has_images for cache in caches):
         num_images = sum(cache.num_images for cache in caches)
         mean = sum(cache.num_image_tokens for cache in caches) / max(1, num_images)
-        facts["images"] = f"{num_images:,}, {mean:,.1f} tokens an image"
+        facts["images"] = f"{num_images:,}, {mean:,.1f} tokens per image"
     if data.sizes.truncation_stats is not None and (lost := str(data.sizes.truncation_stats)):
         facts["truncated"] = lost
     padded = data.sizes.packing is False
@@ -365,7 +365,7 @@ def format_preview(preview: DataPreview, *, color: bool) -> str:
         for low, high, count in preview.lengths
     ]
     bars = [(name, f"{'#' * -(-40 * count // most):<40} {count:,}") for name, count in rows]
-    parts = [format_table(list(preview.facts.items())), "tokens a document", format_table(bars)]
+    parts = [format_table(list(preview.facts.items())), "tokens per document", format_table(bars)]
     for sample in preview.samples:
         which = _format_documents(sample.documents) + (f" of {sample.source}" if sample.source else "")
         head = (

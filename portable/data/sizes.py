@@ -59,7 +59,7 @@ class ImageCounts(NamedTuple):
         """Format the counts as one line."""
         mean = self.tokens / max(1, self.images)
         images, documents = format_count(self.images, "image"), format_count(self.documents, "conversation")
-        return f"{images} in {documents}, {mean:,.1f} tokens an image"
+        return f"{images} in {documents}, {mean:,.1f} tokens per image"
 
 
 @dataclass(frozen=True)
@@ -140,10 +140,10 @@ class DataSizes:
             for name, (source, samples) in self.evals.items()
         )
         if self.cache_folder is None:
-            return f"{self.source}: sizes are known after tokenizing by {method_text}{evals_text}"
+            return f"{self.source}: not tokenized yet; tokenizer: {method_text}{evals_text}"
         held_out = f", {self.describe_held_out()}" if self.eval_samples or not self.evals else ""
         text = (
-            f"{self.source}: {self.documents:,} documents, {self.tokens:,} tokens by {method_text}: "
+            f"{self.source}: {self.documents:,} documents, {self.tokens:,} tokens; tokenizer: {method_text}: "
             f"{self.train_samples:,} to train{held_out}{evals_text}"
         )
         text += "".join(
@@ -216,7 +216,7 @@ def compute_data_sizes(
             f"{name} ({source.description})" if name else source.description
             for name, source in sources.items()
         ),
-        tokenizer=tokenizer or "a byte-pair encoding trained on it",
+        tokenizer=tokenizer or "byte-pair encoding trained on this data",
         vocab_size=vocab_size,
         seq_len=first.settings.data.seq_len,
         packing=first.settings.packing,

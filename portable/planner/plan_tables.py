@@ -125,14 +125,15 @@ def format_plan(plan: Plan, *, wide: bool = False, width: int = 100) -> str:
     if device is not None:
         devices_text = f"{cluster.devices} x {device.name}, {format_bytes(device.memory_bytes)} each"
     size = planner.config.ranks_together
-    on = "a device" if size == 1 else f"{size} devices"
+    group = "device" if size == 1 else f"{size} devices"
     rows = [
         ("model", f"{planner.model.architecture}, {planner.model.num_parameters:,} parameters"),
         ("devices", devices_text),
         (
             "batch",
-            f"{planner.micro_batch} of {planner.config.data.seq_len} tokens at a time on {on}, "
-            f"{planner.batch_per_group} a step; {planner.config.precision}",
+            f"micro-batches of {planner.micro_batch} x {planner.config.data.seq_len} tokens, "
+            f"{format_count(planner.batch_per_group, 'sequence')} per step and {group}; "
+            f"{planner.config.precision}",
         ),
         ("a checkpoint", format_bytes(min(option.checkpoint_bytes for option in plan.options))),
     ]
@@ -151,7 +152,7 @@ def format_plan(plan: Plan, *, wide: bool = False, width: int = 100) -> str:
         parts.append(best.format_config_yaml(planner.config))
     parts.append(format_option_table(plan, wide=wide))
     if best is not None:
-        parts.append("* is recommended; the row shows it as it would run")
+        parts.append("* recommended; the row shows the settings that the run would use")
     if device is None:
         advice = "name a device to see what fits: --device h100, --device v5e, or --device-memory 80GB"
         parts.append(wrap_text(advice, width))
@@ -290,7 +291,7 @@ def explain_choice(plan: Plan) -> str:
             f"{_describe_last_resorts(planner)}{instead}"
         )
     text = (
-        f"best: {describe_option(best)}, the first in the order that fits: "
+        f"best: {describe_option(best)}, the first option that fits: "
         f"{format_bytes(best.device_bytes.total)} of {format_bytes(usable)} usable"
     )
     if best.host_bytes:

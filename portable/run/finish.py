@@ -82,12 +82,12 @@ def build_export_cost_rows(
         return []
     nodes = -(-ranks // ranks_per_node)
     seconds = model_bytes / nodes / _EXPORT_BYTES_PER_SECOND
-    writers = format_count(nodes, "node")
+    writers, verb = format_count(nodes, "node"), "writes" if nodes == 1 else "write"
     return [
         (
             "export",
-            f"{format_bytes(model_bytes)} of {FINAL_FOLDER}/ are written by {writers} when training ends, in "
-            f"{format_time(seconds)} at 1 GB/s a node ({ranks * seconds / 3600:.1f} idle device hours); "
+            f"{writers} {verb} {format_bytes(model_bytes)} to {FINAL_FOLDER}/ when training ends, in "
+            f"{format_time(seconds)} at 1 GB/s per node ({ranks * seconds / 3600:.1f} idle device hours); "
             "checkpoint.export: false leaves it to portable-convert RUN OUT",
         )
     ]
@@ -122,7 +122,7 @@ def format_start_summary(prepared: PreparedRun, restored: RestoredRun) -> str:
         ),
         (
             "batch",
-            f"{plan.global_batch_size} sequences of {config.data.seq_len} tokens a step; on each rank "
+            f"{plan.global_batch_size} sequences of {config.data.seq_len} tokens per step; on each rank "
             f"{format_count(plan.accumulation_steps, 'accumulation step')} x "
             f"{format_count(plan.micro_batch_size, 'sequence')}{auto}{describe_padding(plan)}",
         ),

@@ -559,11 +559,11 @@ def test_show_data_and_report_show_images(
     assert {size for size, _ in sizes} == {"16x16", "40x24"} and len(sizes) == 7
     (facts,) = re.findall(r"  images  +(.*)", shown)
     mean = sum(int(tokens) for _, tokens in sizes) / 7
-    assert facts == f"7, {mean:.1f} tokens an image"
+    assert facts == f"7, {mean:.1f} tokens per image"
     assert "<image>" not in shown and "<|image_pad|>" not in shown and "[[red" in shown
     assert run_rank("cpu", load_config(None, config)) == 0
     assert re.search(
-        rf"  images +7 images in 6 conversations, {mean:.1f} tokens an image", capsys.readouterr().err
+        rf"  images +7 images in 6 conversations, {mean:.1f} tokens per image", capsys.readouterr().err
     )
     page = (tmp_path / "run" / "report.html").read_text()
     preview = json.loads((tmp_path / "run" / "data_samples.json").read_text())

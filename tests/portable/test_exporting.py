@@ -317,6 +317,6 @@ def test_export_cost_of_large_model_is_shown(tmp_path: Path, corpus: Path) -> No
     assert build_export_cost_rows(config, int(LARGE_EXPORT_BYTES) - 1, 8, 8) == []
     assert build_export_cost_rows(config.replaced({"checkpoint.export": False}), 10**12, 8, 8) == []
     (alone,) = build_export_cost_rows(config, 36 * 10**11, 8, 8)
-    assert "written by 1 node " in alone[1] and "1:00:00 at 1 GB/s a node (8.0 idle device hours)" in alone[1]
+    assert "1 node writes " in alone[1] and "1:00:00 at 1 GB/s per node (8.0 idle device hours)" in alone[1]
     (shared,) = build_export_cost_rows(config, 36 * 10**11, 64, 8)
-    assert "written by 8 nodes " in shared[1] and "7:30 at 1 GB/s a node (8.0 idle" in shared[1]
+    assert "8 nodes write " in shared[1] and "7:30 at 1 GB/s per node (8.0 idle" in shared[1]
