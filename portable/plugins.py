@@ -133,7 +133,10 @@ def parse_plugin_spec(text: str) -> PluginSpec:
     """
     match = _PLUGIN_NAME.fullmatch(text.strip())
     if match is None:
-        raise ValueError(f"{text!r} is not package.module:name or package.module:name(argument=value)")
+        raise ValueError(
+            f"{text!r} is not the name of a class or function; write package.module:name or "
+            "package.module:name(argument=value)"
+        )
     arguments: dict[str, Any] = {}
     if arguments_text := match["given"]:
         try:
@@ -343,7 +346,9 @@ def _create_object(context: str, target: Any, arguments: Mapping[str, Any]) -> A
     """
     if not callable(target):
         if arguments:
-            raise UserError(f"{context}: is a {type(target).__name__}, which takes no arguments")
+            raise UserError(
+                f"{context}: is a {type(target).__name__}, which takes no arguments; remove the arguments"
+            )
         return target
     if not inspect.isclass(target) and not arguments:
         return target

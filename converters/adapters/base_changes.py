@@ -213,7 +213,8 @@ class BaseChanges:
         change = self.changes.setdefault(name, TensorChange(num_row_dims))
         if change.num_row_dims != num_row_dims:
             raise CheckpointError(
-                f"{self.adapter.root}: changes {name!r} in two ways, which cannot be merged"
+                f"{self.adapter.root}: changes {name!r} in two ways, which cannot be merged; load the "
+                "adapter with peft instead"
             )
         return change
 
@@ -331,7 +332,7 @@ class BaseChanges:
             raise CheckpointError(
                 f"{self.base_checkpoint.root}: {self.ties[untied_alias]!r} and {untied_alias!r} are tied, "
                 f"but {self.adapter.root} changes only one of them, and models of this architecture cannot "
-                "untie them"
+                "untie them; load the adapter with peft instead"
             )
         self.config_changes["tie_word_embeddings"] = False
         return list(self.ties)

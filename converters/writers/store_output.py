@@ -104,7 +104,7 @@ def check_store_output(out: RemotePath, *, overwrite: bool) -> None:
             and `overwrite` is False.
     """
     if out.is_file():
-        raise CommandError(f"{out}: is not a folder")
+        raise CommandError(f"{out}: is not a folder; choose another folder")
     if not out.exists():
         return
     if overwrite:

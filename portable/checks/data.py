@@ -79,7 +79,8 @@ def check_data(config: RunConfig) -> Iterator[SettingProblem]:
     if data.source is None and not data.sources and task in PADDED_TASKS:
         yield SettingProblem(
             ("data.source", "model.task"),
-            f"data.source must be set for model.task {task}: the default source has only text",
+            f"data.source is null, but the default source has only text, and model.task is {task}; set "
+            "data.source",
         )
 
 

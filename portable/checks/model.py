@@ -47,7 +47,8 @@ def check_model_source(config: RunConfig) -> Iterator[SettingProblem]:
     if name is None and not isinstance(model_config.get("model_type"), str):
         yield SettingProblem(
             ("model.config.model_type",),
-            "model.config.model_type must name a transformers model type, such as llama or bert",
+            "model.config.model_type is missing; set model.config.model_type to a model type of "
+            "transformers, such as llama or bert",
         )
 
 

@@ -119,7 +119,8 @@ class DPO(_PreferenceLoss):
         max_smoothing = {"sigmoid": 1.0, "robust": 0.5}.get(self.loss_type, 0.0)
         if self.label_smoothing and not 0 < self.label_smoothing < max_smoothing:
             raise ValueError(
-                f"label_smoothing {self.label_smoothing:g} does not work with loss_type {self.loss_type}"
+                f"label_smoothing {self.label_smoothing:g} does not work with loss_type {self.loss_type}; "
+                "leave out label_smoothing"
             )
         # The trainer calls `once` to compute reference log-probabilities for all samples before training, and
         # `before` to compute them for the batch of each step.

@@ -197,7 +197,10 @@ class _FsdpRankFiles:
         for (rank, name), content in zip(files.items(), contents, strict=True):
             if not isinstance(content, dict):
                 location = str(self.folder.path / name)
-                raise CheckpointError(f"{location}: is not a state dict but a {type(content).__name__}")
+                raise CheckpointError(
+                    f"{location}: is not a state dict but a {type(content).__name__}; save the state_dict() "
+                    "of the model"
+                )
             yield rank, content
 
     def merge_rank_contents(self, kind: str) -> dict[Any, Any]:

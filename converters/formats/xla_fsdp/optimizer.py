@@ -261,5 +261,5 @@ def _to_comparable(value: Any, location: str) -> Any:
     with prefix_checkpoint_errors(location):
         tensor = to_lazy_tensor(value, "a step")
         if tensor.numel > MAX_GROUP_TENSOR:
-            raise CheckpointError("a tensor instead of a number")
+            raise OptimizerStateError("a tensor instead of a number")
         return tensor.tolist()

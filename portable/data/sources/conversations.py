@@ -585,7 +585,9 @@ def _build_conversation(
     tools = _parse_tools(row, location)
     kwargs = _parse_json(row.get("chat_template_kwargs"), "chat_template_kwargs", location) or {}
     if not isinstance(kwargs, Mapping):
-        raise _build_record_error(location, f"chat_template_kwargs is {describe_type(kwargs)}, not a mapping")
+        raise _build_record_error(
+            location, f"chat_template_kwargs is {describe_type(kwargs)}, not a mapping; use a mapping"
+        )
     return Conversation(
         tuple(messages), location, tuple(tools) if tools else None, prompt, kwargs, images=images
     )
@@ -846,7 +848,10 @@ def _parse_tools(row: Mapping[str, Any], location: str) -> list[Any] | None:
         if is_empty(value):
             continue
         if not (isinstance(value, list | tuple) and all(isinstance(tool, Mapping) for tool in value)):
-            raise _build_record_error(location, f"{key} is not a list of JSON schemas")
+            raise _build_record_error(
+                location,
+                f"{key} is not a list of JSON schemas; use a list of functions with name and parameters",
+            )
         tools[key] = list(value)
     if "functions" in tools:
         tools["functions"] = [
@@ -1036,7 +1041,10 @@ def _normalize_tool_calls(value: Any, location: str, index: int) -> list[dict[st
         function = call.get("function", call) if isinstance(call, Mapping) else None
         name = function.get("name") if isinstance(function, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(name, str) or not name.strip():
-            raise _build_record_error(location, f"message {index + 1}: a tool call has no function name")
+            raise _build_record_error(
+                location,
+                f"message {index + 1}: a tool call has no function name; add the name of the function",
+            )
         arguments = _parse_json(function.get("arguments"), f"message {index + 1}: arguments", location)
         function = {**function, "arguments": {} if arguments is None else arguments}
         keys = call if "function" in call else ("id",)
@@ -1058,7 +1066,9 @@ def _parse_json(value: Any, name: str, location: str) -> Any:
     try:
         return json.loads(value) if value.strip() else None
     except (ValueError, RecursionError) as error:
-        raise _build_record_error(location, f"{name} is not JSON ({to_one_line(error)})") from error
+        raise _build_record_error(
+            location, f"{name} is not JSON ({to_one_line(error)}); correct the JSON"
+        ) from error
 
 
 def _parse_list_field(row: Mapping[str, Any], key: str, kind: RecordFormat, location: str) -> Sequence[Any]:

@@ -118,7 +118,10 @@ class CustomRecords(DataSource):
             ):
                 records = map(records.__getitem__, range(len(records)))
             if isinstance(records, str | Mapping) or not isinstance(records, Iterable):
-                raise UserError(f"{subject}: returns a {type(records).__name__}, not an iterable of records")
+                raise UserError(
+                    f"{subject}: returns a {type(records).__name__}, not an iterable of records; return a "
+                    "list or an iterator of records"
+                )
             asks_at = time.monotonic() + NOTE_AFTER_SECONDS
             for number, row in enumerate(islice(records, self.settings.data.max_samples), start=1):
                 if number % 1000 == 0 and time.monotonic() > asks_at:

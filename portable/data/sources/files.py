@@ -92,7 +92,8 @@ class RecordFiles(DataSource):
                 _refuse_hub_settings(settings.data, "local files")
             if files is None and len(names) > 1:
                 raise MissingDataError(
-                    f"data.source: {name}: no such file or folder (a list may contain only local files)"
+                    f"data.source: {name}: no such file or folder (a list may contain only local files); "
+                    "check the path"
                 )
             if files is None:
                 return None

@@ -57,7 +57,7 @@ def open_source(settings: SourceSettings) -> DataSource:
     """
     data = settings.data
     if settings.task not in TASKS:
-        raise UserError(f"model.task: {settings.task!r} is not one of {', '.join(TASKS)}")
+        raise UserError(f"model.task: {settings.task!r} is unknown; use one of {', '.join(TASKS)}")
     if data.seq_len < 1:
         raise UserError(f"data.seq_len: {data.seq_len} is less than 1; use a positive number")
     if data.eval_fraction is not None and not 0 <= data.eval_fraction < 1:
