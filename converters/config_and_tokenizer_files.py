@@ -421,8 +421,9 @@ def download_from_hub(hub_id: str, option: str, file_patterns: tuple[str, ...]) 
         # The first sentence has the reason, and the others are advice about the Python API.
         reason = re.split(r"(?<=[.!?])\s", reason)[0].rstrip(".")
         raise CommandError(
-            f"{option}: is neither a local file or folder nor available from the hub ({reason}); with a "
-            f"network connection, run hf download {hub_id} --local-dir FOLDER, and specify FOLDER"
+            f"{option}: is neither a local file or folder nor available from the hub ({reason}); run "
+            f"hf download {hub_id} --local-dir FOLDER on a machine with a network connection, and specify "
+            "FOLDER"
         ) from None
 
 

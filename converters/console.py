@@ -8,8 +8,6 @@ import textwrap
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
-from portable.converters.errors import format_os_error
-
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from typing import TextIO
@@ -154,4 +152,6 @@ def _raise_output_errors() -> Iterator[None]:
             descriptor = os.open(os.devnull, os.O_WRONLY)
             os.dup2(descriptor, sys.stdout.fileno())
             os.close(descriptor)
-        raise OutputError(f"standard output: {format_os_error(error)}") from None
+        raise OutputError(
+            f"standard output: {error.strerror or error}; write the output to another file"
+        ) from None

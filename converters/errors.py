@@ -58,6 +58,19 @@ class DamagedCheckpointError(CheckpointError):
         return f"{self.reason}; copy the checkpoint again"
 
 
+class MixedCheckpointError(CheckpointError):
+    """Error for files that contradict each other.
+
+    The only argument of the exception is the reason. The message adds the cause and the remedy.
+    """
+
+    def __str__(self) -> str:
+        return (
+            f"{self.reason}, because the files are damaged or from another run or step; copy the checkpoint "
+            "again"
+        )
+
+
 class UnsupportedCheckpointError(CheckpointError):
     """Error for an intact checkpoint that uses a feature that is not supported.
 

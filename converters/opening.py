@@ -139,8 +139,12 @@ def _detect_checkpoint(root: AnyPath, tag: str | None) -> DetectedFormat:
     if match is not None and (tag is None or match.format.selects_tag):
         return match
     if tag is not None:
-        step_names = ", ".join(step.name for _, step in steps[:8]) or "none"
-        raise CommandError(f"{root}: no checkpoint has the tag {tag!r}; available tags: {step_names}")
+        step_names = ", ".join(step.name for _, step in steps[:8])
+        if not step_names:
+            raise CommandError(
+                f"{root}: contains no steps, so no checkpoint has the tag {tag!r}; leave out --tag"
+            )
+        raise CommandError(f"{root}: no checkpoint has the tag {tag!r}; specify one of {step_names}")
     chosen: dict[str, DetectedFormat] = {}
     for _, step in steps:
         kind = _DIGITS.sub("", step.name)

@@ -203,9 +203,9 @@ def _check_consolidated_shapes(path: AnyPath, stored: dict[str, Tensor]) -> None
         stored_tensor = stored.get(name)
         if stored_tensor is None or stored_tensor.shape != tensor.shape:
             problem = "is missing" if stored_tensor is None else f"is {list(stored_tensor.shape)}"
-            raise CheckpointError(
-                f"{path}: {name!r} {problem}, but {list(tensor.shape)} in the previous files; a shard "
-                "is missing"
+            raise DamagedCheckpointError(
+                f"{path}: {name!r} {problem}, but {list(tensor.shape)} in the previous files, so a "
+                "shard is missing"
             )
 
 

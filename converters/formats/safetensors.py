@@ -211,7 +211,7 @@ def read_safetensors_file(file: CheckpointFile) -> SafetensorsContent:
         if stop != start:
             description = f"after {previous_name!r}" if previous_name else f"before {next_name!r}"
             why = "unused bytes" if stop < start else "overlapping tensors"
-            raise CheckpointError(f"{file.path}: {why} {description}; the file is truncated or damaged")
+            raise DamagedCheckpointError(f"{file.path}: truncated or damaged: {why} {description}")
     plain = isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values())
     return SafetensorsContent(tensors, metadata if plain else {})
 

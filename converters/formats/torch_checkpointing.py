@@ -27,6 +27,7 @@ from portable.converters.containers.torchzip import StoredTensor
 from portable.converters.errors import (
     CheckpointError,
     DamagedCheckpointError,
+    MixedCheckpointError,
     OptimizerStateError,
     UnsupportedCheckpointError,
     format_os_error,
@@ -558,7 +559,7 @@ def _add_rank_value_to(
     elif path not in merged:
         merged[path] = value
     elif isinstance(previous, (RankParts, RankCopies)) or to_json_value(previous) != to_json_value(value):
-        raise CheckpointError(f"{location} differs between the ranks; the files are from two checkpoints")
+        raise MixedCheckpointError(f"{location} differs between the ranks")
 
 
 def _is_merged_tensor(leaf: Any) -> bool:

@@ -379,7 +379,8 @@ def _move_to_target(temporary: Path, target: Path, *, overwrite: bool) -> None:
         temporary.rename(target)
     elif not overwrite:
         raise CommandError(
-            f"{target}: was created by another process during the conversion; nothing was replaced"
+            f"{target}: was created by another process during the conversion, and was not replaced; choose "
+            "another folder"
         )
     else:
         replace_and_delete_folder(temporary, target)

@@ -26,7 +26,12 @@ from portable.converters.containers.untrusted_values import (
     require_names,
     require_shape,
 )
-from portable.converters.errors import CheckpointError, DamagedCheckpointError, UnsupportedCheckpointError
+from portable.converters.errors import (
+    CheckpointError,
+    DamagedCheckpointError,
+    MixedCheckpointError,
+    UnsupportedCheckpointError,
+)
 from portable.converters.formats.deepspeed.flat_layout import (
     Fragment,
     Stage3GroupLayout,
@@ -611,9 +616,7 @@ def check_equal_records(location: str, description: str, ours: Any, first: Any) 
         CheckpointError: If the records differ, so the files are of two runs or steps.
     """
     if ours != first:
-        raise CheckpointError(
-            f"{location}: {description} differs from the first rank; the files are from two runs or steps"
-        )
+        raise MixedCheckpointError(f"{location}: {description} differs from the first rank")
 
 
 def require_contiguous(value: Any, location: str, *, any_shape: bool = False) -> StoredTensor:

@@ -12,7 +12,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from portable.converters.containers.pickle_reader import format_untrusted_value
-from portable.converters.errors import CheckpointError, DamagedCheckpointError, UnsupportedCheckpointError
+from portable.converters.errors import (
+    CheckpointError,
+    DamagedCheckpointError,
+    MixedCheckpointError,
+    UnsupportedCheckpointError,
+)
 from portable.converters.formats import CheckpointPath, Format
 from portable.converters.formats.deepspeed.expert_files import ExpertFiles
 from portable.converters.formats.deepspeed.layer_files import LayerFiles, merge_stage_optimizers
@@ -220,14 +225,12 @@ def _read_parallel_degree(path: AnyPath, names: RankFileNames, model: ModelFile)
     """
     tensor_ranks, stages = model.parallel_degrees
     if names.experts and not model.content.get("num_experts"):
-        raise CheckpointError(
-            f"{path / names.experts[0]}: is expert parallel, but {model.location} is not; the files are from "
-            "two runs"
+        raise MixedCheckpointError(
+            f"{path / names.experts[0]}: is expert parallel, but {model.location} is not"
         )
     if names.layers and not model.is_pipeline:
-        raise CheckpointError(
-            f"{path / names.layers[0]}: is pipeline parallel, but {model.location} is not; the files are "
-            "from two runs"
+        raise MixedCheckpointError(
+            f"{path / names.layers[0]}: is pipeline parallel, but {model.location} is not"
         )
     if bool(names.experts) + (tensor_ranks > 1) + model.is_pipeline > 1:
         raise UnsupportedCheckpointError(

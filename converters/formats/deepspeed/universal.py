@@ -20,7 +20,12 @@ from portable.converters.checkpoint import OptimizerState, Scalar
 from portable.converters.containers.pickle_reader import format_untrusted_value
 from portable.converters.containers.shard_index import check_rank_files_complete
 from portable.converters.containers.torchzip import StoredTensor, TorchZip
-from portable.converters.errors import CheckpointError, DamagedCheckpointError, UnsupportedCheckpointError
+from portable.converters.errors import (
+    CheckpointError,
+    DamagedCheckpointError,
+    MixedCheckpointError,
+    UnsupportedCheckpointError,
+)
 from portable.converters.formats import CheckpointPath, Format
 from portable.converters.formats.deepspeed.checks import sample_rounds_to_weight
 from portable.converters.formats.deepspeed.flat_layout import Stage3GroupLayout, to_flat_piece
@@ -346,10 +351,7 @@ class _UniversalFiles:
                 sample_rounds_to_weight(to_flat_piece(master), start, copy, count - copy_start, copy_start)
                 is False
             ):
-                raise CheckpointError(
-                    f"{location}: the values differ from {copy_description}; the file is from another "
-                    "parameter or step"
-                )
+                raise MixedCheckpointError(f"{location}: the values differ from {copy_description}")
 
     def build_checkpoint(self, root: AnyPath) -> Checkpoint:
         """Build the checkpoint from all files."""

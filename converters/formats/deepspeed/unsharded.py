@@ -14,12 +14,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from portable.converters.containers.torchzip import StoredTensor
-from portable.converters.errors import (
-    CheckpointError,
-    DamagedCheckpointError,
-    OptimizerStateError,
-    UnsupportedCheckpointError,
-)
+from portable.converters.errors import DamagedCheckpointError, OptimizerStateError, UnsupportedCheckpointError
 from portable.converters.formats.deepspeed.checks import sample_rounds_to_weight
 from portable.converters.formats.deepspeed.flat_layout import (
     GroupOnRanks,
@@ -164,9 +159,9 @@ def _name_shaped_masters(
     )
     if isinstance(positions, int):
         count = "several ways" if positions else "no way"
-        raise CheckpointError(
-            f"{location}: the fp32 masters have no names, and can be matched to the weights in {count}; "
-            "masters of Muon have another order, which is not supported without ZeRO"
+        raise UnsupportedCheckpointError(
+            f"{location}: the fp32 masters have no names, and can be matched to the weights in {count} "
+            "(the order of Muon's masters is not supported without ZeRO)"
         )
     names_by_group = [[""] * len(group) for group in masters_by_group]
     tensors = {}

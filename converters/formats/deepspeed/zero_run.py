@@ -12,7 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from portable.converters.containers.pickle_reader import format_untrusted_value, to_json_value
 from portable.converters.containers.shard_index import check_rank_files_complete
-from portable.converters.errors import CheckpointError, DamagedCheckpointError, UnsupportedCheckpointError
+from portable.converters.errors import (
+    DamagedCheckpointError,
+    MixedCheckpointError,
+    UnsupportedCheckpointError,
+)
 from portable.converters.formats.deepspeed.checks import compare_with_module_weights
 from portable.converters.formats.deepspeed.deferred_files import (
     MASTERS,
@@ -120,10 +124,7 @@ class SavedRun:
         check_rank_files_complete(folder.path, optim_names, self.world_size, "optimizer")
         self._read_zero_options(first)
         if per_rank_model != (self.stage == 3):
-            raise CheckpointError(
-                f"{location}: the model states are not of ZeRO stage {self.stage}; the files are from two "
-                "runs"
-            )
+            raise MixedCheckpointError(f"{location}: the model states are not of ZeRO stage {self.stage}")
         check_rank_files_complete(
             folder.path, model_names, self.world_size if self.stage == 3 else 1, "model"
         )
@@ -312,9 +313,9 @@ class SavedRun:
                 check_equal_records(model.location, record, value, first[record])
         count = model.get_counter("dp_world_size")
         if count is not None and (count % self.world_size if self.uses_mics else count != self.world_size):
-            raise CheckpointError(
+            raise MixedCheckpointError(
                 f"{model.location}: has a world size of {count}, but the optimizer states have "
-                f"{self.world_size}; the files are from two runs"
+                f"{self.world_size}"
             )
 
     def _collect_masters(self) -> list[Flat]:

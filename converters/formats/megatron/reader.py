@@ -20,6 +20,7 @@ from portable.converters.containers.torchzip import StoredTensor, TorchZip
 from portable.converters.errors import (
     CheckpointError,
     DamagedCheckpointError,
+    MixedCheckpointError,
     OptimizerStateError,
     UnsupportedCheckpointError,
     prefix_checkpoint_errors,
@@ -138,9 +139,8 @@ class MegatronRankFiles:
             self._check_recorded_rank(position, get_megatron_args(content))
             for key in ("iteration", "checkpoint_version"):
                 if content.get(key) != first.get(key):
-                    raise CheckpointError(
-                        f"{self.folder.path / self.folder_names[position]}: {key} differs from the first "
-                        "rank; the files are from two runs or steps"
+                    raise MixedCheckpointError(
+                        f"{self.folder.path / self.folder_names[position]}: {key} differs from the first rank"
                     )
 
     def _check_recorded_rank(self, position: RankPosition, args: Any) -> None:

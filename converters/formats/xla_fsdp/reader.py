@@ -24,6 +24,7 @@ from portable.converters.containers.torchzip import StoredTensor, TorchZip
 from portable.converters.errors import (
     CheckpointError,
     DamagedCheckpointError,
+    MixedCheckpointError,
     UnsupportedCheckpointError,
     prefix_checkpoint_errors,
 )
@@ -202,9 +203,9 @@ def _sort_by_rank(files: list[XlaRankFile], kind: str, root: AnyPath) -> list[Xl
     for file in files:
         if kind in file.content:
             if file.world_size != files[0].world_size:
-                raise CheckpointError(
+                raise MixedCheckpointError(
                     f"{file.location}: has a world size of {file.world_size}, but {files[0].location} has "
-                    f"{files[0].world_size}; the files are from two runs"
+                    f"{files[0].world_size}"
                 )
             other = files_by_rank.setdefault(file.rank, file)
             if other is not file:
@@ -322,9 +323,7 @@ def _build_key_tensors(
         return {}
     for location, other in shards:
         if not isinstance(other, StoredTensor) or (other.dtype, other.shape) != (value.dtype, value.shape):
-            raise CheckpointError(
-                f"{location}: {str(key)!r} differs from rank 0; the files are from two runs or steps"
-            )
+            raise MixedCheckpointError(f"{location}: {str(key)!r} differs from rank 0")
     with prefix_checkpoint_errors(shards[0][0]):
         return {str(key): to_lazy_tensor(value, str(key))}
 

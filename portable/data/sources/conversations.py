@@ -579,8 +579,8 @@ def _build_conversation(
         if message["role"] in _TOOL_ROLES and before not in ("assistant", *_TOOL_ROLES):
             raise _build_record_error(
                 location,
-                f"message {index + 1} is from {message['role']}, after {before or 'nothing'}; it must follow "
-                "the assistant's call",
+                f"message {index + 1} is from {message['role']}, after {before or 'nothing'}; put the "
+                "message after the assistant's call",
             )
     tools = _parse_tools(row, location)
     kwargs = _parse_json(row.get("chat_template_kwargs"), "chat_template_kwargs", location) or {}
