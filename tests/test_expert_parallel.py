@@ -126,6 +126,13 @@ def test_expert_parallel_losses_equal_one_rank(
     record(actual, expected, TOLERANCE)
 
 
+ADAPTER: dict[str, Any] = {
+    "adapter__type": "lora",
+    "adapter__r": 3,
+    "adapter__target_modules": ["q_proj", "v_proj"],
+    "adapter__target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+    "train__learning_rate": 0.03,
+}
 COMPOSED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "HSDP": ("HSDP", "mixtral", {}),
     "gathered": ("gathered", "qwen3_moe", {}),
@@ -141,6 +148,8 @@ COMPOSED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "SGD": ("2", "mixtral", {"train__optimizer": "sgd", "train__learning_rate": 0.1}),
     "average": ("2 x 2", "mixtral", {"train__ema": 0.9, "train__eval_ema": True}),
     "adapter": ("2", "mixtral", {"adapter__type": "lora", "adapter__target_modules": ["q_proj", "v_proj"]}),
+    "adapter of experts": ("2", "mixtral", ADAPTER),
+    "adapter of experts, 2 x 2": ("2 x 2", "qwen3_moe", ADAPTER),
     "one after another": ("2", "glm4_moe", {"model__experts": "eager"}),
     "padded": ("4", "mixtral", {"data__packing": False}),
     "all in one unit": ("2", "mixtral", {"fsdp__auto_wrap_policy": "no_wrap"}),
