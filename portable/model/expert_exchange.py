@@ -57,21 +57,28 @@ def _is_expert_module(module: nn.Module) -> bool:
     )
 
 
-def check_expert_parallel_support(model: nn.Module, num_ranks: int) -> None:
+def check_expert_parallel_support(model: nn.Module, num_ranks: int, optimizer: str = "adamw") -> None:
     """Check that the experts of a model can be distributed over ranks.
 
     Args:
         model: The model with its adapter, on any device.
         num_ranks: Number of expert-parallel ranks.
+        optimizer: Value of ``train.optimizer``.
 
     Raises:
         UserError: If the model has no experts in stacked tensors, if the adapter changes them in a way that
-            ranks cannot divide, or if their number is not a multiple of ``num_ranks``.
+            ranks cannot divide or the optimizer cannot update, or if their number is not a multiple of
+            ``num_ranks``.
     """
     modules, name = find_expert_modules(model), type(model).__name__
     require(
         bool(modules),
         f"{KEY}: {name} has no experts in stacked tensors that ranks can divide; set {KEY} to 1",
+    )
+    require(
+        optimizer != "muon" or not list_expert_factors(model),
+        "train.optimizer: muon updates complete matrices, but expert-parallel ranks divide the LoRA factors "
+        f"of experts; use adamw or sgd, or set {KEY} to 1",
     )
     for module_name, module in modules.items():
         count: Any = module.num_experts
@@ -109,8 +116,9 @@ def list_expert_factors(model: nn.Module) -> dict[nn.Parameter, int]:
         layer.weight: dim
         for name in find_expert_modules(model)
         for wrapper in find_parameter_wrappers(model, name)
+        if hasattr(wrapper, "parameter_name")
         for dim, layers in enumerate((wrapper.lora_A, wrapper.lora_B))
-        for layer in layers.values()  # type: ignore[operator, union-attr]
+        for layer in layers.values()  # type: ignore[operator]
     }
 
 

@@ -84,7 +84,7 @@ def count_interleaved_blocks(tensor: DTensor) -> int:
     from torch.distributed.tensor.placement_types import _StridedShard
 
     placement = tensor.placements[-1]
-    return placement.split_factor if isinstance(placement, _StridedShard) else 1
+    return int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
 
 
 build_storage_prefix = _torch.wrap_private_function(
