@@ -168,6 +168,19 @@ COMPOSED: dict[str, tuple[str, str, dict[str, Any]]] = {
         {"memory__activation_checkpointing": "full", "adapter__target_modules": []},
     ),
     "adapter of experts, by default": ("2", "mixtral", {"adapter__type": "lora"}),
+    "adapter of experts, router loss": (
+        "2",
+        "mixtral, adapter",
+        {
+            "train__micro_batch_size": 1,
+            "model__config": mixture("mixtral", **ROUTER_LOSS)["model__config"],
+        },
+    ),
+    "adapter of experts, copied": (
+        "2",
+        "mixtral, adapter",
+        {"adapter__target_parameters": None, "adapter__modules_to_save": ["experts"]},
+    ),
     "adapter of experts, gathered": ("gathered", "mixtral, adapter", {"adapter__use_rslora": True}),
     "adapter of experts, weights on the host": (
         "2 x 2",
