@@ -486,6 +486,8 @@ def test_expert_parallel_ranks_divide_a_copy_of_the_parameters() -> None:
     assert compute_shard_group_size(config, 8, 4) == 4
     with pytest.raises(UserError, match=r"^expert_parallel_size: the 3 ranks .* groups of 2; use a divisor"):
         compute_shard_group_size(config, 6, 3)
+    with pytest.raises(UserError, match=r"^expert_parallel_size: a single rank .* a multiple of 2 ranks"):
+        compute_shard_group_size(config, 1, 1)
 
 
 def test_dry_run_lists_the_exchange_of_tokens(corpus: Path, tmp_path: Path) -> None:

@@ -138,7 +138,7 @@ def test_plan_suggests_adapter_if_full_training_does_not_fit(plan: Plan) -> None
 
 
 def test_plan_suggests_expert_parallelism_for_a_mixture(plan: Plan) -> None:
-    """The bytes of Qwen3-30B-A3B are computed by hand for 64 devices, in groups of 8 that divide the experts."""
+    """The bytes of Qwen3-30B-A3B are computed by hand for 64 devices in groups of 8."""
     argv = ["--device", "h100", "--devices", "64", "--data.seq_len", "4096", "--precision", "bf16"]
     argv += ["--train.global_batch_size", "64", "--memory.activation_checkpointing", "full"]
     argv += ["--strategy", "full_shard"]

@@ -48,10 +48,14 @@ def check_expert_groups(config: RunConfig, shard_group_size: int) -> None:
     """
     size = config.expert_parallel_size
     if shard_group_size % size:
-        ranks = "the only rank" if shard_group_size == 1 else f"the {shard_group_size} ranks"
+        if shard_group_size == 1:
+            raise UserError(
+                f"expert_parallel_size: a single rank cannot be divided into groups of {size}; start a "
+                f"multiple of {size} ranks, or set expert_parallel_size to 1"
+            )
         raise UserError(
-            f"expert_parallel_size: {ranks} with a copy of the parameters cannot be divided into groups of "
-            f"{size}; use a divisor of {shard_group_size}, or another number of ranks"
+            f"expert_parallel_size: the {shard_group_size} ranks with a copy of the parameters cannot be "
+            f"divided into groups of {size}; use a divisor of {shard_group_size}, or another number of ranks"
         )
 
 
