@@ -77,7 +77,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 ADAPTER: dict[str, Any] = {
     "adapter__type": "lora",
-    "adapter__r": 3,
+    "adapter__r": 4,
     "adapter__target_modules": ["o_proj"],
     "adapter__target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
     "train__learning_rate": 5e-3,
@@ -225,7 +225,7 @@ ADAPTERS: list[tuple[str, str, dict[str, Any]]] = [
     ),
     ("glm4_moe", "2", {"adapter__target_modules": "all-linear"}),
     ("mixtral", "2", {"adapter__r": 1}),
-    ("qwen3_moe", "HSDP", {}),
+    ("qwen3_moe", "HSDP", {"adapter__r": 3}),
 ]
 
 
