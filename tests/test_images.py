@@ -6,15 +6,18 @@ import base64
 import copy
 import csv
 import io
+import itertools
 import json
 import os
 import shutil
 import signal
 import struct
 import threading
+import time
+import tracemalloc
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import redirect_stderr
+from contextlib import redirect_stderr, suppress
 from dataclasses import replace
 from functools import cache, partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -468,16 +471,20 @@ def test_killed_run_resumes_on_more_ranks(
 # -- bad files and records ----------------------------------------------------------------------------------
 
 
+def make_chunk(name: bytes, data: bytes) -> bytes:
+    """Return a chunk of a PNG file."""
+    return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+
+
 def write_png_header(path: Path, width: int, height: int) -> None:
     """Write a small file that claims to be a large image."""
-
-    def chunk(name: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
-
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     pixels = zlib.compress(bytes(1000))
     path.write_bytes(
-        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", pixels) + chunk(b"IEND", b"")
+        b"\x89PNG\r\n\x1a\n"
+        + make_chunk(b"IHDR", header)
+        + make_chunk(b"IDAT", pixels)
+        + make_chunk(b"IEND", b"")
     )
 
 
@@ -659,6 +666,17 @@ def server(bad_files: Path) -> Iterator[str]:
                 self.send_response(302)
                 self.send_header("Location", "file:///etc/hostname")
                 self.end_headers()
+            elif self.path == "/moved":
+                self.send_response(302)
+                self.send_header("Location", f"http://{self.headers['Host']}/good.png")
+                self.end_headers()
+            elif self.path == "/slow":
+                self.send_response(200)
+                self.end_headers()
+                with suppress(OSError):  # the client closes the connection
+                    for _ in range(100):
+                        self.wfile.write(b"x")
+                        time.sleep(0.05)
             else:
                 super().do_GET()
 
@@ -672,16 +690,43 @@ def test_images_are_downloaded_if_allowed(
     server: str, qwen: Path, bad_files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("no_proxy", "127.0.0.1")
-    records = [ask({"type": "image", "url": f"{server}/{name}"}) for name in ("good.png", "none.png", "leak")]
+    monkeypatch.setattr(images, "_DOWNLOAD_SECONDS", 0.5)
+    names = ("good.png", "none.png", "leak", "slow")
+    records = [ask({"type": "image", "url": f"{server}/{name}"}) for name in names]
     source = write_jsonl(tmp_path / "records.jsonl", records)
     with pytest.raises(MultipleMistakesError) as refused:
-        build(qwen, source, tmp_path, image_urls=True)
-    missing, leak, _ = refused.value.lines
+        build(qwen, source, tmp_path, image_urls="private")
+    missing, leak, slow, _ = refused.value.lines
     assert f"cannot read the image '{server}/none.png' (HTTP Error 404: File not found)" in missing
     assert f"cannot read the image '{server}/leak' (" in leak and "file" in leak
-    data = build(qwen, source, tmp_path, image_urls=True, on_bad_record="skip")
+    assert "/slow' (the download takes more than 0 seconds)" in slow
+    data = build(qwen, source, tmp_path, image_urls="private", on_bad_record="skip")
     (image_file,) = read_cache(data).read_image_files(0, 256)
     assert image_file.data == (bad_files / "good.png").read_bytes()
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.%31", "localhost", "redirect"])
+def test_private_addresses_need_a_setting(
+    host: str, server: str, qwen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A record of a public dataset must not reach servers in the user's network."""
+    monkeypatch.setenv("no_proxy", "*")
+    requests: list[str] = []
+    port = server.rpartition(":")[2]
+    url = f"http://{'127.0.0.1' if host == 'redirect' else host}:{port}/good.png"
+    if host == "redirect":  # only the address of the second connection is private
+        check, number = images._check_address_is_public, itertools.count()
+        monkeypatch.setattr(
+            images, "_check_address_is_public", lambda peer: check(peer) if next(number) else None
+        )
+        url = f"{server}/moved"
+    monkeypatch.setattr(images.http.client.HTTPResponse, "read1", lambda *_: requests.append(url))
+    source = write_jsonl(tmp_path / "records.jsonl", [ask({"type": "image", "url": url})])
+    with pytest.raises(
+        UserError, match=r"\(127\.0\.0\.1 is a private address, which data\.image_urls: private would allow\)"
+    ):
+        build(qwen, source, tmp_path, image_urls=True)
+    assert not requests
 
 
 # -- decoding -----------------------------------------------------------------------------------------------
@@ -726,6 +771,40 @@ def list_files() -> dict[str, bytes]:
         "BMP": encode(rgb, "BMP"),
         "one pixel": encode(rgb.resize((1, 1)), "PNG"),
     }
+
+
+@pytest.mark.parametrize("name", ["compressed text", "color profile"])
+def test_compressed_metadata_is_limited(name: str) -> None:
+    """A small file may contain metadata that would fill the memory."""
+    bomb = zlib.compress(bytes(200 << 20), 9)
+    kind = b"zTXt" if name == "compressed text" else b"iCCP"
+    good = make_image((0, 0, 200))
+    data = good[:33] + make_chunk(kind, b"name\0\0" + bomb) + good[33:]
+    peak = measure_peak(lambda: decode_without_error(data))
+    assert peak < 64 << 20
+
+
+def decode_without_error(data: bytes) -> None:
+    with suppress(ValueError):
+        decode_image(data)
+
+
+def measure_peak(function: Callable[[], None]) -> int:
+    """Return the largest memory in bytes that Python allocates while a function runs."""
+    tracemalloc.start()
+    try:
+        function()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def test_only_first_frame_is_decoded() -> None:
+    frames = [Image.new("P", (64, 64), index % 200) for index in range(3000)]
+    data = encode(frames[0], "GIF", save_all=True, append_images=frames[1:])
+    start = time.perf_counter()
+    assert decode_image(data).size == (64, 64)
+    assert time.perf_counter() - start < 1
 
 
 def test_images_are_decoded_like_transformers(tmp_path: Path) -> None:

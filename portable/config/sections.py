@@ -265,8 +265,9 @@ class SourceConfig(Section):
     image_root: PathText | None = None
     """Folder of the images that conversations name by a path. An image outside of it is a bad record. Null:
     the folder of data.source."""
-    image_urls: Flag = False
-    """Download the images that conversations name by a URL. Otherwise, they are bad records."""
+    image_urls: Flag | Annotated[Literal["private"], AnyCase] = False
+    """Download the images that conversations name by a URL. Otherwise, they are bad records. private: also
+    from servers with a private address, such as a server in your network. Only do this for trusted data."""
     text_field: str = Field(default="text", min_length=1)
     """Field of a record with the text. A dot selects a nested field, such as translation.en; the same is true
     for the fields below."""
