@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import copy
 import csv
+import http.client
 import io
 import itertools
 import json
@@ -49,7 +50,7 @@ from portable.data.tokens.cache import CacheDamagedError, TokenCache
 from portable.errors import MultipleMistakesError, RunError, UserError
 from portable.run.rank import run_rank
 from tests.engines import ENGINES, Engines
-from tests.image_models import PROCESSORS, make_image, write_image_model, write_squares
+from tests.image_models import OTHER_PROCESSORS, PROCESSORS, make_image, write_image_model, write_squares
 from tests.parity import launched, numbers_of, opened
 from tests.portable.chat_support import tokenizer
 from tests.portable.data_support import Settings, kill_build, write_jsonl
@@ -58,6 +59,7 @@ from tests.runs import TINY_MODEL, configured, flags, losses, weights
 
 Talk = list[dict[str, Any]]
 FAMILIES = list(PROCESSORS)
+ROWS = yaml.safe_load(Path(__file__).with_name("image_rows.yaml").read_text("utf-8"))
 SIZES = {"a.png": (16, 16), "b.png": (24, 16), "c.png": (40, 12), "d.png": (9, 31), "e.png": (50, 30)}
 
 
@@ -294,7 +296,10 @@ def image_run(folder: Path, source: Path, data: Path, **settings: Any) -> RunCon
     return configured(folder, data, **{**given_settings, **settings})
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+OTHER_FAMILIES = [name for name in OTHER_PROCESSORS if name not in ROWS["other families"]]
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *OTHER_FAMILIES])
 def test_loss_and_gradients_match_transformers(
     family: str, model: Callable[[str], Path], pictures: Path, tmp_path: Path
 ) -> None:
@@ -303,9 +308,8 @@ def test_loss_and_gradients_match_transformers(
 
     rows = [{"prompt": talk[:-1], "completion": talk[-1:]} for talk in TALKS[:4]]
     source = write_jsonl(tmp_path / "talks.jsonl", rows)
-    config = image_run(
-        tmp_path / "run", model(family), source, data__image_root=str(pictures), strategy="no_shard"
-    )
+    settings = {"data__image_root": str(pictures), "data__seq_len": 512, "strategy": "no_shard"}
+    config = image_run(tmp_path / "run", model(family), source, **settings)
     with opened(config) as trial:
         batches = [next(trial.batches) for _ in range(2)]
         valid = trial.backend.sum_host_numbers(sum(map(trial.engine.objective.compute_weight, batches)))
@@ -328,12 +332,25 @@ def test_loss_and_gradients_match_transformers(
     theirs = {name: parameter.grad for name, parameter in plain.named_parameters()}
     largest = max(float(gradient.abs().max()) for gradient in theirs.values() if gradient is not None)
     assert ours.keys() == theirs.keys()
+    # Gradients of the embeddings of Gemma 4 are sums of large terms in another order.
+    tolerance = 1e-5 if family == "gemma4" else 1e-6
     for name, gradient in theirs.items():
         if gradient is None:  # a run also computes gradients of parameters that are not used, which are zero
             assert ours[name] is None or not ours[name].any()
         else:
-            assert float((ours[name] - gradient).abs().max()) <= 1e-6 * largest, name
+            assert float((ours[name] - gradient).abs().max()) <= tolerance * largest, name
     assert any("vis" in name and gradient is not None and gradient.any() for name, gradient in theirs.items())
+
+
+@pytest.mark.parametrize("family", ROWS["other families"])
+def test_families_with_other_numbers_of_features_are_rejected(
+    family: str, model: Callable[[str], Path], pictures: Path, tmp_path: Path
+) -> None:
+    source = write_jsonl(tmp_path / "talks.jsonl", [{"messages": TALKS[0]}])
+    config = image_run(tmp_path / "run", model(family), source, data__image_root=str(pictures))
+    with pytest.raises(UserError) as refused, opened(config):
+        pass
+    assert str(refused.value) == ROWS["other families"][family].format(model=model(family))
 
 
 # -- ranks --------------------------------------------------------------------------------------------------
@@ -517,9 +534,6 @@ def ask(*parts: dict[str, Any], reply: Any = "blue", **fields: Any) -> dict[str,
 
 def ask_text(question: str, reply: str = "blue", **fields: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": question}, answer(reply)], **fields}
-
-
-ROWS = yaml.safe_load(Path(__file__).with_name("image_rows.yaml").read_text("utf-8"))
 
 
 def read_bad_records(kind: str) -> dict[str, tuple[dict[str, Any], str]]:
@@ -720,7 +734,7 @@ def test_private_addresses_need_a_setting(
             images, "_check_address_is_public", lambda peer: check(peer) if next(number) else None
         )
         url = f"{server}/moved"
-    monkeypatch.setattr(images.http.client.HTTPResponse, "read1", lambda *_: requests.append(url))
+    monkeypatch.setattr(http.client.HTTPResponse, "read1", lambda *_: requests.append(url))
     source = write_jsonl(tmp_path / "records.jsonl", [ask({"type": "image", "url": url})])
     with pytest.raises(
         UserError, match=r"\(127\.0\.0\.1 is a private address, which data\.image_urls: private would allow\)"

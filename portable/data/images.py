@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from portable.converters.storage.path_or_url import strip_file_scheme
 from portable.converters.storage.safe_open import LinkError, resolve_local_path_inside
-from portable.data.sources.documents import RecordError
+from portable.data.sources.documents import MAX_IMAGE_FILE_BYTES, RecordError
 from portable.errors import to_one_line
 from portable.paths import open_file
 
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from portable.config.sections import DataConfig
     from portable.data.sources.documents import ImageReference
 
-MAX_FILE_BYTES = 64 << 20
-"""Maximum size of an image file in bytes."""
 MAX_PIXELS = 100_000_000
 """Maximum number of pixels of an image. Decoding one takes 3 bytes per pixel."""
 THUMBNAIL_PIXELS = 96
@@ -159,8 +157,8 @@ class ImageReader:
         name = _describe_reference(reference)
         try:
             data = self._read_reference(reference, path, location)
-            if len(data) > MAX_FILE_BYTES:
-                raise ValueError(f"more than {MAX_FILE_BYTES >> 20} MiB")
+            if len(data) > MAX_IMAGE_FILE_BYTES:
+                raise ValueError(f"more than {MAX_IMAGE_FILE_BYTES >> 20} MiB")
             width, height = decode_image(data).size
         except RecordError:
             raise
@@ -179,13 +177,13 @@ class ImageReader:
         return ImageSize(max(1, int(width * scale)), max(1, int(height * scale)))
 
     def _read_reference(self, reference: ImageReference, path: Path | None, location: str) -> bytes:
-        """Read the file of a reference, at most one byte more than :data:`MAX_FILE_BYTES`."""
+        """Read the file of a reference, at most one byte more than :data:`MAX_IMAGE_FILE_BYTES`."""
         if reference.data is not None:
             return reference.data
         if path is None:
             return self._read_url(reference.url or "", location)
         with open_file(path) as file:
-            return file.read(MAX_FILE_BYTES + 1) or b""
+            return file.read(MAX_IMAGE_FILE_BYTES + 1) or b""
 
     def _resolve_path(self, path: str, location: str) -> Path:
         """Return the path of a local file, without links.
@@ -298,7 +296,7 @@ class _PublicHTTPSHandler(urllib.request.HTTPSHandler):
 
 
 def _download(url: str, *, allow_private: bool) -> bytes:
-    """Download the file at a URL, at most one byte more than :data:`MAX_FILE_BYTES`.
+    """Download the file at a URL, at most one byte more than :data:`MAX_IMAGE_FILE_BYTES`.
 
     Args:
         url: ``http`` or ``https`` URL.
@@ -321,11 +319,11 @@ def _download(url: str, *, allow_private: bool) -> bytes:
     end = time.monotonic() + _DOWNLOAD_SECONDS
     data = bytearray()
     with opener.open(request, timeout=_URL_SECONDS) as response:
-        while len(data) <= MAX_FILE_BYTES and (chunk := response.read1(_DOWNLOAD_CHUNK_BYTES)):
+        while len(data) <= MAX_IMAGE_FILE_BYTES and (chunk := response.read1(_DOWNLOAD_CHUNK_BYTES)):
             data += chunk
             if time.monotonic() > end:
                 raise TimeoutError(f"the download takes more than {_DOWNLOAD_SECONDS:.0f} seconds")
-    return bytes(data[: MAX_FILE_BYTES + 1])
+    return bytes(data[: MAX_IMAGE_FILE_BYTES + 1])
 
 
 def _read_file_state(name: str, path: Path) -> ImageFileState:
@@ -391,7 +389,7 @@ def _compute_file_digest(path: Path) -> str:
     """Compute the digest of a file as in :attr:`LoadedImage.digest`. Empty if the file cannot be read."""
     try:
         with open_file(path) as file:
-            return hashlib.blake2b(file.read(MAX_FILE_BYTES + 1) or b"", digest_size=16).hexdigest()
+            return hashlib.blake2b(file.read(MAX_IMAGE_FILE_BYTES + 1) or b"", digest_size=16).hexdigest()
     except OSError:
         return ""
 
@@ -454,9 +452,9 @@ def read_image_file(path: Path) -> ImageFile:
         if not path.is_file():
             raise FileNotFoundError("no such file")
         with path.open("rb") as file:
-            data = file.read(MAX_FILE_BYTES + 1)
-        if len(data) > MAX_FILE_BYTES:
-            raise ValueError(f"more than {MAX_FILE_BYTES >> 20} MiB")
+            data = file.read(MAX_IMAGE_FILE_BYTES + 1)
+        if len(data) > MAX_IMAGE_FILE_BYTES:
+            raise ValueError(f"more than {MAX_IMAGE_FILE_BYTES >> 20} MiB")
         return ImageFile(data, ImageSize(*decode_image(data).size))
     except Exception as error:  # a damaged file can raise any exception in Pillow
         raise ValueError(_describe_error(error)) from error
