@@ -38,6 +38,7 @@ from transformers.image_utils import load_image
 
 from portable.batch import IGNORED_LABEL
 from portable.cli import main
+from portable.commands.recipe import estimate_dataset_size
 from portable.config import RunConfig
 from portable.converters.cli import main as convert
 from portable.data import images
@@ -48,6 +49,7 @@ from portable.data.sources.records import CollectedErrors
 from portable.data.tokens import tokenize as tokenizing
 from portable.data.tokens.cache import CacheDamagedError, TokenCache
 from portable.errors import MultipleMistakesError, RunError, UserError
+from portable.planner.run_time import estimate_training_work
 from portable.run.rank import run_rank
 from tests.engines import ENGINES, Engines
 from tests.image_models import OTHER_PROCESSORS, PROCESSORS, make_image, write_image_model, write_squares
@@ -1350,6 +1352,25 @@ def test_memory_trial_has_the_largest_images(packing: Any, qwen: Path, squares: 
     assert sizes is not None and sizes.images == 15 and sizes.documents == 12
     assert sizes.largest_tokens == max(data.first_tokens.count_image_tokens(96))
     assert len(sizes.largest) == 2
+
+
+def test_plan_counts_tokens_of_images(qwen: Path, squares: Path, tmp_path: Path) -> None:
+    """The time of the image tower depends on the images, not on the padding of the samples."""
+    config = image_run(tmp_path, qwen, squares, train__steps=None, train__epochs=3)
+    data = build(qwen, squares, tmp_path, seq_len=160)
+    work = estimate_training_work(config, data.sizes)
+    counts = data.train.count_image_tokens()
+    assert counts is not None and work is not None and len(counts) == 16
+    assert work.image_tokens == 3 * counts.sum() < work.tokens
+
+
+@pytest.mark.parametrize("has_processor", [True, False])
+def test_init_counts_tokens_of_images(has_processor: bool, qwen: Path, squares: Path, tmp_path: Path) -> None:
+    folder = qwen if has_processor else change_model(qwen, tmp_path / "model", "processor_config.json")
+    estimate = estimate_dataset_size(image_run(tmp_path, folder, squares))
+    tokens = build(qwen, squares, tmp_path)
+    expected = read_cache(tokens).num_image_tokens if has_processor else 1024 * read_cache(tokens).num_images
+    assert estimate.num_image_tokens == expected < estimate.num_tokens
 
 
 # -- learning to name colors --------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
-"""Check that a model makes as many features of images as its processor makes tokens.
+"""Numbers of features and FLOPs of the image tower of a model.
 
-The image tower runs once on fake tensors, which have shapes but no memory.
+The tower runs once on fake tensors, which have shapes but no memory.
 """
 
 from __future__ import annotations
@@ -12,15 +12,18 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from portable.batch import BLANK_PREFIX
 from portable.data.images import ImageSize
 from portable.errors import UserError
 from portable.model.parameters import replace_by_fake_tensors
+from portable.model.unused_parameters import get_unreached_names
 from portable.private import torch_internals
 
 if TYPE_CHECKING:
     from torch import nn
+    from torch.utils._python_dispatch import TorchDispatchMode
 
     from portable.batch import Batch
     from portable.data.tokens.image_processing import ImageProcessor
@@ -75,12 +78,44 @@ def check_image_features(model: nn.Module, processor: ImageProcessor) -> None:
         )
 
 
-def run_image_tower(model: nn.Module, columns: Batch) -> Any:
+def compute_flops_per_feature(model: nn.Module, columns: Batch) -> float:
+    """Compute the floating-point operations of the image tower per feature, in the forward and backward pass.
+
+    As in :func:`portable.model.flops.compute_flops_per_token`, a weight costs three times as much as in the
+    forward pass if it is trained, twice as much if an earlier weight is trained, and otherwise the same.
+    Recomputation does not count.
+
+    Args:
+        model: A transformers model on the meta device, which is not changed.
+        columns: Columns of a batch with images, keyed by name. Other columns are ignored.
+
+    Returns:
+        The number. 0 if the tower does not run on fake tensors.
+    """
+    counter = FlopCounterMode(display=False)
+    try:
+        num_features = _count_features(run_image_tower(model, columns, counter))
+    except Exception:  # the code of a model may raise any error on tensors without values
+        return 0.0
+    if not num_features:
+        return 0.0
+    passes, forward_weights, weights = 1, 0, 0
+    unreached = get_unreached_names(model)  # the parameters that only images reach
+    for name, parameter in model.named_parameters():
+        if name in unreached:
+            passes = 2 if parameter.requires_grad else passes
+            forward_weights += parameter.numel()
+            weights += (passes + parameter.requires_grad) * parameter.numel()
+    return counter.get_total_flops() / num_features * weights / max(1, forward_weights)
+
+
+def run_image_tower(model: nn.Module, columns: Batch, mode: TorchDispatchMode | None = None) -> Any:
     """Run the image tower of a model on fake tensors.
 
     Args:
         model: A transformers model on the meta device, which is not changed.
         columns: Columns of a batch with images, keyed by name. Other columns are ignored.
+        mode: Mode that sees all operations of the tower.
 
     Returns:
         The output of ``get_image_features``.
@@ -97,6 +132,8 @@ def run_image_tower(model: nn.Module, columns: Batch) -> Any:
         # sizes of its images.
         stack.enter_context(torch_internals.compute_real_tensors())
         stack.enter_context(torch.no_grad())
+        if mode is not None:
+            stack.enter_context(mode)
         return tower.get_image_features(**select_tower_arguments(tower, columns))
 
 
