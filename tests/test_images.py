@@ -46,6 +46,7 @@ from portable.data.dataset import RunData, build_data
 from portable.data.images import decode_image
 from portable.data.samples.order import EpochIndex
 from portable.data.sources.records import CollectedErrors
+from portable.data.sources.source_kinds import resolve_images
 from portable.data.tokens import tokenize as tokenizing
 from portable.data.tokens.cache import CacheDamagedError, TokenCache
 from portable.errors import MultipleMistakesError, RunError, UserError
@@ -361,7 +362,19 @@ RANKED = [name for name in ENGINES if not name.startswith(("xla", "tpu")) and "s
 RANK_CASES = [
     *[(name, "qwen3_vl") for name in RANKED],
     *[(name, family) for name in ("full_shard", "zero3") for family in FAMILIES if family != "qwen3_vl"],
+    *[
+        pytest.param(name, family, marks=pytest.mark.exhaustive)
+        for name in RANKED
+        for family in [*FAMILIES, *OTHER_FAMILIES]
+        if family != "qwen3_vl" and (family not in FAMILIES or name not in ("full_shard", "zero3"))
+    ],
 ]
+PARTS: dict[str, dict[str, Any]] = {
+    "all": {},
+    "language model": {"train__trainable": None},
+    "adapter": {"train__trainable": None, "adapter__type": "lora", "adapter__r": 4},
+}
+"""Settings of the trained parameters. The image tower is frozen in all but the first."""
 
 
 @pytest.fixture(scope="module")
@@ -376,10 +389,11 @@ def one_sided(squares: Path) -> Path:
 @pytest.fixture(scope="module")
 def numbers_of_one_rank(
     engines: Engines, model: Callable[[str], Path], one_sided: Path, squares: Path, tmp_path_factory: Any
-) -> Callable[[str], list[float]]:
+) -> Callable[..., list[float]]:
     @cache
-    def compute(family: str) -> list[float]:
-        config = rank_run(tmp_path_factory.mktemp(family), model(family), one_sided, squares)
+    def compute(family: str, part: str = "all") -> list[float]:
+        folder = tmp_path_factory.mktemp(family)
+        config = rank_run(folder, model(family), one_sided, squares, **PARTS[part])
         return numbers_of(engines, 1, config)
 
     return compute
@@ -412,6 +426,24 @@ def test_ranks_without_images_train_like_one_rank(
     config = rank_run(tmp_path, model(family), one_sided, squares, **settings)
     actual = numbers_of(engines, size, config)
     assert actual == pytest.approx(numbers_of_one_rank(family), rel=1e-6)
+
+
+@pytest.mark.parametrize("part", [name for name in PARTS if name != "all"])
+@pytest.mark.parametrize("name", ["full_shard", "zero2", "zero3"])
+def test_ranks_without_images_train_frozen_towers(
+    name: str,
+    part: str,
+    model: Callable[[str], Path],
+    one_sided: Path,
+    squares: Path,
+    numbers_of_one_rank: Callable[..., list[float]],
+    tmp_path: Path,
+    engines: Engines,
+) -> None:
+    settings = {**ENGINES[name].settings, **PARTS[part]}
+    config = rank_run(tmp_path, model("qwen3_vl"), one_sided, squares, **settings)
+    actual = numbers_of(engines, 2, config)
+    assert actual == pytest.approx(numbers_of_one_rank("qwen3_vl", part), rel=1e-6)
 
 
 # -- interruptions ------------------------------------------------------------------------------------------
@@ -656,6 +688,24 @@ def test_unusable_settings_are_one_error_line(
     assert len(errors) == 1
     assert errors[0].startswith(f"error: {message.format(model=model, source=source)}")
     assert "; " in errors[0] and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("is_evaluated", [False, True])
+@pytest.mark.parametrize("number", [0, 999])
+def test_rare_images_are_detected(
+    number: int, is_evaluated: bool, qwen: Path, bad_files: Path, tmp_path: Path
+) -> None:
+    records = [ask_text(f"{index}?") for index in range(1000)]
+    plain = write_jsonl(tmp_path / "plain.jsonl", records)
+    records[number] = ask(GOOD)
+    rare = write_jsonl(tmp_path / "rare.jsonl", records)
+    settings = {"data__eval": {"source": str(rare)}} if is_evaluated else {}
+    source = plain if is_evaluated else rare
+    for text_only in (False, True):
+        if text_only:
+            rare.write_text(plain.read_text("utf-8"), "utf-8")
+        config = image_run(tmp_path / "run", qwen, source, data__format="messages", **settings)
+        assert bool(resolve_images(config, downloads=False).data.images) != text_only
 
 
 @pytest.mark.parametrize("backend", ["xla", "tpu"])

@@ -364,7 +364,8 @@ class DataConfig(SourceConfig):
     Null: half of the free space at the start."""
     images: Flag | None = None
     """Whether conversations may have images, for a model that accepts images: parts of a message such as
-    {type: image, path: cat.jpg}, or a field images of the record. Null: whether the first record has one."""
+    {type: image, path: cat.jpg}, or a field images of the record. Null: whether one of the first 1,000
+    records has one."""
     image_max_pixels: Pixels | None = None
     """Number of pixels above which an image is scaled down before the model's own processor gets it. A
     smaller number makes fewer tokens. Null: only the limits of the processor."""

@@ -22,8 +22,9 @@ from portable.model.unused_parameters import get_unreached_names
 from portable.private import torch_internals
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     from torch import nn
-    from torch.utils._python_dispatch import TorchDispatchMode
 
     from portable.batch import Batch
     from portable.data.tokens.image_processing import ImageProcessor
@@ -109,13 +110,13 @@ def compute_flops_per_feature(model: nn.Module, columns: Batch) -> float:
     return counter.get_total_flops() / num_features * weights / max(1, forward_weights)
 
 
-def run_image_tower(model: nn.Module, columns: Batch, mode: TorchDispatchMode | None = None) -> Any:
+def run_image_tower(model: nn.Module, columns: Batch, mode: AbstractContextManager[Any] | None = None) -> Any:
     """Run the image tower of a model on fake tensors.
 
     Args:
         model: A transformers model on the meta device, which is not changed.
         columns: Columns of a batch with images, keyed by name. Other columns are ignored.
-        mode: Mode that sees all operations of the tower.
+        mode: Dispatch mode that sees all operations of the tower.
 
     Returns:
         The output of ``get_image_features``.
