@@ -123,6 +123,123 @@ def _build_pixtral() -> Any:
     )
 
 
+_SQUARE = {"height": 16, "width": 16}
+_PARTS = [[16, 32], [32, 16], [32, 32]]
+"""Sizes to which processors of several models scale an image that they divide into squares."""
+
+
+def _build_llava() -> Any:
+    from transformers import CLIPImageProcessor, LlavaProcessor
+
+    return LlavaProcessor(
+        CLIPImageProcessor(size={"shortest_edge": 16}, crop_size=_SQUARE),
+        build_tokenizer(["<image>"], "<image>"),
+        patch_size=4,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+    )
+
+
+def _build_llava_next() -> Any:
+    from transformers import LlavaNextImageProcessor, LlavaNextProcessor
+
+    sizes = {"size": {"shortest_edge": 16}, "crop_size": _SQUARE, "image_grid_pinpoints": _PARTS}
+    return LlavaNextProcessor(
+        LlavaNextImageProcessor(**sizes),
+        build_tokenizer(["<image>"], "<image>"),
+        patch_size=4,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+    )
+
+
+def _build_llava_onevision() -> Any:
+    import transformers
+
+    return transformers.LlavaOnevisionProcessor(
+        transformers.LlavaOnevisionImageProcessor(size=_SQUARE, image_grid_pinpoints=_PARTS),
+        build_tokenizer(["<image>", "<video>"], "<image>"),
+        transformers.LlavaOnevisionVideoProcessor(size=_SQUARE),
+        num_image_tokens=16,
+        vision_feature_select_strategy="full",
+    )
+
+
+def _build_internvl() -> Any:
+    import transformers
+
+    named = {
+        "start_image_token": "<img>",
+        "end_image_token": "</img>",
+        "context_image_token": "<IMG_CONTEXT>",
+        "video_token": "<video>",
+    }
+    return transformers.InternVLProcessor(
+        transformers.GotOcr2ImageProcessor(size=_SQUARE, crop_to_patches=True, max_patches=4),
+        build_tokenizer([*named.values()], "<IMG_CONTEXT>", **named),
+        transformers.InternVLVideoProcessor(size=_SQUARE),
+        image_seq_length=4,
+    )
+
+
+def _build_glm() -> Any:
+    import transformers
+
+    names = [f"<|{edge}_of_{kind}|>" for kind in ("image", "video") for edge in ("begin", "end")]
+    template_image = "<|begin_of_image|><|image|><|end_of_image|>"
+    sizes = {"patch_size": 4, "merge_size": 2}
+    return transformers.Glm4vProcessor(
+        transformers.Glm4vImageProcessor(size={"shortest_edge": 64, "longest_edge": 2048}, **sizes),
+        build_tokenizer([*names, "<|image|>", "<|video|>"], template_image),
+        transformers.Glm4vVideoProcessor(**sizes),
+    )
+
+
+def _build_aya() -> Any:
+    from transformers import AyaVisionProcessor, GotOcr2ImageProcessor
+
+    names = ["START_OF_IMG", "END_OF_IMG", "IMG_PATCH", "IMG_LINE_BREAK"]
+    tokens = ["<image>", *(f"<|{name}|>" for name in names), "TILE", "TILE_GLOBAL"]
+    return AyaVisionProcessor(
+        GotOcr2ImageProcessor(size=_SQUARE, crop_to_patches=True, max_patches=4),
+        build_tokenizer(tokens, "<image>"),
+        patch_size=4,
+        img_size=16,
+        downsample_factor=2,
+    )
+
+
+def _build_gemma4() -> Any:
+    import transformers
+
+    named = {f"{kind}_token": f"<|{kind}|>" for kind in ("image", "boi", "eoi", "audio", "boa", "eoa")}
+    return transformers.Gemma4Processor(
+        transformers.Gemma4AudioFeatureExtractor(),
+        transformers.Gemma4ImageProcessor(patch_size=4, max_soft_tokens=70, pooling_kernel_size=2),
+        build_tokenizer([*named.values()], "<|image|>", **named),
+        transformers.Gemma4VideoProcessor(),
+    )
+
+
+def _build_paligemma() -> Any:
+    from transformers import PaliGemmaProcessor, SiglipImageProcessor
+
+    image_processor = SiglipImageProcessor(size=_SQUARE)
+    image_processor.image_seq_length = 16
+    tokenizer = build_tokenizer(["<image>"], "<image>", image_token="<image>")
+    return PaliGemmaProcessor(image_processor, tokenizer)
+
+
+def _build_idefics2() -> Any:
+    from transformers import Idefics2ImageProcessor, Idefics2Processor
+
+    sizes = {"size": {"shortest_edge": 16, "longest_edge": 32}, "do_image_splitting": False}
+    tokens = ["<fake_token_around_image>", "<image>", "<end_of_utterance>"]
+    return Idefics2Processor(
+        Idefics2ImageProcessor(**sizes), build_tokenizer(tokens, "<image>"), image_seq_len=4
+    )
+
+
 PROCESSORS: dict[str, Callable[[], Any]] = {
     "qwen2_5_vl": lambda: _build_qwen("Qwen2_5_VLProcessor", {}),
     "qwen3_vl": lambda: _build_qwen("Qwen3VLProcessor", {}),
@@ -132,7 +249,20 @@ PROCESSORS: dict[str, Callable[[], Any]] = {
     "idefics3": _build_idefics,
     "mistral3": _build_pixtral,
 }
-"""Builder of the tiny processor of each family."""
+"""Builder of the tiny processor of each family that the documentation names."""
+OTHER_PROCESSORS: dict[str, Callable[[], Any]] = {
+    "qwen2_vl": lambda: _build_qwen("Qwen2VLProcessor", {}),
+    "llava": _build_llava,
+    "llava_next": _build_llava_next,
+    "internvl": _build_internvl,
+    "glm4v": _build_glm,
+    "aya_vision": _build_aya,
+    "gemma4": _build_gemma4,
+    "paligemma": _build_paligemma,
+    "llava_onevision": _build_llava_onevision,
+    "idefics2": _build_idefics2,
+}
+"""Builder of the tiny processor of other families."""
 _SIGLIP = {"image_size": 16, "patch_size": 4, "num_hidden_layers": 1}
 _QWEN_VISION = {"depth": 1, "patch_size": 4, "spatial_merge_size": 2, "out_hidden_size": 32}
 _VISION: dict[str, dict[str, Any]] = {
@@ -143,20 +273,57 @@ _VISION: dict[str, dict[str, Any]] = {
     "smolvlm": _SIGLIP,
     "idefics3": _SIGLIP,
     "mistral3": {"image_size": 32, "patch_size": 4, "num_hidden_layers": 1, "head_dim": 8},
+    "qwen2_vl": {"depth": 1, "patch_size": 4, "spatial_merge_size": 2, "hidden_size": 32},
+    "llava": {"image_size": 16, "patch_size": 4},
+    "llava_next": {"image_size": 16, "patch_size": 4},
+    "internvl": {"image_size": [16, 16], "patch_size": [4, 4]},
+    "glm4v": _QWEN_VISION,
+    "aya_vision": _SIGLIP,
+    "paligemma": {**_SIGLIP, "projection_dim": 32},
+    "llava_onevision": _SIGLIP,
+    "idefics2": _SIGLIP,
 }
 """Changes to the vision config of each family."""
+_CHANGES: dict[str, dict[str, Any]] = {
+    "gemma3": {"mm_tokens_per_image": 4},
+    "smolvlm": {"scale_factor": 2},
+    "idefics3": {"scale_factor": 2},
+    "mistral3": {"spatial_merge_size": 2},
+    "llava": {"vision_feature_select_strategy": "default"},
+    "llava_next": {"vision_feature_select_strategy": "default", "image_grid_pinpoints": _PARTS},
+    "llava_onevision": {"vision_feature_select_strategy": "full", "image_grid_pinpoints": _PARTS},
+    "internvl": {"image_seq_length": 4, "downsample_ratio": 0.5},
+    "aya_vision": {"downsample_factor": 2},
+    "gemma4": {
+        "vision_config": {
+            "hidden_size": 32,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "intermediate_size": 64,
+            "patch_size": 4,
+            "pooling_kernel_size": 2,
+        }
+    },
+}
+"""Changes to the config of each family."""
 
 
-def build_image_config(model_type: str, tokenizer: Any) -> Any:
-    """Return the config of a tiny model with the image tokens of a tokenizer."""
+def build_image_config(model_type: str, processor: Any) -> Any:
+    """Return the config of a tiny model with the image tokens of a processor."""
+    tokenizer = processor.tokenizer
     tokens = {
-        "image_token_id": ("<|image_pad|>", "<image>"),
-        "image_token_index": ("<image_soft_token>", "[IMG]"),
-        "video_token_id": ("<|video_pad|>",),
+        "video_token_id": ("<|video_pad|>", "<|video|>", "<video>"),
         "vision_start_token_id": ("<|vision_start|>",),
         "vision_end_token_id": ("<|vision_end|>",),
+        "image_start_token_id": ("<|begin_of_image|>",),
+        "image_end_token_id": ("<|end_of_image|>",),
         "boi_token_index": ("<start_of_image>",),
         "eoi_token_index": ("<end_of_image>",),
+        "boi_token_id": ("<|boi|>",),
+        "eoi_token_id": ("<|eoi|>",),
+        "audio_token_id": ("<|audio|>",),
     }
     vocabulary = tokenizer.get_vocab()
     ids = {
@@ -164,21 +331,17 @@ def build_image_config(model_type: str, tokenizer: Any) -> Any:
         for key, names in tokens.items()
         if any(name in vocabulary for name in names)
     }
-    changes: dict[str, Any] = {}
-    if model_type == "gemma3":
-        changes["mm_tokens_per_image"] = 4
-    if model_type in ("smolvlm", "idefics3"):
-        changes["scale_factor"] = 2
-    if model_type == "mistral3":
-        changes["spatial_merge_size"] = 2
-    config = build_composite_config(model_type, **changes)
+    image_token_id = vocabulary.get("<image_soft_token>", processor.image_token_id)  # of Gemma 3
+    ids |= dict.fromkeys(("image_token_id", "image_token_index"), image_token_id)
+    config = build_composite_config(model_type, **_CHANGES.get(model_type, {}))
     for key, value in ids.items():
         if hasattr(config, key):
             setattr(config, key, value)
-    for key, value in _VISION[model_type].items():
+    for key, value in _VISION.get(model_type, {}).items():
         setattr(config.vision_config, key, value)
-    config.get_text_config().max_position_embeddings = 512
-    for part in (config, config.get_text_config()):
+    text = config.get_text_config()
+    text.max_position_embeddings, text.vocab_size = 512, max(text.vocab_size, len(tokenizer))
+    for part in (config, text):
         part.eos_token_id, part.pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
         part.bos_token_id = tokenizer.bos_token_id
     return config
@@ -188,8 +351,8 @@ def write_image_model(folder: Path, model_type: str) -> Path:
     """Write a tiny checkpoint with its processor and tokenizer. Returns the folder."""
     import transformers
 
-    processor = PROCESSORS[model_type]()
-    config = build_image_config(model_type, processor.tokenizer)
+    processor = {**PROCESSORS, **OTHER_PROCESSORS}[model_type]()
+    config = build_image_config(model_type, processor)
     torch.manual_seed(1)
     model = getattr(transformers, config.architectures[0])(config).to(torch.float32)
     with torch.no_grad():

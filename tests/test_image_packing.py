@@ -14,11 +14,12 @@ from portable.errors import UserError
 from portable.model.document_attention import IMAGE_PACKING_TYPES, explain_image_mixing
 from portable.model.image_forward import install_image_forward
 from portable.model.loss import compute_summed_cross_entropy
-from tests.image_models import PROCESSORS, write_image_model, write_squares
+from tests.image_models import OTHER_PROCESSORS, PROCESSORS, write_image_model, write_squares
 from tests.runs import checked
 
 pytest.importorskip("torchvision")
-PACKED = sorted(IMAGE_PACKING_TYPES & PROCESSORS.keys())
+FAMILIES = PROCESSORS.keys() | OTHER_PROCESSORS.keys()
+PACKED = sorted(IMAGE_PACKING_TYPES & FAMILIES)
 SIZES = ((16, 16), (24, 16), (16, 32))
 
 
@@ -75,7 +76,7 @@ def test_packed_images_have_loss_and_gradients_of_separate_samples(
     assert any("vis" in name for name in gradients)
 
 
-@pytest.mark.parametrize("model_type", sorted(PROCESSORS.keys() - IMAGE_PACKING_TYPES))
+@pytest.mark.parametrize("model_type", sorted(FAMILIES - IMAGE_PACKING_TYPES))
 def test_packing_of_images_is_off_for_other_models(model_type: str) -> None:
     assert explain_image_mixing(model_type) is not None
 

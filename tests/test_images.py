@@ -5,16 +5,20 @@ from __future__ import annotations
 import base64
 import copy
 import csv
+import http.client
 import io
+import itertools
 import json
 import os
 import shutil
 import signal
 import struct
 import threading
+import time
+import tracemalloc
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import redirect_stderr
+from contextlib import redirect_stderr, suppress
 from dataclasses import replace
 from functools import cache, partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -34,6 +38,7 @@ from transformers.image_utils import load_image
 
 from portable.batch import IGNORED_LABEL
 from portable.cli import main
+from portable.commands.recipe import estimate_dataset_size
 from portable.config import RunConfig
 from portable.converters.cli import main as convert
 from portable.data import images
@@ -41,12 +46,14 @@ from portable.data.dataset import RunData, build_data
 from portable.data.images import decode_image
 from portable.data.samples.order import EpochIndex
 from portable.data.sources.records import CollectedErrors
+from portable.data.sources.source_kinds import resolve_images
 from portable.data.tokens import tokenize as tokenizing
 from portable.data.tokens.cache import CacheDamagedError, TokenCache
 from portable.errors import MultipleMistakesError, RunError, UserError
+from portable.planner.run_time import estimate_training_work
 from portable.run.rank import run_rank
 from tests.engines import ENGINES, Engines
-from tests.image_models import PROCESSORS, make_image, write_image_model, write_squares
+from tests.image_models import OTHER_PROCESSORS, PROCESSORS, make_image, write_image_model, write_squares
 from tests.parity import launched, numbers_of, opened
 from tests.portable.chat_support import tokenizer
 from tests.portable.data_support import Settings, kill_build, write_jsonl
@@ -55,6 +62,7 @@ from tests.runs import TINY_MODEL, configured, flags, losses, weights
 
 Talk = list[dict[str, Any]]
 FAMILIES = list(PROCESSORS)
+ROWS = yaml.safe_load(Path(__file__).with_name("image_rows.yaml").read_text("utf-8"))
 SIZES = {"a.png": (16, 16), "b.png": (24, 16), "c.png": (40, 12), "d.png": (9, 31), "e.png": (50, 30)}
 
 
@@ -291,7 +299,10 @@ def image_run(folder: Path, source: Path, data: Path, **settings: Any) -> RunCon
     return configured(folder, data, **{**given_settings, **settings})
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+OTHER_FAMILIES = [name for name in OTHER_PROCESSORS if name not in ROWS["other families"]]
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *OTHER_FAMILIES])
 def test_loss_and_gradients_match_transformers(
     family: str, model: Callable[[str], Path], pictures: Path, tmp_path: Path
 ) -> None:
@@ -300,9 +311,8 @@ def test_loss_and_gradients_match_transformers(
 
     rows = [{"prompt": talk[:-1], "completion": talk[-1:]} for talk in TALKS[:4]]
     source = write_jsonl(tmp_path / "talks.jsonl", rows)
-    config = image_run(
-        tmp_path / "run", model(family), source, data__image_root=str(pictures), strategy="no_shard"
-    )
+    settings = {"data__image_root": str(pictures), "data__seq_len": 512, "strategy": "no_shard"}
+    config = image_run(tmp_path / "run", model(family), source, **settings)
     with opened(config) as trial:
         batches = [next(trial.batches) for _ in range(2)]
         valid = trial.backend.sum_host_numbers(sum(map(trial.engine.objective.compute_weight, batches)))
@@ -325,12 +335,25 @@ def test_loss_and_gradients_match_transformers(
     theirs = {name: parameter.grad for name, parameter in plain.named_parameters()}
     largest = max(float(gradient.abs().max()) for gradient in theirs.values() if gradient is not None)
     assert ours.keys() == theirs.keys()
+    # Gradients of the embeddings of Gemma 4 are sums of large terms in another order.
+    tolerance = 1e-5 if family == "gemma4" else 1e-6
     for name, gradient in theirs.items():
         if gradient is None:  # a run also computes gradients of parameters that are not used, which are zero
             assert ours[name] is None or not ours[name].any()
         else:
-            assert float((ours[name] - gradient).abs().max()) <= 1e-6 * largest, name
+            assert float((ours[name] - gradient).abs().max()) <= tolerance * largest, name
     assert any("vis" in name and gradient is not None and gradient.any() for name, gradient in theirs.items())
+
+
+@pytest.mark.parametrize("family", ROWS["other families"])
+def test_families_with_other_numbers_of_features_are_rejected(
+    family: str, model: Callable[[str], Path], pictures: Path, tmp_path: Path
+) -> None:
+    source = write_jsonl(tmp_path / "talks.jsonl", [{"messages": TALKS[0]}])
+    config = image_run(tmp_path / "run", model(family), source, data__image_root=str(pictures))
+    with pytest.raises(UserError) as refused, opened(config):
+        pass
+    assert str(refused.value) == ROWS["other families"][family].format(model=model(family))
 
 
 # -- ranks --------------------------------------------------------------------------------------------------
@@ -339,7 +362,19 @@ RANKED = [name for name in ENGINES if not name.startswith(("xla", "tpu")) and "s
 RANK_CASES = [
     *[(name, "qwen3_vl") for name in RANKED],
     *[(name, family) for name in ("full_shard", "zero3") for family in FAMILIES if family != "qwen3_vl"],
+    *[
+        pytest.param(name, family, marks=pytest.mark.exhaustive)
+        for name in RANKED
+        for family in [*FAMILIES, *OTHER_FAMILIES]
+        if family != "qwen3_vl" and (family not in FAMILIES or name not in ("full_shard", "zero3"))
+    ],
 ]
+PARTS: dict[str, dict[str, Any]] = {
+    "all": {},
+    "language model": {"train__trainable": None},
+    "adapter": {"train__trainable": None, "adapter__type": "lora", "adapter__r": 4},
+}
+"""Settings of the trained parameters. The image tower is frozen in all but the first."""
 
 
 @pytest.fixture(scope="module")
@@ -354,10 +389,11 @@ def one_sided(squares: Path) -> Path:
 @pytest.fixture(scope="module")
 def numbers_of_one_rank(
     engines: Engines, model: Callable[[str], Path], one_sided: Path, squares: Path, tmp_path_factory: Any
-) -> Callable[[str], list[float]]:
+) -> Callable[..., list[float]]:
     @cache
-    def compute(family: str) -> list[float]:
-        config = rank_run(tmp_path_factory.mktemp(family), model(family), one_sided, squares)
+    def compute(family: str, part: str = "all") -> list[float]:
+        folder = tmp_path_factory.mktemp(family)
+        config = rank_run(folder, model(family), one_sided, squares, **PARTS[part])
         return numbers_of(engines, 1, config)
 
     return compute
@@ -389,7 +425,48 @@ def test_ranks_without_images_train_like_one_rank(
         settings, size = {**settings, "train__global_batch_size": 4}, 4
     config = rank_run(tmp_path, model(family), one_sided, squares, **settings)
     actual = numbers_of(engines, size, config)
-    assert actual == pytest.approx(numbers_of_one_rank(family), rel=1e-6)
+    # The norm of the gradients of the tiny Gemma 4 depends more on rounding than the norms of other models.
+    tolerance = 1e-4 if family == "gemma4" else 1e-6
+    assert actual == pytest.approx(numbers_of_one_rank(family), rel=tolerance)
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *OTHER_FAMILIES])
+def test_gradients_without_images_have_the_same_order(
+    family: str, model: Callable[[str], Path], one_sided: Path, tmp_path: Path
+) -> None:
+    """ZeRO reduces gradients in the order in which a rank computes them."""
+    settings = {"strategy": "no_shard", "train__global_batch_size": 2, "train__micro_batch_size": 1}
+    config = image_run(tmp_path, model(family), one_sided, **settings)
+    orders: dict[bool, list[str]] = {}
+    with opened(config) as trial:
+        names: list[str] = []
+        for name, parameter in trial.engine.model.named_parameters():
+            parameter.register_post_accumulate_grad_hook(lambda _, name=name: names.append(name))
+        for _ in range(2):
+            names.clear()
+            batch = next(trial.batches)
+            valid = trial.backend.sum_host_numbers(trial.engine.objective.compute_weight(batch))
+            trial.engine.accumulate_gradients(batch, valid, is_last_micro_batch=False)
+            orders[any(column.startswith("blank_") for column in batch)] = list(names)
+    assert orders[True] == orders[False]
+
+
+@pytest.mark.parametrize("part", [name for name in PARTS if name != "all"])
+@pytest.mark.parametrize("name", ["full_shard", "zero2", "zero3"])
+def test_ranks_without_images_train_frozen_towers(
+    name: str,
+    part: str,
+    model: Callable[[str], Path],
+    one_sided: Path,
+    squares: Path,
+    numbers_of_one_rank: Callable[..., list[float]],
+    tmp_path: Path,
+    engines: Engines,
+) -> None:
+    settings = {**ENGINES[name].settings, **PARTS[part]}
+    config = rank_run(tmp_path, model("qwen3_vl"), one_sided, squares, **settings)
+    actual = numbers_of(engines, 2, config)
+    assert actual == pytest.approx(numbers_of_one_rank("qwen3_vl", part), rel=1e-6)
 
 
 # -- interruptions ------------------------------------------------------------------------------------------
@@ -468,16 +545,20 @@ def test_killed_run_resumes_on_more_ranks(
 # -- bad files and records ----------------------------------------------------------------------------------
 
 
+def make_chunk(name: bytes, data: bytes) -> bytes:
+    """Return a chunk of a PNG file."""
+    return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+
+
 def write_png_header(path: Path, width: int, height: int) -> None:
     """Write a small file that claims to be a large image."""
-
-    def chunk(name: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
-
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     pixels = zlib.compress(bytes(1000))
     path.write_bytes(
-        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", pixels) + chunk(b"IEND", b"")
+        b"\x89PNG\r\n\x1a\n"
+        + make_chunk(b"IHDR", header)
+        + make_chunk(b"IDAT", pixels)
+        + make_chunk(b"IEND", b"")
     )
 
 
@@ -510,9 +591,6 @@ def ask(*parts: dict[str, Any], reply: Any = "blue", **fields: Any) -> dict[str,
 
 def ask_text(question: str, reply: str = "blue", **fields: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": question}, answer(reply)], **fields}
-
-
-ROWS = yaml.safe_load(Path(__file__).with_name("image_rows.yaml").read_text("utf-8"))
 
 
 def read_bad_records(kind: str) -> dict[str, tuple[dict[str, Any], str]]:
@@ -635,6 +713,24 @@ def test_unusable_settings_are_one_error_line(
     assert "; " in errors[0] and not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("is_evaluated", [False, True])
+@pytest.mark.parametrize("number", [0, 999])
+def test_rare_images_are_detected(
+    number: int, is_evaluated: bool, qwen: Path, bad_files: Path, tmp_path: Path
+) -> None:
+    records = [ask_text(f"{index}?") for index in range(1000)]
+    plain = write_jsonl(tmp_path / "plain.jsonl", records)
+    records[number] = ask(GOOD)
+    rare = write_jsonl(tmp_path / "rare.jsonl", records)
+    settings = {"data__eval": {"source": str(rare)}} if is_evaluated else {}
+    source = plain if is_evaluated else rare
+    for text_only in (False, True):
+        if text_only:
+            rare.write_text(plain.read_text("utf-8"), "utf-8")
+        config = image_run(tmp_path / "run", qwen, source, data__format="messages", **settings)
+        assert bool(resolve_images(config, downloads=False).data.images) != text_only
+
+
 @pytest.mark.parametrize("backend", ["xla", "tpu"])
 def test_backend_without_images_is_rejected(
     backend: str, qwen: Path, bad_files: Path, tmp_path: Path
@@ -659,6 +755,17 @@ def server(bad_files: Path) -> Iterator[str]:
                 self.send_response(302)
                 self.send_header("Location", "file:///etc/hostname")
                 self.end_headers()
+            elif self.path == "/moved":
+                self.send_response(302)
+                self.send_header("Location", f"http://{self.headers['Host']}/good.png")
+                self.end_headers()
+            elif self.path == "/slow":
+                self.send_response(200)
+                self.end_headers()
+                with suppress(OSError):  # the client closes the connection
+                    for _ in range(100):
+                        self.wfile.write(b"x")
+                        time.sleep(0.05)
             else:
                 super().do_GET()
 
@@ -672,16 +779,43 @@ def test_images_are_downloaded_if_allowed(
     server: str, qwen: Path, bad_files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("no_proxy", "127.0.0.1")
-    records = [ask({"type": "image", "url": f"{server}/{name}"}) for name in ("good.png", "none.png", "leak")]
+    monkeypatch.setattr(images, "_DOWNLOAD_SECONDS", 0.5)
+    names = ("good.png", "none.png", "leak", "slow")
+    records = [ask({"type": "image", "url": f"{server}/{name}"}) for name in names]
     source = write_jsonl(tmp_path / "records.jsonl", records)
     with pytest.raises(MultipleMistakesError) as refused:
-        build(qwen, source, tmp_path, image_urls=True)
-    missing, leak, _ = refused.value.lines
+        build(qwen, source, tmp_path, image_urls="private")
+    missing, leak, slow, _ = refused.value.lines
     assert f"cannot read the image '{server}/none.png' (HTTP Error 404: File not found)" in missing
     assert f"cannot read the image '{server}/leak' (" in leak and "file" in leak
-    data = build(qwen, source, tmp_path, image_urls=True, on_bad_record="skip")
+    assert "/slow' (the download takes more than 0 seconds)" in slow
+    data = build(qwen, source, tmp_path, image_urls="private", on_bad_record="skip")
     (image_file,) = read_cache(data).read_image_files(0, 256)
     assert image_file.data == (bad_files / "good.png").read_bytes()
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.%31", "localhost", "redirect"])
+def test_private_addresses_need_a_setting(
+    host: str, server: str, qwen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A record of a public dataset must not reach servers in the user's network."""
+    monkeypatch.setenv("no_proxy", "*")
+    requests: list[str] = []
+    port = server.rpartition(":")[2]
+    url = f"http://{'127.0.0.1' if host == 'redirect' else host}:{port}/good.png"
+    if host == "redirect":  # only the address of the second connection is private
+        check, number = images._check_address_is_public, itertools.count()
+        monkeypatch.setattr(
+            images, "_check_address_is_public", lambda peer: check(peer) if next(number) else None
+        )
+        url = f"{server}/moved"
+    monkeypatch.setattr(http.client.HTTPResponse, "read1", lambda *_: requests.append(url))
+    source = write_jsonl(tmp_path / "records.jsonl", [ask({"type": "image", "url": url})])
+    with pytest.raises(
+        UserError, match=r"\(127\.0\.0\.1 is a private address, which data\.image_urls: private would allow\)"
+    ):
+        build(qwen, source, tmp_path, image_urls=True)
+    assert not requests
 
 
 # -- decoding -----------------------------------------------------------------------------------------------
@@ -726,6 +860,40 @@ def list_files() -> dict[str, bytes]:
         "BMP": encode(rgb, "BMP"),
         "one pixel": encode(rgb.resize((1, 1)), "PNG"),
     }
+
+
+@pytest.mark.parametrize("name", ["compressed text", "color profile"])
+def test_compressed_metadata_is_limited(name: str) -> None:
+    """A small file may contain metadata that would fill the memory."""
+    bomb = zlib.compress(bytes(200 << 20), 9)
+    kind = b"zTXt" if name == "compressed text" else b"iCCP"
+    good = make_image((0, 0, 200))
+    data = good[:33] + make_chunk(kind, b"name\0\0" + bomb) + good[33:]
+    peak = measure_peak(lambda: decode_without_error(data))
+    assert peak < 64 << 20
+
+
+def decode_without_error(data: bytes) -> None:
+    with suppress(ValueError):
+        decode_image(data)
+
+
+def measure_peak(function: Callable[[], None]) -> int:
+    """Return the largest memory in bytes that Python allocates while a function runs."""
+    tracemalloc.start()
+    try:
+        function()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def test_only_first_frame_is_decoded() -> None:
+    frames = [Image.new("P", (64, 64), index % 200) for index in range(3000)]
+    data = encode(frames[0], "GIF", save_all=True, append_images=frames[1:])
+    start = time.perf_counter()
+    assert decode_image(data).size == (64, 64)
+    assert time.perf_counter() - start < 1
 
 
 def test_images_are_decoded_like_transformers(tmp_path: Path) -> None:
@@ -1257,6 +1425,25 @@ def test_memory_trial_has_the_largest_images(packing: Any, qwen: Path, squares: 
     assert sizes is not None and sizes.images == 15 and sizes.documents == 12
     assert sizes.largest_tokens == max(data.first_tokens.count_image_tokens(96))
     assert len(sizes.largest) == 2
+
+
+def test_plan_counts_tokens_of_images(qwen: Path, squares: Path, tmp_path: Path) -> None:
+    """The time of the image tower depends on the images, not on the padding of the samples."""
+    config = image_run(tmp_path, qwen, squares, train__steps=None, train__epochs=3)
+    data = build(qwen, squares, tmp_path, seq_len=160)
+    work = estimate_training_work(config, data.sizes)
+    counts = data.train.count_image_tokens()
+    assert counts is not None and work is not None and len(counts) == 16
+    assert work.image_tokens == 3 * counts.sum() < work.tokens
+
+
+@pytest.mark.parametrize("has_processor", [True, False])
+def test_init_counts_tokens_of_images(has_processor: bool, qwen: Path, squares: Path, tmp_path: Path) -> None:
+    folder = qwen if has_processor else change_model(qwen, tmp_path / "model", "processor_config.json")
+    estimate = estimate_dataset_size(image_run(tmp_path, folder, squares))
+    tokens = build(qwen, squares, tmp_path)
+    expected = read_cache(tokens).num_image_tokens if has_processor else 1024 * read_cache(tokens).num_images
+    assert estimate.num_image_tokens == expected < estimate.num_tokens
 
 
 # -- learning to name colors --------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from portable.adapters.settings import resolve_adapter_config
 from portable.data.dataset import inspect_data_sizes
+from portable.data.sizes import DataSizes
 from portable.data.sources.source_kinds import detect_run_format, resolve_images
 from portable.errors import MissingDataError, UserError
 from portable.model import build as models
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from portable.adapters.adapter import Adapter
     from portable.config import RunConfig
     from portable.data.dataset import RunData
-    from portable.data.sizes import DataSizes
 
 
 class AssembledModel(NamedTuple):
@@ -91,6 +91,11 @@ def assemble_model(
     if config.model.task == "causal-lm":
         check_causal_attention(model)
     check_custom_rotary_layers(model, config)
+    image_processor = (data if isinstance(data, DataSizes) else data.sizes).image_processor
+    if image_processor is not None:
+        from portable.model.image_features import check_image_features
+
+        check_image_features(model, image_processor)
     if config.data.packing == "documents":
         check_document_separation(
             model, seq_len=config.data.seq_len, separates_states=can_separate_states(config)

@@ -8,11 +8,14 @@ the candidate with the least memory is last. The planner computes the memory of 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from portable.config.derived_defaults import DEFAULTS_BY_TRAINING_KIND, find_largest_divisor
+from portable.data.images import build_image_reader
 from portable.data.sources.source_kinds import build_training_settings, detect_run_format, open_source
 from portable.errors import UserError
 from portable.formatting import format_bytes
@@ -29,9 +32,12 @@ from portable.planner.run_time import EstimateRange, TrainingWork, estimate_run_
 from portable.run.length import MIN_USEFUL_STEPS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from portable.config import RunConfig
+    from portable.data.images import ImageReader
+    from portable.data.sources.documents import ImageReference
+    from portable.data.tokens.image_processing import ImageProcessor
     from portable.planner.device import Device
     from portable.planner.meta_model import MetaModel
 
@@ -45,8 +51,10 @@ _MAX_RECORDS_READ = 5000
 """Maximum number of records that are read to estimate the size of the data."""
 _BYTES_PER_TOKEN = 4
 """Average number of bytes of English text per token."""
-_TOKENS_PER_IMAGE = 1024
-"""Assumed number of tokens of an image. The actual number depends on the processor of the model."""
+_ASSUMED_TOKENS_PER_IMAGE = 1024
+"""Assumed number of tokens of an image if the image or the processor of the model is not on this machine."""
+_MAX_IMAGES_READ = 100
+"""Maximum number of images whose tokens are counted."""
 _MIN_LARGER_DEVICE_RATIO = 1.2
 """Factor by which the memory of a suggested device must exceed the memory of the device that is too small."""
 _MAX_SUGGESTED_DEVICES = {"cuda": 8, "cpu": 1}
@@ -61,6 +69,7 @@ class DatasetEstimate:
         num_records: Estimated number of records.
         num_tokens: Estimated number of tokens in all records together.
         longest_record_tokens: Estimated number of tokens in the longest record.
+        num_image_tokens: Estimated number of tokens of images among them.
         is_measured: Whether the estimates are based on records that have been read. If not, they are
             assumptions.
     """
@@ -68,6 +77,7 @@ class DatasetEstimate:
     num_records: int
     num_tokens: int
     longest_record_tokens: int
+    num_image_tokens: int = 0
     is_measured: bool = True
 
 
@@ -132,6 +142,47 @@ class Recipe:
         return estimate_run_hours(self.planner, self.option, self.work) if self.work is not None else None
 
 
+class _ImageTokenEstimator:
+    """Estimates the number of tokens of images from the first images of the data.
+
+    Args:
+        config: Starter config with the user's model and data.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        self._config = config
+        self._counts: list[int] = []
+
+    @cached_property
+    def _processor(self) -> ImageProcessor | None:
+        """Processor of the model. None if it cannot be loaded, because a run reports the error."""
+        from portable.data.tokens.image_processing import load_image_processor
+
+        model = self._config.model
+        if model.name_or_path is None:
+            return None
+        with suppress(UserError):
+            return load_image_processor(model.name_or_path, trust_remote_code=model.trust_remote_code)
+        return None
+
+    def estimate_tokens(self, images: Sequence[ImageReference], reader: ImageReader, location: str) -> int:
+        """Estimate the number of tokens of the images of a record.
+
+        Args:
+            images: References of the record.
+            reader: Reader of the images of its source. URLs are not downloaded.
+            location: Location of the record in its source.
+        """
+        return sum(self._estimate_image_tokens(image, reader, location) for image in images)
+
+    def _estimate_image_tokens(self, image: ImageReference, reader: ImageReader, location: str) -> int:
+        if image.url is None and len(self._counts) < _MAX_IMAGES_READ and self._processor is not None:
+            with suppress(Exception):  # a run reports images that cannot be read or processed
+                self._counts.append(self._processor.count_tokens([reader.load_image(image, location).size]))
+                return self._counts[-1]
+        return round(sum(self._counts) / len(self._counts)) if self._counts else _ASSUMED_TOKENS_PER_IMAGE
+
+
 def estimate_dataset_size(config: RunConfig) -> DatasetEstimate:
     """Estimate the size of the training data from its first records.
 
@@ -144,27 +195,36 @@ def estimate_dataset_size(config: RunConfig) -> DatasetEstimate:
     data = config.data.model_copy(
         update={"format": detect_run_format(config.data, config.model.task, downloads=False)}
     )
-    count = read_bytes = longest_bytes = 0
+    count = read_bytes = file_bytes = longest_bytes = image_tokens = 0
     total_bytes: int | None = 0
+    estimator = _ImageTokenEstimator(config)
     for settings in build_training_settings(data, config.model.task, offline=True).values():
         source = open_source(settings)
         if source.downloads_to_read:
             return _ASSUMED_HUB_DATASET
+        reader = replace(build_image_reader(settings.data), allow_urls=False)
         for document in islice(source.iter_documents(), _MAX_RECORDS_READ):
             length = len(f"{document.text}{document.target or ''}{document.pair_text or ''}".encode())
-            if document.conversation is not None:
-                length += _BYTES_PER_TOKEN * _TOKENS_PER_IMAGE * len(document.conversation.images)
+            file_bytes += length
+            if (conversation := document.conversation) is not None:
+                file_bytes += sum(len(image.data or b"") for image in conversation.images)
+                tokens = estimator.estimate_tokens(conversation.images, reader, conversation.location)
+                length, image_tokens = length + _BYTES_PER_TOKEN * tokens, image_tokens + tokens
             count, read_bytes, longest_bytes = count + 1, read_bytes + length, max(longest_bytes, length)
         source_bytes = source.size_bytes
         total_bytes = None if total_bytes is None or source_bytes is None else total_bytes + source_bytes
     if (
-        count >= _MAX_RECORDS_READ and total_bytes is not None and read_bytes
+        count >= _MAX_RECORDS_READ and total_bytes is not None and file_bytes
     ):  # Extrapolate, because not all records have been read. Assume that all have the same average length.
-        count, read_bytes = round(count * max(1.0, total_bytes / read_bytes)), max(read_bytes, total_bytes)
+        factor = max(1.0, total_bytes / file_bytes)
+        count, read_bytes, image_tokens = (round(n * factor) for n in (count, read_bytes, image_tokens))
     # Increase the length of the longest record, because it may have more tokens per byte than English text,
     # and the chat template adds tokens.
     return DatasetEstimate(
-        count, max(1, read_bytes // _BYTES_PER_TOKEN), longest_bytes // (_BYTES_PER_TOKEN - 1) + 64
+        count,
+        max(1, read_bytes // _BYTES_PER_TOKEN),
+        longest_bytes // (_BYTES_PER_TOKEN - 1) + 64,
+        image_tokens,
     )
 
 
@@ -383,7 +443,8 @@ class RecipeSearch:
         packed = settings.get("data.packing", self.config.data.packing)
         sequences = records.num_tokens / length if packed else records.num_records
         steps = max(1, math.ceil(sequences / batch)) * math.ceil(epochs)
-        return TrainingWork(steps, steps * batch * length)
+        image_tokens = steps * batch * records.num_image_tokens / (sequences or 1)
+        return TrainingWork(steps, steps * batch * length, round(image_tokens))
 
 
 def find_recipe(

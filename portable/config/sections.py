@@ -265,8 +265,9 @@ class SourceConfig(Section):
     image_root: PathText | None = None
     """Folder of the images that conversations name by a path. An image outside of it is a bad record. Null:
     the folder of data.source."""
-    image_urls: Flag = False
-    """Download the images that conversations name by a URL. Otherwise, they are bad records."""
+    image_urls: Flag | Annotated[Literal["private"], AnyCase] = False
+    """Download the images that conversations name by a URL. Otherwise, they are bad records. private: also
+    from servers with a private address, such as a server in your network. Only do this for trusted data."""
     text_field: str = Field(default="text", min_length=1)
     """Field of a record with the text. A dot selects a nested field, such as translation.en; the same is true
     for the fields below."""
@@ -363,7 +364,8 @@ class DataConfig(SourceConfig):
     Null: half of the free space at the start."""
     images: Flag | None = None
     """Whether conversations may have images, for a model that accepts images: parts of a message such as
-    {type: image, path: cat.jpg}, or a field images of the record. Null: whether the first record has one."""
+    {type: image, path: cat.jpg}, or a field images of the record. Null: whether one of the first 1,000
+    records has one."""
     image_max_pixels: Pixels | None = None
     """Number of pixels above which an image is scaled down before the model's own processor gets it. A
     smaller number makes fewer tokens. Null: only the limits of the processor."""

@@ -10,8 +10,11 @@ from __future__ import annotations
 import base64
 import glob
 import hashlib
+import http.client
 import io
+import ipaddress
 import re
+import time
 import urllib.error
 import urllib.request
 import warnings
@@ -21,18 +24,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from portable.converters.storage.path_or_url import strip_file_scheme
 from portable.converters.storage.safe_open import LinkError, resolve_local_path_inside
-from portable.data.sources.documents import RecordError
+from portable.data.sources.documents import MAX_IMAGE_FILE_BYTES, RecordError
 from portable.errors import to_one_line
 from portable.paths import open_file
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from typing import Literal
 
     from portable.config.sections import DataConfig
     from portable.data.sources.documents import ImageReference
 
-MAX_FILE_BYTES = 64 << 20
-"""Maximum size of an image file in bytes."""
 MAX_PIXELS = 100_000_000
 """Maximum number of pixels of an image. Decoding one takes 3 bytes per pixel."""
 THUMBNAIL_PIXELS = 96
@@ -40,6 +42,10 @@ THUMBNAIL_PIXELS = 96
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 """Formats that Pillow may decode."""
 _URL_SECONDS = 30.0
+"""Maximum number of seconds without an answer of a server."""
+_DOWNLOAD_SECONDS = 300.0
+"""Maximum number of seconds of a download."""
+_DOWNLOAD_CHUNK_BYTES = 1 << 20
 
 
 class ImageSize(NamedTuple):
@@ -96,14 +102,14 @@ class ImageReader:
 
     Attributes:
         root: Folder that contains all image files. None if there is no such folder.
-        allow_urls: Whether URLs are read.
+        allow_urls: Whether URLs are read. ``private`` also allows servers with private addresses.
         max_pixels: Largest number of pixels of an image. Larger images are scaled down. None for no limit.
         no_root_reason: Reason why ``root`` is None, used in error messages.
         is_root_set: Whether the settings contain ``root``. Otherwise, it is the folder of the source.
     """
 
     root: Path | None
-    allow_urls: bool = False
+    allow_urls: bool | Literal["private"] = False
     max_pixels: int | None = None
     no_root_reason: str = "the source has no local folder"
     is_root_set: bool = False
@@ -151,8 +157,8 @@ class ImageReader:
         name = _describe_reference(reference)
         try:
             data = self._read_reference(reference, path, location)
-            if len(data) > MAX_FILE_BYTES:
-                raise ValueError(f"more than {MAX_FILE_BYTES >> 20} MiB")
+            if len(data) > MAX_IMAGE_FILE_BYTES:
+                raise ValueError(f"more than {MAX_IMAGE_FILE_BYTES >> 20} MiB")
             width, height = decode_image(data).size
         except RecordError:
             raise
@@ -171,13 +177,13 @@ class ImageReader:
         return ImageSize(max(1, int(width * scale)), max(1, int(height * scale)))
 
     def _read_reference(self, reference: ImageReference, path: Path | None, location: str) -> bytes:
-        """Read the file of a reference, at most one byte more than :data:`MAX_FILE_BYTES`."""
+        """Read the file of a reference, at most one byte more than :data:`MAX_IMAGE_FILE_BYTES`."""
         if reference.data is not None:
             return reference.data
         if path is None:
             return self._read_url(reference.url or "", location)
         with open_file(path) as file:
-            return file.read(MAX_FILE_BYTES + 1) or b""
+            return file.read(MAX_IMAGE_FILE_BYTES + 1) or b""
 
     def _resolve_path(self, path: str, location: str) -> Path:
         """Return the path of a local file, without links.
@@ -220,20 +226,104 @@ class ImageReader:
                 f"data.image_urls: {location}: the image {_quote_reference(url)} is a URL; set "
                 "data.image_urls: true to download images"
             )
-        opener = urllib.request.OpenerDirector()  # without handlers of files and other protocols
-        for handler in (
-            urllib.request.ProxyHandler,
-            urllib.request.HTTPHandler,
-            urllib.request.HTTPSHandler,
-            urllib.request.HTTPDefaultErrorHandler,
-            urllib.request.HTTPRedirectHandler,
-            urllib.request.HTTPErrorProcessor,
-        ):
-            opener.add_handler(handler())
-        request = urllib.request.Request(url, headers={"User-Agent": "portable-trainer"})
-        with opener.open(request, timeout=_URL_SECONDS) as response:
-            data: bytes = response.read(MAX_FILE_BYTES + 1)
-        return data
+        return _download(url, allow_private=self.allow_urls == "private")
+
+
+class _PrivateAddressError(OSError):
+    """Error of a connection to a private address."""
+
+
+def _check_address_is_public(connection: http.client.HTTPConnection) -> None:
+    """Close a connection to an address that is not public, before a request is sent.
+
+    Only the address of the open connection is reliable, because a second look-up of the name of the host may
+    have another result.
+
+    Raises:
+        _PrivateAddressError: If the address is private, such as an address of this machine.
+    """
+    address = str(connection.sock.getpeername()[0]).partition("%")[0]
+    if not ipaddress.ip_address(address).is_global:
+        connection.close()
+        raise _PrivateAddressError(
+            f"{address} is a private address, which data.image_urls: private would allow"
+        )
+
+
+class _PublicHTTPConnection(http.client.HTTPConnection):
+    """Connection that is only opened to public addresses."""
+
+    def connect(self) -> None:
+        """Open the connection. Raises _PrivateAddressError if the address is private."""
+        super().connect()
+        _check_address_is_public(self)
+
+
+class _PublicHTTPSConnection(http.client.HTTPSConnection):
+    """Encrypted connection that is only opened to public addresses.
+
+    The address of a proxy is not checked, because the user has set the proxy.
+    """
+
+    is_tunnel = False
+
+    def set_tunnel(self, *arguments: Any, **options: Any) -> None:
+        """Set the host to which the proxy connects."""
+        self.is_tunnel = True
+        super().set_tunnel(*arguments, **options)
+
+    def connect(self) -> None:
+        """Open the connection. Raises _PrivateAddressError if the address is private."""
+        super().connect()
+        if not self.is_tunnel:
+            _check_address_is_public(self)
+
+
+class _PublicHTTPHandler(urllib.request.HTTPHandler):
+    """Handler of ``http`` URLs, which also checks the addresses of redirects."""
+
+    def http_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
+        """Open a URL. The address of a proxy is not checked, because the user has set the proxy."""
+        return self.do_open(http.client.HTTPConnection if req.has_proxy() else _PublicHTTPConnection, req)
+
+
+class _PublicHTTPSHandler(urllib.request.HTTPSHandler):
+    """Handler of ``https`` URLs, which also checks the addresses of redirects."""
+
+    def https_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
+        """Open a URL."""
+        return self.do_open(_PublicHTTPSConnection, req)
+
+
+def _download(url: str, *, allow_private: bool) -> bytes:
+    """Download the file at a URL, at most one byte more than :data:`MAX_IMAGE_FILE_BYTES`.
+
+    Args:
+        url: ``http`` or ``https`` URL.
+        allow_private: Whether the server may have a private address.
+
+    Raises:
+        OSError: If the server does not answer, or the download takes too long.
+    """
+    opener = urllib.request.OpenerDirector()  # without handlers of files and other protocols
+    for handler in (
+        urllib.request.ProxyHandler,
+        urllib.request.HTTPHandler if allow_private else _PublicHTTPHandler,
+        urllib.request.HTTPSHandler if allow_private else _PublicHTTPSHandler,
+        urllib.request.HTTPDefaultErrorHandler,
+        urllib.request.HTTPRedirectHandler,
+        urllib.request.HTTPErrorProcessor,
+    ):
+        opener.add_handler(handler())
+    request = urllib.request.Request(url, headers={"User-Agent": "portable-trainer"})
+    end = time.monotonic() + _DOWNLOAD_SECONDS
+    data = bytearray()
+    with opener.open(request, timeout=_URL_SECONDS) as response:
+        while len(data) <= MAX_IMAGE_FILE_BYTES and (chunk := response.read1(_DOWNLOAD_CHUNK_BYTES)):
+            data += chunk
+            if time.monotonic() > end:
+                raise TimeoutError(f"the download takes more than {_DOWNLOAD_SECONDS:.0f} seconds")
+    return bytes(data[: MAX_IMAGE_FILE_BYTES + 1])
 
 
 def _read_file_state(name: str, path: Path) -> ImageFileState:
@@ -299,7 +389,7 @@ def _compute_file_digest(path: Path) -> str:
     """Compute the digest of a file as in :attr:`LoadedImage.digest`. Empty if the file cannot be read."""
     try:
         with open_file(path) as file:
-            return hashlib.blake2b(file.read(MAX_FILE_BYTES + 1) or b"", digest_size=16).hexdigest()
+            return hashlib.blake2b(file.read(MAX_IMAGE_FILE_BYTES + 1) or b"", digest_size=16).hexdigest()
     except OSError:
         return ""
 
@@ -362,9 +452,9 @@ def read_image_file(path: Path) -> ImageFile:
         if not path.is_file():
             raise FileNotFoundError("no such file")
         with path.open("rb") as file:
-            data = file.read(MAX_FILE_BYTES + 1)
-        if len(data) > MAX_FILE_BYTES:
-            raise ValueError(f"more than {MAX_FILE_BYTES >> 20} MiB")
+            data = file.read(MAX_IMAGE_FILE_BYTES + 1)
+        if len(data) > MAX_IMAGE_FILE_BYTES:
+            raise ValueError(f"more than {MAX_IMAGE_FILE_BYTES >> 20} MiB")
         return ImageFile(data, ImageSize(*decode_image(data).size))
     except Exception as error:  # a damaged file can raise any exception in Pillow
         raise ValueError(_describe_error(error)) from error

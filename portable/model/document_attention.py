@@ -121,7 +121,12 @@ UNTESTED_LAYERS = frozenset(
 
 IMAGE_PACKING_TYPES = frozenset(
     {
+        "aya_vision",
+        "glm4v",
         "idefics3",
+        "internvl",
+        "llava",
+        "llava_next",
         "mistral3",
         "qwen2_5_vl",
         "qwen2_vl",

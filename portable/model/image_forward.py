@@ -71,12 +71,13 @@ class ImageForward(ForwardWrapper):
 
         def add_blank_features(module: nn.Module, _: Any, embeddings: Tensor) -> Tensor:
             # Models run the tower after they have looked up the embeddings of the tokens. All ranks must run
-            # the modules in the same order, because the engines gather their parameters in this order.
+            # the modules in the same order, because the engines gather the parameters and reduce the
+            # gradients in this order.
             output = _select_used_outputs(self._model.get_image_features(**features))
             zero = sum(tensor.float().sum() * 0 for tensor in _iter_tensors(output))
             return embeddings + torch.as_tensor(zero, dtype=embeddings.dtype, device=embeddings.device)
 
-        hook = self._model.get_input_embeddings().register_forward_hook(add_blank_features)
+        hook = _find_last_embedding(self._model).register_forward_hook(add_blank_features)
         try:
             return self.__wrapped__(*arguments, **inputs)
         finally:
@@ -125,6 +126,20 @@ class ImageForward(ForwardWrapper):
         for index, (row, places) in enumerate(documents):
             computed[1:, row, places] = result[:, index, : len(places)]
         return cast("Tensor", computed.to(positions.device))
+
+
+def _find_last_embedding(model: Any) -> nn.Module:
+    """Find the embedding of tokens that a model looks up last, before it runs the image tower.
+
+    Some models, such as Gemma 4, have a second embedding with one part for each layer.
+    """
+    embedding: nn.Module = model.get_input_embeddings()
+    for module in model.modules():
+        children = dict(module.named_children())
+        if embedding in children.values():
+            last: nn.Module = children.get("embed_tokens_per_layer", embedding)
+            return last
+    return embedding
 
 
 def _select_used_outputs(output: Any) -> Any:

@@ -63,6 +63,21 @@ def replace_tensors(
             setattr(module, name, replace_buffer(dotted + name, value))
 
 
+def replace_by_fake_tensors(model: nn.Module, dtype: torch.dtype | None) -> None:
+    """Replace all parameters and buffers by fake tensors. Must be called in a fake tensor mode.
+
+    Args:
+        model: Model on the meta device, which is changed in place.
+        dtype: Dtype for the floating-point parameters. None to keep their dtypes.
+    """
+
+    def make_parameter(_: str, meta: nn.Parameter) -> nn.Parameter:
+        kind = dtype if dtype is not None and meta.is_floating_point() else meta.dtype
+        return nn.Parameter(torch.empty(meta.shape, dtype=kind), requires_grad=meta.requires_grad)
+
+    replace_tensors(model, make_parameter, lambda _, buffer: torch.empty(buffer.shape, dtype=buffer.dtype))
+
+
 def list_embedding_weights(model: nn.Module) -> list[nn.Parameter]:
     """List the weights of all ``nn.Embedding`` modules.
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import inspect
 import warnings
 import weakref
 from collections import Counter
@@ -24,10 +23,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from portable.batch import BLANK_PREFIX
 from portable.model.activation_checkpointing import enable_activation_checkpointing
 from portable.model.chunked_loss import install_chunked_head
 from portable.model.context_parallel_support import repeat_key_heads
+from portable.model.image_features import select_tower_arguments
 from portable.model.layers import (
     LayerKinds,
     copy_with_only_layers,
@@ -35,7 +34,7 @@ from portable.model.layers import (
     group_layers_by_kind,
 )
 from portable.model.loss import compute_summed_cross_entropy
-from portable.model.parameters import replace_tensors
+from portable.model.parameters import replace_by_fake_tensors
 from portable.model.tensor_parallel_plan import shrink_to_one_rank
 from portable.planner.fused_memory import OperationTape
 from portable.planner.pass_cost import Activations, Peak, TowerMemory
@@ -141,7 +140,7 @@ def _measure_passes(
         warnings.simplefilter("ignore")  # Warnings about fake tensors
         if request.compiler is not None and request.compiler.prepare_model is not None:
             request.compiler.prepare_model(small)
-        _replace_by_fake_tensors(small, dtype if request.compute == "cast" else None)
+        replace_by_fake_tensors(small, dtype if request.compute == "cast" else None)
         if request.recompute != "none":
             enable_activation_checkpointing(small, request.recompute)
         small.train()
@@ -241,21 +240,6 @@ def _call_graphs(graphs: Any, state: dict[str, torch.Tensor], *args: Any, **kwar
     return graphs(state, args, kwargs)
 
 
-def _replace_by_fake_tensors(model: nn.Module, dtype: torch.dtype | None) -> None:
-    """Replace all parameters and buffers by fake tensors. Must be called in a fake tensor mode.
-
-    Args:
-        model: Model on the meta device, which is changed in place.
-        dtype: Dtype for the floating-point parameters. None to keep their dtypes.
-    """
-
-    def make_parameter(_: str, meta: nn.Parameter) -> nn.Parameter:
-        kind = dtype if dtype is not None and meta.is_floating_point() else meta.dtype
-        return nn.Parameter(torch.empty(meta.shape, dtype=kind), requires_grad=meta.requires_grad)
-
-    replace_tensors(model, make_parameter, lambda _, buffer: torch.empty(buffer.shape, dtype=buffer.dtype))
-
-
 def measure_image_tower(model: nn.Module, request: PassRequest, columns: Batch) -> TowerMemory:
     """Measure the memory of the forward pass of an image tower by running it on fake tensors.
 
@@ -271,18 +255,11 @@ def measure_image_tower(model: nn.Module, request: PassRequest, columns: Batch) 
         Exception: Any error of the model.
     """
     tower: Any = copy.deepcopy(model)
-    parameters = inspect.signature(tower.get_image_features).parameters
-    images = {
-        argument: values
-        for name, values in columns.items()
-        if (argument := name.removeprefix(BLANK_PREFIX)) in parameters
-    }
+    images = select_tower_arguments(tower, columns)
     with torch_internals.create_fake_tensor_mode(allow_non_fake_inputs=True), ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # Warnings about fake tensors
-        _replace_by_fake_tensors(
-            tower, TORCH_DTYPES[request.precision] if request.compute == "cast" else None
-        )
+        replace_by_fake_tensors(tower, TORCH_DTYPES[request.precision] if request.compute == "cast" else None)
         if request.recompute != "none":
             enable_activation_checkpointing(tower, request.recompute)
         tower.train()

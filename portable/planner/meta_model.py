@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from portable.adapters.assemble import check_parallel_support
@@ -82,6 +83,20 @@ class MetaModel:
         self._image_columns = image_columns
         self._cached_activations: dict[PassRequest, Activations] = {}
         self._cached_towers: dict[tuple[str, str, str], TowerMemory] = {}
+
+    @cached_property
+    def flops_per_image_token(self) -> float:
+        """Number of FLOPs of the image tower per token of an image, in the forward and backward pass.
+
+        0 if the samples have no images, or if the tower cannot be run on fake tensors.
+        """
+        from portable.model.image_features import compute_flops_per_feature
+
+        return (
+            0.0
+            if self._image_columns is None
+            else compute_flops_per_feature(self._model, self._image_columns)
+        )
 
     def check_parallel_sizes(self, config: RunConfig) -> None:
         """Check the context-, tensor- and expert-parallel sizes of a config against the model.

@@ -33,6 +33,8 @@ class TrainingWork:
     """Number of optimizer steps."""
     tokens: int
     """Number of tokens in all sequences, including padding."""
+    image_tokens: int = 0
+    """Number of tokens of images among them. 0 if it is unknown."""
     is_upper_bound: bool = False
     """Whether both numbers are upper bounds, because the text is not tokenized yet.
 
@@ -119,7 +121,12 @@ def estimate_training_work(config: RunConfig, sizes: DataSizes | None) -> Traini
             return None
         at_most, samples = True, max(1, sizes.size_bytes // config.data.seq_len)
     steps = compute_total_steps(config, samples or 0)
-    return TrainingWork(steps, steps * config.train.global_batch_size * config.data.seq_len, at_most)
+    image_tokens = 0
+    if sizes is not None and sizes.images is not None and sizes.train_samples:
+        samples_with_eval = sizes.train_samples + (sizes.eval_samples or 0)
+        image_tokens = steps * config.train.global_batch_size * sizes.images.tokens // samples_with_eval
+    tokens = steps * config.train.global_batch_size * config.data.seq_len
+    return TrainingWork(steps, tokens, min(tokens, image_tokens), is_upper_bound=at_most)
 
 
 def compute_hours(
@@ -165,7 +172,8 @@ def estimate_run_hours(planner: Planner, option: PlanOption, work: TrainingWork)
         if inside and device.link_bytes_per_second
         else 0.0
     )
-    flops = planner.meta_model.flops_per_token * work.tokens
+    model = planner.meta_model
+    flops = model.flops_per_token * work.tokens + model.flops_per_image_token * work.image_tokens
     return compute_hours(device, devices, planner.config.precision, flops, sending)
 
 

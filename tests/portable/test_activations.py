@@ -13,6 +13,7 @@ import pytest
 import torch
 import yaml
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.allocator import allocations
 from portable.adapters.adapter import build_training_model
@@ -23,6 +24,7 @@ from portable.model import build as models
 from portable.model.activation_checkpointing import enable_activation_checkpointing
 from portable.model.chunked_loss import install_chunked_head
 from portable.model.freezing import freeze_parameters, list_frozen_names
+from portable.model.image_features import compute_flops_per_feature
 from portable.model.layers import find_transformer_layers, gives_all_parameters_gradients
 from portable.model.loss import compute_summed_cross_entropy
 from portable.model.parameters import replace_tensors
@@ -182,6 +184,7 @@ def test_tower_estimate_is_within_tenth_of_allocation(
     model: Any = built(config)
     request = PassRequest.from_config(config, micro_batch=1, compute="plain", on_gpu=False)
     estimate = measure_image_tower(model, request, columns)
+    flops_per_feature = compute_flops_per_feature(model, columns)
     replace_tensors(
         model,
         lambda _, p: nn.Parameter(0.02 * torch.randn(p.shape), p.requires_grad),
@@ -201,3 +204,12 @@ def test_tower_estimate_is_within_tenth_of_allocation(
         run()
     assert estimate.peak_bytes == pytest.approx(recording.phases["tower"].peak, rel=0.1)
     assert estimate.failure is None and estimate.kept_bytes < estimate.peak_bytes
+    features.clear()
+    with FlopCounterMode(display=False) as counter:
+        run()
+        values = getattr(features[1], "pooler_output", features[1])
+        tensors = [values] if isinstance(values, torch.Tensor) else list(values)
+        if trainable:
+            torch.cat([tensor.flatten() for tensor in tensors]).sum().backward()
+    count = sum(tensor.numel() // tensor.shape[-1] for tensor in tensors)
+    assert flops_per_feature * count == pytest.approx(counter.get_total_flops(), rel=0.2)

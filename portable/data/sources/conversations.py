@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from portable.converters.similar_names import find_similar_names
 from portable.data.sources.documents import (
     DEFAULT_TRAINED_ROLES,
+    MAX_IMAGE_FILE_BYTES,
     WEIGHT_KEYS,
     Conversation,
     Document,
@@ -787,7 +788,11 @@ def _decode_base64(value: Mapping[str, Any], key: str) -> Any:
 
 
 def _parse_base64(text: str, name: str, location: str) -> bytes:
-    """Decode base64. Raises UserError if the text is not base64."""
+    """Decode base64. Raises UserError if the text is not base64, or is longer than a valid file."""
+    if len(text) * 3 // 4 > MAX_IMAGE_FILE_BYTES + 2:  # up to 2 characters are padding
+        raise _build_record_error(
+            location, f"{name} has more than {MAX_IMAGE_FILE_BYTES >> 20} MiB; reduce the size of the image"
+        )
     try:
         return base64.b64decode(text, validate=True)
     except ValueError as error:

@@ -28,6 +28,8 @@ They occur in data for OpenAI, axolotl and ms-swift.
 
 RecordFormat = Literal["text", "messages", "sharegpt", "prompt_completion", "alpaca", "preference", "samples"]
 """Formats of records. These are the values of ``data.format`` except ``auto``."""
+MAX_IMAGE_FILE_BYTES = 64 << 20
+"""Maximum size of an image file in bytes."""
 DEFAULT_TRAINED_ROLES = frozenset({"assistant"})
 """Roles whose messages contribute to the loss, unless ``data.roles_to_train`` names others."""
 Label = int | float | str | tuple[int | float | str, ...]

@@ -9,7 +9,7 @@ import sysconfig
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -293,8 +293,12 @@ def _detect_source_format(settings: SourceSettings, *, downloads: bool) -> str:
     return kind
 
 
+_MAX_RECORDS_WITHOUT_IMAGES = 1000
+"""Number of records of a source in which :func:`resolve_images` searches for an image."""
+
+
 def resolve_images(config: RunConfig, *, downloads: bool) -> RunConfig:
-    """Set ``data.images`` if it is null and the first record of a source has images.
+    """Set ``data.images`` if it is null and one of the first records of a source has images.
 
     Args:
         config: Config of the run, with the format of its records.
@@ -308,7 +312,7 @@ def resolve_images(config: RunConfig, *, downloads: bool) -> RunConfig:
 
 
 def _detect_images(data: DataConfig, task: str, *, downloads: bool) -> bool:
-    """Return whether the first record of a training source is a conversation with images.
+    """Return whether one of the first records of a source is a conversation with images.
 
     Args:
         data: The ``data`` section of the config.
@@ -320,7 +324,10 @@ def _detect_images(data: DataConfig, task: str, *, downloads: bool) -> bool:
     """
     if task != CAUSAL:
         return False
-    for settings in build_training_settings(data, task, offline=True).values():
+    sources = (
+        build(data, task, offline=True) for build in (build_training_settings, build_evaluation_settings)
+    )
+    for settings in chain.from_iterable(part.values() for part in sources):
         # Bad records are skipped without a message, because the code that reads all records reports them.
         settings = replace(settings, bad_records=CollectedErrors())
         with settings.convert_errors(), suppress(EnoughErrors):
@@ -332,8 +339,8 @@ def _detect_images(data: DataConfig, task: str, *, downloads: bool) -> bool:
             source.detect_and_set_format()
             if not source.settings.has_conversations:
                 continue
-            first = next(source.iter_documents(), None)
-            if first is not None and first.conversation is not None and first.conversation.images:
+            documents = islice(source.iter_documents(), _MAX_RECORDS_WITHOUT_IMAGES)
+            if any(document.conversation and document.conversation.images for document in documents):
                 return True
     return False
 

@@ -403,7 +403,7 @@ class ConversationEncoder:
         if self._image_reader is None:
             raise RecordError(
                 f"data.images: {conversation.location}: the record has an image, but data.images "
-                "is false; set data.images: true, with a model for images, or remove the images"
+                "is not true; set data.images: true, with a model for images, or remove the images"
             )
         return [
             self._image_reader.load_image(reference, conversation.location, states)

@@ -40,12 +40,17 @@ class ImageProcessor:
 
     Args:
         processor: Processor of transformers, which has an image processor and a tokenizer.
+
+    Raises:
+        ValueError: If the processor does not return the text that replaces a placeholder.
     """
 
     def __init__(self, processor: Any) -> None:
         self._processor = processor
         self._compute_replacement = lru_cache(maxsize=1 << 14)(self._compute_uncached_replacement)
-        blank = self._run([_make_blank_image(_BLANK_SIZE)])
+        blank = self._run([_make_blank_image(_BLANK_SIZE)], return_text_replacement_offsets=True)
+        if "text_replacement_offsets" not in blank:
+            raise ValueError(f"{type(processor).__name__} does not return the text of an image")
         self._type_column = next(
             (name for name in _TYPE_COLUMNS if name in blank and np.asarray(blank[name]).any()), None
         )
@@ -130,6 +135,20 @@ class ImageProcessor:
         """
         return self._select_image_columns(self._run([_make_blank_image(size) for size in sizes]))
 
+    def count_tokens(self, sizes: Sequence[ImageSize], token: int | None = None) -> int:
+        """Count the tokens of images.
+
+        Args:
+            sizes: Size of each image.
+            token: Id of the tokens to count. None for all tokens of images.
+        """
+        outputs = self._run([_make_blank_image(size) for size in sizes])
+        return int(np.isin(outputs["input_ids"], self.image_token_ids if token is None else [token]).sum())
+
+    def is_independent_of_other_images(self, sizes: Sequence[ImageSize]) -> bool:
+        """Return whether images have the same tokens in one conversation as in separate conversations."""
+        return self.count_tokens(sizes) == sum(self.count_tokens([size]) for size in sizes)
+
     def find_largest_square(self, max_tokens: int, max_pixels: int | None = None) -> ImageSize | None:
         """Find the approximate size of the largest square image whose tokens fit a sample.
 
@@ -143,8 +162,7 @@ class ImageProcessor:
         side = _LARGEST_SIDE if max_pixels is None else min(_LARGEST_SIDE, isqrt(max_pixels))
         while side >= _SMALLEST_SIDE:
             size = ImageSize(side, side)
-            outputs = self._run([_make_blank_image(size)])
-            if np.isin(outputs["input_ids"], self.image_token_ids).sum() <= max_tokens:
+            if self.count_tokens([size]) <= max_tokens:
                 return size
             side = side * 4 // 5
         return None

@@ -1,0 +1,163 @@
+"""Numbers of features and FLOPs of the image tower of a model.
+
+The tower runs once on fake tensors, which have shapes but no memory.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import warnings
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from portable.batch import BLANK_PREFIX
+from portable.data.images import ImageSize
+from portable.errors import UserError
+from portable.model.parameters import replace_by_fake_tensors
+from portable.model.unused_parameters import get_unreached_names
+from portable.private import torch_internals
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from torch import nn
+
+    from portable.batch import Batch
+    from portable.data.tokens.image_processing import ImageProcessor
+
+_TRIAL_SIZES = (ImageSize(96, 64), ImageSize(64, 160))
+"""Sizes of the images of the check. Their aspect ratios differ, because some processors divide an image into
+as many parts as its aspect ratio requires.
+"""
+_TOKEN_ATTRIBUTES = ("image_token_id", "image_token_index")
+"""Names of the setting of a model with the id of the token that it replaces by a feature of an image."""
+
+
+def check_image_features(model: nn.Module, processor: ImageProcessor) -> None:
+    """Check that a model accepts the tokens and tensors that a processor makes of images.
+
+    Does nothing if the model has no method ``get_image_features``, or if this method does not run on fake
+    tensors. In the latter case, the model itself compares the numbers in each step.
+
+    Args:
+        model: A transformers model on the meta device, which is not changed.
+        processor: Processor of the model.
+
+    Raises:
+        UserError: If the number of features differs from the number of tokens, or if the processor makes
+            other tokens of an image if there are other images.
+    """
+    name = type(model).__name__
+    if not processor.is_independent_of_other_images(_TRIAL_SIZES):
+        raise UserError(
+            f"data.images: the processor of {name} makes other tokens of an image if the batch has more "
+            "images, which is not supported; use another model"
+        )
+    if not callable(getattr(model, "get_image_features", None)):
+        return
+    columns = {
+        column: torch.from_numpy(values)
+        for column, values in processor.build_blank_columns(_TRIAL_SIZES).items()
+    }
+    try:
+        num_features = _count_features(run_image_tower(model, columns))
+    except Exception:  # the code of a model may raise any error on tensors without values
+        return
+    config: Any = model.config
+    token = next(
+        (value for key in _TOKEN_ATTRIBUTES if (value := getattr(config, key, None)) is not None), None
+    )
+    num_tokens = processor.count_tokens(_TRIAL_SIZES, None if token is None else int(token))
+    if num_features is not None and num_features != num_tokens:
+        raise UserError(
+            f"data.images: {name} makes {num_features} features of two images, but its processor makes "
+            f"{num_tokens} tokens of them; correct the files of the processor, or use another model"
+        )
+
+
+def compute_flops_per_feature(model: nn.Module, columns: Batch) -> float:
+    """Compute the floating-point operations of the image tower per feature, in the forward and backward pass.
+
+    As in :func:`portable.model.flops.compute_flops_per_token`, a weight costs three times as much as in the
+    forward pass if it is trained, twice as much if an earlier weight is trained, and otherwise the same.
+    Recomputation does not count.
+
+    Args:
+        model: A transformers model on the meta device, which is not changed.
+        columns: Columns of a batch with images, keyed by name. Other columns are ignored.
+
+    Returns:
+        The number. 0 if the tower does not run on fake tensors.
+    """
+    counter = FlopCounterMode(display=False)
+    try:
+        num_features = _count_features(run_image_tower(model, columns, counter))
+    except Exception:  # the code of a model may raise any error on tensors without values
+        return 0.0
+    if not num_features:
+        return 0.0
+    passes, forward_weights, weights = 1, 0, 0
+    unreached = get_unreached_names(model)  # the parameters that only images reach
+    for name, parameter in model.named_parameters():
+        if name in unreached:
+            passes = 2 if parameter.requires_grad else passes
+            forward_weights += parameter.numel()
+            weights += (passes + parameter.requires_grad) * parameter.numel()
+    return counter.get_total_flops() / num_features * weights / max(1, forward_weights)
+
+
+def run_image_tower(model: nn.Module, columns: Batch, mode: AbstractContextManager[Any] | None = None) -> Any:
+    """Run the image tower of a model on fake tensors.
+
+    Args:
+        model: A transformers model on the meta device, which is not changed.
+        columns: Columns of a batch with images, keyed by name. Other columns are ignored.
+        mode: Dispatch mode that sees all operations of the tower.
+
+    Returns:
+        The output of ``get_image_features``.
+
+    Raises:
+        Exception: Any error of the model.
+    """
+    tower: Any = copy.deepcopy(model)
+    with torch_internals.create_fake_tensor_mode(allow_non_fake_inputs=True), ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")  # Warnings about fake tensors
+        replace_by_fake_tensors(tower, None)
+        # Only tensors that depend on parameters are fake, because the control flow of a tower depends on the
+        # sizes of its images.
+        stack.enter_context(torch_internals.compute_real_tensors())
+        stack.enter_context(torch.no_grad())
+        if mode is not None:
+            stack.enter_context(mode)
+        return tower.get_image_features(**select_tower_arguments(tower, columns))
+
+
+def select_tower_arguments(model: Any, columns: Batch) -> Batch:
+    """Select the columns of a batch that are arguments of ``get_image_features``, keyed by argument.
+
+    Args:
+        model: A transformers model that accepts images.
+        columns: Columns of a batch, keyed by name. The names of blank images have a prefix.
+    """
+    parameters = inspect.signature(model.get_image_features).parameters
+    return {
+        argument: values
+        for name, values in columns.items()
+        if (argument := name.removeprefix(BLANK_PREFIX)) in parameters
+    }
+
+
+def _count_features(output: Any) -> int | None:
+    """Count the features in the output of ``get_image_features``. Returns None for an unknown output."""
+    if isinstance(output, dict):
+        output = output.get("pooler_output")
+    tensors: list[Any] = list(output) if isinstance(output, list | tuple) else [output]
+    if not tensors or not all(isinstance(tensor, torch.Tensor) and tensor.dim() for tensor in tensors):
+        return None
+    return sum(int(tensor.numel() // tensor.shape[-1]) for tensor in tensors)
