@@ -502,6 +502,11 @@ class TrainConfig(Section):
     max_grad_norm: GradientNorm | None = Field(default=1.0, json_schema_extra=IDENTITY)
     """Largest global norm of the gradients. Gradients with a larger norm are scaled down to it. Null: no
     clipping."""
+    fused_backward: Flag = False
+    """Update each parameter during the backward pass, as soon as its gradient is complete, and free the
+    gradient. This saves the memory of the gradients and does not change the result. It needs one micro-batch
+    per step, train.max_grad_norm null and train.on_non_finite stop; not for muon, custom optimizers, fp16,
+    offloading, ZeRO and XLA."""
     muon_momentum: ProperFraction = Field(default=0.95, json_schema_extra=IDENTITY)
     """Nesterov momentum of muon for matrices."""
     muon_rate: Literal["match_rms_adamw", "original"] = Field(

@@ -103,9 +103,11 @@ class TorchPackage(TorchDevice, BackendPackage):
         """Check on this machine that the packages and settings that a run needs are available.
 
         Raises:
-            UserError: If the package of the attention kernel, the compiler, or DeepSpeed is not available, or
-                if the ranks cannot be divided into sharding groups.
+            UserError: If the package of the attention kernel, the compiler, or DeepSpeed is not available, if
+                the ranks cannot be divided into sharding groups, or if ``train.fused_backward`` is set and a
+                step has several micro-batches.
         """
+        from portable.engines.fsdp.checks import check_gradients_complete_in_one_pass
         from portable.engines.fsdp.sharding import compute_shard_group_size
 
         attention = config.model.attention
@@ -124,6 +126,7 @@ class TorchPackage(TorchDevice, BackendPackage):
             compiling.check_compile_settings(config, world.ranks, self.default_compile_backend)
         if config.strategy in ZERO_STRATEGIES:
             import_engine_module(config.strategy, "engine").check_deepspeed(config, self.name)
+        check_gradients_complete_in_one_pass(config, world.ranks)
         # If there is no launcher, this process starts all ranks on this node.
         compute_shard_group_size(config, world.ranks, int(os.environ.get("LOCAL_WORLD_SIZE", world.ranks)))
 

@@ -219,7 +219,7 @@ KEYS: ForeignKeys = {
     "optimizer.betas": SettingKey("train.betas"),
     "optimizer.eps": SettingKey("train.eps"),
     "optimizer.fused": IgnoredKey(),
-    "optimizer_in_bwd": IgnoredKey("memory.offload_optimizer saves memory, too"),
+    "optimizer_in_bwd": SettingKey("train.fused_backward"),
     "lr_scheduler._component_": SettingKey("train.schedule", convert_schedule_function),
     "lr_scheduler.num_warmup_steps": SettingKey("train.warmup_steps"),
     "clip_grad_norm": SettingKey("train.max_grad_norm"),
