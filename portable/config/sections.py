@@ -588,6 +588,10 @@ class MemoryConfig(Section):
     """Compute activations again in the backward pass instead of storing them. full: of every layer, which
     needs the least memory and is about a third slower. selective: all except the results of expensive
     operations."""
+    offload_activations: Flag = False
+    """Keep the activations of layers in host memory between the forward and the backward pass. With
+    activation checkpointing, only the inputs of layers are activations. The copies overlap with the
+    computation. Not on TPUs, and with compile only together with activation checkpointing."""
     loss_chunk_tokens: ChunkTokens | Literal["auto"] = "auto"
     """Number of tokens whose logits are in memory at once. The loss of a larger micro-batch is computed in
     chunks, and again in the backward pass. auto allows 64 million logits (256 MiB), which matters for large

@@ -228,7 +228,7 @@ KEYS: ForeignKeys = {
     "enable_activation_checkpointing": WordSettingKey(
         "memory.activation_checkpointing", {"true": "full", "false": "none"}
     ),
-    "enable_activation_offloading": RefusedKey("stored activations stay on the device; remove the key"),
+    "enable_activation_offloading": SettingKey("memory.offload_activations"),
     "run_val_every_n_steps": SettingKey("train.eval_every"),
     **dict.fromkeys(
         ("teacher_model", "teacher_checkpointer", "kd_loss", "kd_ratio"),

@@ -219,7 +219,7 @@ class Planner:
         device_bytes = _compute_device_bytes(footprint, working)
         ranks = min(cluster.per_node, cluster.devices)
         micro_batches = max(1, self.batch_per_group // micro_batch)
-        host = footprint.host * ranks
+        host = (footprint.host + working.host_bytes) * ranks
         device = self.target.device
         fits: bool | None = None
         if device is not None:
