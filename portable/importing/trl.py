@@ -354,6 +354,7 @@ _TRAINING: ForeignKeys = {
         ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"),
         CompanionKey("memory.activation_checkpointing"),
     ),
+    "activation_offloading": SettingKey("memory.offload_activations"),
     "disable_dropout": IgnoredKey(
         "dropout is off with losses of pairs; train.dropout: true switches it on", unless=(True,)
     ),

@@ -76,12 +76,12 @@ def measure_activations(model: nn.Module, request: PassRequest) -> Activations:
     # parameters of a layer are frozen, or if a graph returns all gradients, the first gradient is ready only
     # late in the backward pass of the layer. In this case, run at least two layers, so that the phase
     # contains a complete layer in each run.
-    # With offloading, the activations of two or three layers are on the device, so run at least three layers.
+    # With offloading, the memory on the device no longer grows from the fourth layer on.
     late = request.compiler is not None or request.compiled
     base = {
         kind: min(
             len(names),
-            3 if request.offload_activations else 1 + (late or _is_mostly_frozen(model, names[0])),
+            4 if request.offload_activations else 1 + (late or _is_mostly_frozen(model, names[0])),
         )
         for kind, names in kinds.items()
     }
