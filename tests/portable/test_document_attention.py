@@ -285,7 +285,8 @@ class FlashAttention3(ModuleType):
         assert causal and cu_seqlens_q is cu_seqlens_k and cu_seqlens_q.dtype == torch.int32
         assert max_seqlen_q == max_seqlen_k == LENGTH
         self.offsets.append(cu_seqlens_q.tolist())
-        parts = zip(*(t.split(cu_seqlens_q.diff().tolist()) for t in (q, k, v)), strict=True)
+        queries, keys, values = (t.split(cu_seqlens_q.diff().tolist()) for t in (q, k, v))
+        parts = zip(queries, keys, values, strict=True)
         return torch.cat([attend_by_formula(*part, softmax_scale, window_size[0]) for part in parts])
 
 
