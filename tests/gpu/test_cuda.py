@@ -214,18 +214,18 @@ def test_memory_savings_do_not_change_losses(
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_offloaded_activations_change_no_bit(recompute: str, device: str, run: Run) -> None:
-    given: dict[str, Any] = {"precision": "bf16", "memory__activation_checkpointing": recompute}
-    assert run(device, **given, memory__offload_activations=True) == run(device, **given)
+    settings: dict[str, Any] = {"precision": "bf16", "memory__activation_checkpointing": recompute}
+    assert run(device, **settings, memory__offload_activations=True) == run(device, **settings)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw_8bit", "adafactor", "sgd"])
 def test_fused_backward_changes_no_bit(optimizer: str, device: str, run: Run) -> None:
-    given: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "train__optimizer": optimizer,
         "train__max_grad_norm": None,
         "train__micro_batch_size": 6,
     }
-    assert run(device, **given, train__fused_backward=True) == run(device, **given)
+    assert run(device, **settings, train__fused_backward=True) == run(device, **settings)
 
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["alone", "sharded"])

@@ -86,12 +86,12 @@ def test_kernel_without_dropout_rejects_dropout(
     kernel: str, tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("portable.model.build.build_model_on_meta", build_model_with_sdpa)
-    given = {
+    settings = {
         "backend": "auto",
         "precision": "bf16",
         "model__config": {**TINY_MODEL, "attention_dropout": 0.1},
     }
-    config = configured(tmp_path, corpus, model__attention=kernel, **given)
+    config = configured(tmp_path, corpus, model__attention=kernel, **settings)
     model_config = load_model_config(config.model)
     with pytest.raises(
         UserError, match=rf"model\.attention: {kernel} has no dropout.*train\.dropout to false"
@@ -100,6 +100,6 @@ def test_kernel_without_dropout_rejects_dropout(
     build_and_freeze_model(model_config, config.replaced({"train.dropout": False}))
 
 
-def build_model_with_sdpa(config: Any, settings: Any) -> Any:
+def build_model_with_sdpa(config: Any, model_settings: Any) -> Any:
     """Build a model on the meta device without the kernel, which is not installed."""
-    return build_model_on_meta(config, settings.model_copy(update={"attention": "sdpa"}))
+    return build_model_on_meta(config, model_settings.model_copy(update={"attention": "sdpa"}))
