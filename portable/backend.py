@@ -89,6 +89,15 @@ class Engine(Protocol):
             A handle to wait for the files.
         """
 
+    def begin_step(self, learning_rate: float) -> None:
+        """Prepare a step. Must be called before the first :meth:`accumulate_gradients` of the step.
+
+        With ``train.fused_backward``, the backward pass updates the parameters.
+
+        Args:
+            learning_rate: Learning rate for this step.
+        """
+
     def accumulate_gradients(
         self,
         batch: Batch,

@@ -70,6 +70,7 @@ def train_step(
         sum(engine.objective.compute_weight(batch) for batch in batches), stop=is_stop_requested()
     )
     shares = []
+    engine.begin_step(learning_rate)
     for index, batch in enumerate(batches):
         backend.seed_device_generator(batch_plan.compute_dropout_seed(first_sample, index))
         device_batch, last = backend.copy_to_device(batch), index == len(batches) - 1

@@ -356,6 +356,8 @@ CHOICES: dict[str, dict[str, Any]] = {
     "`memory.offload_optimizer: cpu`": {"memory.offload_optimizer": "cpu"},
     "`memory.offload_params: cpu`": {"memory.offload_params": "cpu"},
     "optimizers `adafactor`, `adamw_8bit`": {"train.optimizer": "adafactor"},
+    "`memory.offload_activations`": {"memory.offload_activations": True},
+    "`train.fused_backward`": {"train.fused_backward": True, "train.max_grad_norm": None},
     "`compile: true`": {"compile": True, "compile_backend": "eager"},
     "`memory.activation_checkpointing`": {"memory.activation_checkpointing": "selective"},
     "`memory.offload_optimizer: nvme`": {"memory.offload_optimizer": "nvme", "memory.nvme_path": str(ROOT)},

@@ -299,6 +299,9 @@ class ZeroEngine:
         # Keep the counters on the host, because DeepSpeed syncs in every step for the norm anyway.
         self._nonfinite_counters = torch.tensor(INITIAL_COUNTERS)
 
+    def begin_step(self, learning_rate: float) -> None:
+        """Do nothing, because parameters are updated after the backward pass."""
+
     def accumulate_gradients(
         self,
         batch: Batch,

@@ -30,7 +30,12 @@ from portable.checks.output import (
     check_tracker_names,
 )
 from portable.checks.ranks import check_context_parallel, check_expert_parallel, check_tensor_parallel
-from portable.checks.train import check_batch_sizes, check_loss_and_ema, check_run_length
+from portable.checks.train import (
+    check_batch_sizes,
+    check_fused_backward,
+    check_loss_and_ema,
+    check_run_length,
+)
 from portable.config.rules import format_problem
 from portable.errors import UserError, to_one_line
 from portable.optim.checks import check_schedule, check_schedule_params
@@ -54,6 +59,7 @@ SETTING_CHECKS = (
     check_loss_and_ema,
     check_schedule_params,
     check_batch_sizes,
+    check_fused_backward,
     check_deepspeed_config_is_used,
     check_compile_mode,
     check_attention_precision,

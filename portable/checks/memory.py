@@ -58,8 +58,42 @@ def check_memory_settings(config: RunConfig) -> Iterator[SettingProblem]:
             f"memory.nvme_path {memory.nvme_path} is set, but nothing is offloaded to nvme; set "
             "memory.offload_optimizer or memory.offload_params to nvme, or remove memory.nvme_path",
         )
+    yield from _check_offloaded_activations(config)
     if uses_zero_strategy(config):
         yield from import_engine_module(config.strategy, "checks").check_memory(config)
+
+
+def _check_offloaded_activations(config: RunConfig) -> Iterator[SettingProblem]:
+    """Yield the settings that do not work with ``memory.offload_activations``."""
+    key = "memory.offload_activations"
+    if not config.memory.offload_activations:
+        return
+    if config.backend in ("xla", "tpu"):
+        yield SettingProblem(
+            (key, "backend"),
+            f"{key}: backend {config.backend} does not copy activations to the host; set "
+            "memory.activation_checkpointing to full instead",
+        )
+    if config.tensor_parallel_size > 1:
+        yield SettingProblem(
+            (key, "tensor_parallel_size"),
+            f"{key}: does not work with tensor_parallel_size above 1; remove {key}",
+        )
+    if config.memory.activation_checkpointing != "none":
+        return
+    checkpointing = "memory.activation_checkpointing"
+    if config.compile:
+        yield SettingProblem(
+            (key, "compile"),
+            f"{key}: the compiler chooses the activations of compiled layers; set {checkpointing} to full, "
+            "or compile to false",
+        )
+    if uses_zero_strategy(config):
+        yield SettingProblem(
+            (key, "strategy"),
+            f"{key}: with strategy {config.strategy}, the weights that DeepSpeed gathers would be offloaded "
+            f"as well; set {checkpointing} to full, or use full_shard",
+        )
 
 
 def check_fsdp_settings(config: RunConfig) -> Iterator[SettingProblem]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from portable.config.rules import SettingProblem, format_setting_with_value
+from portable.config.rules import SettingProblem, format_setting_with_value, uses_zero_strategy
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -56,6 +56,77 @@ def check_loss_and_ema(config: RunConfig) -> Iterator[SettingProblem]:
                 yield SettingProblem(
                     (key,), f"{key} needs an average of the weights; set train.ema, for example to 0.999"
                 )
+
+
+def check_fused_backward(config: RunConfig) -> Iterator[SettingProblem]:
+    """Yield the settings that do not work with ``train.fused_backward``.
+
+    The setting updates a parameter when the gradients of other parameters are not known yet. The number of
+    ranks determines whether a step has several micro-batches.
+    :func:`portable.engines.fsdp.checks.check_gradients_complete_in_one_pass` checks this.
+    """
+    train, key = config.train, "train.fused_backward"
+    if not train.fused_backward:
+        return
+    if train.max_grad_norm:
+        yield SettingProblem(
+            (key, "train.max_grad_norm"),
+            f"{key}: clipping needs the gradients of all parameters before the first update; set "
+            "train.max_grad_norm to null",
+        )
+    if train.on_non_finite == "skip":
+        yield SettingProblem(
+            (key, "train.on_non_finite"),
+            f"{key}: parameters may be updated before a non-finite gradient is computed; set "
+            "train.on_non_finite to stop",
+        )
+    if train.micro_batch_size == "auto":
+        yield SettingProblem(
+            (key, "train.micro_batch_size"),
+            f"{key}: a step must have a single micro-batch; set train.micro_batch_size to a number",
+        )
+    if train.optimizer not in OPTIMIZERS_PER_PARAMETER:
+        yield SettingProblem(
+            (key, "train.optimizer"),
+            f"{key}: optimizer {train.optimizer} may need several gradients at once; use "
+            f"{', '.join(OPTIMIZERS_PER_PARAMETER)}",
+        )
+    if config.precision == "fp16":
+        yield SettingProblem(
+            (key, "precision"),
+            f"{key}: fp16 skips the complete update if any gradient overflows; use precision bf16",
+        )
+    for name in ("memory.offload_optimizer", "memory.offload_params"):
+        if config.get(name) != "none":
+            yield SettingProblem(
+                (key, name), f"{key}: does not work with offloading; set {name} to none, or remove {key}"
+            )
+    for name in ("tensor_parallel_size", "expert_parallel_size"):
+        if config.get(name) > 1:
+            yield SettingProblem(
+                (key, name), f"{key}: does not work with {name} above 1; set {name} to 1, or remove {key}"
+            )
+    if config.compile and config.compile_mode in ("reduce-overhead", "max-autotune"):
+        yield SettingProblem(
+            (key, "compile_mode"),
+            f"{key}: does not work with compile_mode {config.compile_mode}, which captures CUDA graphs; use "
+            "default or max-autotune-no-cudagraphs",
+        )
+    if uses_zero_strategy(config):
+        yield SettingProblem(
+            (key, "strategy"),
+            f"{key}: strategy {config.strategy} updates parameters after the backward pass; use full_shard",
+        )
+    if config.backend == "xla":
+        yield SettingProblem(
+            (key, "backend"),
+            f"{key}: xla compiles the backward pass and the update into one program, which frees gradients "
+            f"already; remove {key}",
+        )
+
+
+OPTIMIZERS_PER_PARAMETER = ("adamw", "adamw_8bit", "adafactor", "sgd")
+"""Optimizers whose update of a parameter depends only on this parameter, its gradient and its state."""
 
 
 def check_batch_sizes(config: RunConfig) -> Iterator[SettingProblem]:

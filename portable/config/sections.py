@@ -504,6 +504,11 @@ class TrainConfig(Section):
     max_grad_norm: GradientNorm | None = Field(default=1.0, json_schema_extra=IDENTITY)
     """Largest global norm of the gradients. Gradients with a larger norm are scaled down to it. Null: no
     clipping."""
+    fused_backward: Flag = False
+    """Update each parameter during the backward pass, as soon as its gradient is complete, and free the
+    gradient. This saves the memory of the gradients and does not change the result. It needs one micro-batch
+    per step, train.max_grad_norm null and train.on_non_finite stop; not for muon, custom optimizers, fp16,
+    offloading, ZeRO and XLA."""
     muon_momentum: ProperFraction = Field(default=0.95, json_schema_extra=IDENTITY)
     """Nesterov momentum of muon for matrices."""
     muon_rate: Literal["match_rms_adamw", "original"] = Field(
@@ -585,6 +590,10 @@ class MemoryConfig(Section):
     """Compute activations again in the backward pass instead of storing them. full: of every layer, which
     needs the least memory and is about a third slower. selective: all except the results of expensive
     operations."""
+    offload_activations: Flag = False
+    """Keep the activations of layers in host memory between the forward and the backward pass. With
+    activation checkpointing, only the inputs of layers are activations. The copies overlap with the
+    computation. Not on TPUs, and with compile only together with activation checkpointing."""
     loss_chunk_tokens: ChunkTokens | Literal["auto"] = "auto"
     """Number of tokens whose logits are in memory at once. The loss of a larger micro-batch is computed in
     chunks, and again in the backward pass. auto allows 64 million logits (256 MiB), which matters for large

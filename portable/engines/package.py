@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -103,17 +104,18 @@ class TorchPackage(TorchDevice, BackendPackage):
         """Check on this machine that the packages and settings that a run needs are available.
 
         Raises:
-            UserError: If the package of the attention kernel, the compiler, or DeepSpeed is not available, or
-                if the ranks cannot be divided into sharding groups.
+            UserError: If the package of the attention kernel, the compiler, or DeepSpeed is not available, if
+                the ranks cannot be divided into sharding groups, or if ``train.fused_backward`` is set and a
+                step has several micro-batches.
         """
+        from portable.engines.fsdp.checks import check_gradients_complete_in_one_pass
         from portable.engines.fsdp.sharding import compute_shard_group_size
 
         attention = config.model.attention
         if attention not in ("sdpa", "eager", "flex_attention"):
             flash_package = _FLASH_PACKAGES.get(attention)
             require(
-                _is_installed("kernels")
-                or (flash_package is not None and _is_installed(flash_package.replace("-", "_"))),
+                _is_installed("kernels") or (flash_package is not None and _has_distribution(flash_package)),
                 f"model.attention: {attention} needs the package "
                 f"{f'{flash_package} or ' if flash_package else ''}kernels, which is not installed (pip "
                 "install kernels); use sdpa",
@@ -124,6 +126,7 @@ class TorchPackage(TorchDevice, BackendPackage):
             compiling.check_compile_settings(config, world.ranks, self.default_compile_backend)
         if config.strategy in ZERO_STRATEGIES:
             import_engine_module(config.strategy, "engine").check_deepspeed(config, self.name)
+        check_gradients_complete_in_one_pass(config, world.ranks)
         # If there is no launcher, this process starts all ranks on this node.
         compute_shard_group_size(config, world.ranks, int(os.environ.get("LOCAL_WORLD_SIZE", world.ranks)))
 
@@ -188,11 +191,10 @@ class TorchPackage(TorchDevice, BackendPackage):
 
 _FLASH_PACKAGES = {
     "flash_attention_2": "flash-attn",
-    "flash_attention_3": "flash-attn-interface",
-    "flash_attention_4": "flash-attn",
+    "flash_attention_3": "flash-attn-3",
+    "flash_attention_4": "flash-attn-4",
 }
-"""Package of each attention kernel. If the package is missing, transformers downloads the kernel from the
-hub."""
+"""Distribution of each attention kernel. If it is missing, transformers downloads the kernel from the hub."""
 
 
 class CpuPackage(TorchPackage):
@@ -268,6 +270,18 @@ def _is_installed(package: str) -> bool:
         return find_spec(package) is not None
     except ValueError:  # the package is imported and has no __spec__
         return False
+
+
+def _has_distribution(name: str) -> bool:
+    """Return whether a distribution is installed.
+
+    The name of a module is not enough, because versions 2 and 4 of flash attention have the same module.
+    """
+    try:
+        distribution(name)
+    except PackageNotFoundError:
+        return False
+    return True
 
 
 CPU = CpuPackage("cpu")

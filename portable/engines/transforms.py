@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 from portable.engines.compiling import compile_layers
 from portable.engines.experts import find_modules_with_unused_parameters, register_zero_gradient_hooks
 from portable.model.activation_checkpointing import enable_activation_checkpointing
+from portable.model.activation_offloading import offload_activations
 from portable.model.auxiliary_losses import needs_last_token_as_input
 from portable.model.chunked_loss import find_chunked_head, install_chunked_head
 from portable.model.document_attention import install_document_forward
@@ -102,6 +103,7 @@ def _needs_recomputation(_: PreTrainedModel, config: RunConfig) -> bool:
 
 def _apply_recomputation(model: PreTrainedModel, context: TransformInputs) -> None:
     kind, on_host = context.config.memory.activation_checkpointing, context.recompute_inputs_on_host
+    on_host = on_host and not context.config.memory.offload_activations
     enable_activation_checkpointing(model, kind, inputs_on_host=on_host)
 
 
@@ -146,6 +148,11 @@ TRANSFORMS: tuple[Transform, ...] = (
         lambda model, _: register_zero_gradient_hooks(model),
     ),
     Transform("recomputed activations", _needs_recomputation, _apply_recomputation),
+    Transform(
+        "offloaded activations",
+        lambda _, config: config.memory.offload_activations,
+        lambda model, context: offload_activations(model, context.config.memory.activation_checkpointing),
+    ),
     Transform(  # after the chunked loss, because its functions are compiled as well
         "compiled layers",
         lambda _, config: config.compile,

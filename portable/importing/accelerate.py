@@ -401,9 +401,7 @@ FSDP_KEYS: ForeignKeys = {
     "fsdp_config.fsdp_activation_checkpointing": WordSettingKey(
         "memory.activation_checkpointing", {"true": "full", "false": "none"}
     ),
-    "fsdp_config.fsdp_activation_checkpointing_offload": RefusedKey(
-        "stored activations stay on the device; set the key to false"
-    ),
+    "fsdp_config.fsdp_activation_checkpointing_offload": SettingKey("memory.offload_activations"),
     "fsdp_config.fsdp_ignored_modules": RefusedKey("every module is sharded; remove the key"),
     "fsdp_config.fsdp_version": PresetKey(
         {"1": {}, "2": {}}, hint="1 or 2, the version that decides which keys Accelerate reads"

@@ -219,7 +219,7 @@ KEYS: ForeignKeys = {
     "optimizer.betas": SettingKey("train.betas"),
     "optimizer.eps": SettingKey("train.eps"),
     "optimizer.fused": IgnoredKey(),
-    "optimizer_in_bwd": IgnoredKey("memory.offload_optimizer saves memory, too"),
+    "optimizer_in_bwd": SettingKey("train.fused_backward"),
     "lr_scheduler._component_": SettingKey("train.schedule", convert_schedule_function),
     "lr_scheduler.num_warmup_steps": SettingKey("train.warmup_steps"),
     "clip_grad_norm": SettingKey("train.max_grad_norm"),
@@ -228,7 +228,7 @@ KEYS: ForeignKeys = {
     "enable_activation_checkpointing": WordSettingKey(
         "memory.activation_checkpointing", {"true": "full", "false": "none"}
     ),
-    "enable_activation_offloading": RefusedKey("stored activations stay on the device; remove the key"),
+    "enable_activation_offloading": SettingKey("memory.offload_activations"),
     "run_val_every_n_steps": SettingKey("train.eval_every"),
     **dict.fromkeys(
         ("teacher_model", "teacher_checkpointer", "kd_loss", "kd_ratio"),

@@ -359,6 +359,9 @@ _TRAINING: ForeignKeys = {
         ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"),
         CompanionKey("memory.activation_checkpointing"),
     ),
+    "activation_offloading": WordSettingKey(
+        "memory.offload_activations", {"true": True, "legacy": True, "false": False}
+    ),
     "disable_dropout": IgnoredKey(
         "dropout is off with losses of pairs; train.dropout: true switches it on", unless=(True,)
     ),

@@ -465,9 +465,11 @@ def build_and_freeze_model(config: PretrainedConfig, run: RunConfig) -> PreTrain
 
     Raises:
         UserError: If the model cannot be built; see :func:`build_model_on_meta`. If a pattern of
-            ``train.trainable`` or ``train.frozen`` matches no parameter, or if no parameter is trained.
+            ``train.trainable`` or ``train.frozen`` matches no parameter, or if no parameter is trained. If
+            the attention kernel would ignore the dropout of the model.
     """
     model = build_model_on_meta(config, run.model)
+    _check_attention_dropout(config, run)
     compute_dtype = COMPUTE_DTYPES.get(run.precision, torch.float32)
     # Loading the weights corrects this dtype if the dtype of the files differs from the config.
     checkpoint_dtype = torch.float32 if run.model.from_scratch else getattr(config, "dtype", None)
@@ -483,6 +485,32 @@ def build_and_freeze_model(config: PretrainedConfig, run: RunConfig) -> PreTrain
             model, run.train, compute_dtype if checkpoint_dtype == compute_dtype else torch.float32, unreached
         )
     return model
+
+
+_KERNELS_WITHOUT_DROPOUT = re.compile("flash_attention_[34]|flash-attn[34]")
+_ATTENTION_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
+
+
+def _check_attention_dropout(config: PretrainedConfig, run: RunConfig) -> None:
+    """Check that the attention kernel supports the dropout of the model. transformers ignores it otherwise.
+
+    Args:
+        config: Transformers config of the model.
+        run: The config of the run.
+
+    Raises:
+        UserError: If the model has attention dropout, but FlashAttention 3 or 4 computes the attention.
+    """
+    attention = run.model.attention
+    if run.train.dropout is False or _KERNELS_WITHOUT_DROPOUT.search(attention) is None:
+        return
+    text = config.get_text_config()
+    for name in _ATTENTION_DROPOUTS:
+        if getattr(text, name, 0.0):
+            raise UserError(
+                f"model.attention: {attention} has no dropout, but {name} of the model is "
+                f"{getattr(text, name)}; set train.dropout to false, or use sdpa"
+            )
 
 
 def _prepare_for_training(model: PreTrainedModel) -> None:

@@ -46,6 +46,27 @@ def compute_total_norm(tensors: Iterable[Tensor]) -> Tensor:
     return norms[0] if len(norms) == 1 else torch.nn.utils.get_total_norm(norms)
 
 
+def combine_local_norms(norms: Sequence[Tensor], parameter: Tensor) -> Tensor:
+    """Compute the 2-norm of all elements of tensors from the norms of their local shards.
+
+    Args:
+        norms: Norm of each local shard, scalars.
+        parameter: Any parameter, which determines the mesh. All tensors are sharded like it.
+
+    Returns:
+        A scalar, or 0 if ``norms`` is empty. A collective call if ``parameter`` is a DTensor.
+    """
+    if not norms:
+        return torch.zeros((), device=parameter.device)
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(list(norms)))
+    if not isinstance(parameter, DTensor):
+        return norm
+    square: Tensor = norm.square()
+    for axis in _list_sharded_axes(parameter):
+        dist.all_reduce(square, group=parameter.device_mesh.get_group(axis))
+    return square.sqrt()
+
+
 def _compute_norm_on_mesh(tensors: Sequence[Tensor]) -> Tensor:
     """Compute the 2-norm of all elements of tensors on the same mesh."""
     first = tensors[0] if tensors else None

@@ -69,6 +69,15 @@ def get_max_streak(on_non_finite: str) -> int:
     return 1 if on_non_finite == "stop" else MAX_STREAK
 
 
+def get_streak(counters: Tensor) -> Tensor:
+    """Return the length of the current streak, a scalar on the device.
+
+    Args:
+        counters: The five counters; see :data:`INITIAL_COUNTERS`.
+    """
+    return counters[2]
+
+
 class CountedUpdate(NamedTuple):
     """Result of :func:`count_update_and_decide_skip`.
 

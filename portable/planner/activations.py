@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from portable.model.activation_checkpointing import enable_activation_checkpointing
+from portable.model.activation_offloading import offload_activations
 from portable.model.chunked_loss import install_chunked_head
 from portable.model.context_parallel_support import repeat_key_heads
 from portable.model.image_features import select_tower_arguments
@@ -74,18 +75,23 @@ def measure_activations(model: nn.Module, request: PassRequest) -> Activations:
     # parameters of a layer are frozen, or if a graph returns all gradients, the first gradient is ready only
     # late in the backward pass of the layer. In this case, run at least two layers, so that the phase
     # contains a complete layer in each run.
+    # With offloading, the memory on the device no longer grows from the fourth layer on.
     late = request.compiler is not None or request.compiled
     base = {
-        kind: min(len(names), 1 + (late or _is_mostly_frozen(model, names[0])))
+        kind: min(
+            len(names),
+            4 if request.offload_activations else 1 + (late or _is_mostly_frozen(model, names[0])),
+        )
         for kind, names in kinds.items()
     }
-    first = _measure_passes(model, request, kinds, base)
-    peaks = list(first)
+    first, first_host_bytes = _measure_passes(model, request, kinds, base)
+    peaks, host_bytes = list(first), first_host_bytes
     for kind, names in kinds.items():
         more = len(names) - base[kind]
         if more == 0:
             continue
-        deeper = _measure_passes(model, request, kinds, {**base, kind: base[kind] + 1})
+        deeper, deeper_host_bytes = _measure_passes(model, request, kinds, {**base, kind: base[kind] + 1})
+        host_bytes += more * (deeper_host_bytes - first_host_bytes)
         peaks = [
             Peak(
                 *(
@@ -96,7 +102,8 @@ def measure_activations(model: nn.Module, request: PassRequest) -> Activations:
             for peak, shallow, deep in zip(peaks, first, deeper, strict=True)
         ]
     forward, head, layers = peaks
-    return Activations(max(forward, head, key=lambda peak: peak.total_bytes), layers)
+    before_layers = max(forward, head, key=lambda peak: peak.total_bytes)
+    return Activations(before_layers, layers, host_bytes=host_bytes)
 
 
 def _is_mostly_frozen(model: nn.Module, layer: str) -> bool:
@@ -113,7 +120,7 @@ def _is_mostly_frozen(model: nn.Module, layer: str) -> bool:
 
 def _measure_passes(
     model: nn.Module, request: PassRequest, kinds: LayerKinds, counts: dict[Any, int]
-) -> list[Peak]:
+) -> tuple[list[Peak], int]:
     """Run the pass with some of the model's layers, and measure the peak memory of three phases.
 
     Args:
@@ -124,7 +131,7 @@ def _measure_passes(
 
     Returns:
         Three peaks: of the forward pass, of the backward pass until the first parameter of a layer has its
-        gradient, and of the rest of the backward pass.
+        gradient, and of the rest of the backward pass. Also the size of the offloaded activations, in bytes.
     """
     layer_names = {name for kind, names in kinds.items() for name in names[: counts[kind]]}
     small = copy_with_only_layers(model, layer_names)
@@ -143,6 +150,9 @@ def _measure_passes(
         replace_by_fake_tensors(small, dtype if request.compute == "cast" else None)
         if request.recompute != "none":
             enable_activation_checkpointing(small, request.recompute)
+        copier = UnstoredCopier()
+        if request.offload_activations:
+            offload_activations(small, request.recompute, copier)
         small.train()
         batch = build_fake_batch(small, request)
         if request.compiled:
@@ -180,7 +190,33 @@ def _measure_passes(
             loss.backward()
         watch.end_phase()
         peaks = watch.get_peaks()
-        return [*peaks[:2], peaks[-1]]
+        return [*peaks[:2], peaks[-1]], copier.host_bytes
+
+
+class UnstoredCopier:
+    """Copies of offloaded activations that need no memory on the host, because their values are not stored.
+
+    Attributes:
+        host_bytes: Size of all copies to the host, in bytes.
+    """
+
+    def __init__(self) -> None:
+        self.host_bytes = 0
+
+    def copy_to_host(self, tensor: torch.Tensor) -> Any:
+        """Return the shape, the strides and the dtype of a tensor."""
+        self.host_bytes += tensor.numel() * tensor.element_size()
+        return tensor.shape, tensor.stride(), tensor.dtype
+
+    def copy_to_device(self, copies: list[Any]) -> list[torch.Tensor]:
+        """Allocate tensors, whose values are undefined."""
+        return [torch.empty_strided(shape, stride, dtype=dtype) for shape, stride, dtype in copies]
+
+    def record_copies(self) -> None:
+        """Do nothing, because there are no copies to wait for."""
+
+    def wait_for_copies(self, event: None) -> None:
+        """Do nothing, because there are no copies to wait for."""
 
 
 def _compute_loss(

@@ -54,6 +54,8 @@ class Activations:
 
     None if the peaks were measured.
     """
+    host_bytes: int = 0
+    """Size of the activations that are offloaded to host memory."""
 
     @property
     def total_bytes(self) -> int:
@@ -68,6 +70,7 @@ class Activations:
             Peak(max(before.work_bytes + kept_bytes, peak), before.copy_bytes),
             Peak(layers.work_bytes + kept_bytes, layers.copy_bytes),
             self.failure or tower.failure,
+            self.host_bytes,
         )
 
 
@@ -169,6 +172,8 @@ class PassRequest:
 
     With such a compiler, the pass has no fused attention kernel.
     """
+    offload_activations: bool = False
+    """Value of ``memory.offload_activations``."""
     compiled: bool = False
     """Whether inductor compiles each layer, and therefore chooses the tensors to save for backward."""
 
@@ -214,6 +219,7 @@ class PassRequest:
             config.memory.loss_chunk_tokens if in_parts else 0,
             config.tensor_parallel_size,
             compiler,
+            config.memory.offload_activations,
             # With activation checkpointing, inductor does not choose the saved tensors, so measure eager
             # layers.
             config.compile and compiler is None and config.memory.activation_checkpointing == "none",

@@ -221,7 +221,7 @@ class Planner:
         device_bytes = _compute_device_bytes(footprint, working)
         ranks = min(cluster.per_node, cluster.devices)
         micro_batches = max(1, self.batch_per_group // micro_batch)
-        host = footprint.host * ranks
+        host = (footprint.host + working.host_bytes) * ranks
         device = self.target.device
         fits: bool | None = None
         if device is not None:
@@ -467,9 +467,10 @@ class Planner:
         """Return one or two micro-batch sizes that are smaller than the configured size, in descending order.
 
         They are 1 and the largest divisor of the group's sequences that does not exceed half of the
-        configured size. The list is empty if the configured size is 1.
+        configured size. The list is empty if the configured size is 1, or if ``train.fused_backward`` needs a
+        single micro-batch.
         """
-        if self.micro_batch == 1:
+        if self.micro_batch == 1 or self.config.train.fused_backward:
             return []
         half = find_largest_divisor(self.batch_per_group, max(1, self.micro_batch // 2))
         return list(dict.fromkeys([half, 1]))

@@ -295,6 +295,8 @@ def copy_with_submodules(module: Any, changed: dict[str, Any]) -> Any:
     return module_copy
 
 
+get_version = _torch.wrap_private_attribute("_version", "memory.offload_activations")
+"""Return the number of times that a tensor has been changed in place."""
 get_compiled_call = _torch.wrap_private_attribute("_compiled_call_impl", "data.packing: documents")
 """Return the function that ``module.compile`` created, or None if it was not called."""
 

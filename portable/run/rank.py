@@ -230,10 +230,10 @@ def _try_prepare(
     try:
         if not isinstance(resolved, ResolvedRun):
             resolved = resolve_run(resolved, backend.name, writes_output=mode.writes_output)
-        if mode.replay is not None:  # hooks of modules do not run in compiled layers
-            resolved = replace(
-                resolved, config=resolved.config.replaced({"compile": False, "xla.scan_layers": False})
-            )
+        if mode.replay is not None:
+            # Hooks of modules do not run in compiled layers, and the report needs the gradients.
+            changes = {"compile": False, "xla.scan_layers": False, "train.fused_backward": False}
+            resolved = replace(resolved, config=resolved.config.replaced(changes))
         return prepare_run(resolved, backend)
     except UserError as error:
         if backend.world_size == 1:

@@ -200,6 +200,7 @@ def test_optimizer_losses_match_cpu(
         ("memory__activation_checkpointing", "full"),
         ("memory__activation_checkpointing", "selective"),
         ("memory__loss_chunk_tokens", 7),
+        ("memory__offload_activations", True),
         ("model__attention", "eager"),
         ("train__micro_batch_size", 1),
         ("train__micro_batch_size", "auto"),
@@ -209,6 +210,22 @@ def test_memory_savings_do_not_change_losses(
     key: str, value: Any, device: str, run: Run, truth: list[float]
 ) -> None:
     assert run(device, **{key: value}) == pytest.approx(truth, rel=CLOSE[device])
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_offloaded_activations_change_no_bit(recompute: str, device: str, run: Run) -> None:
+    settings: dict[str, Any] = {"precision": "bf16", "memory__activation_checkpointing": recompute}
+    assert run(device, **settings, memory__offload_activations=True) == run(device, **settings)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw_8bit", "adafactor", "sgd"])
+def test_fused_backward_changes_no_bit(optimizer: str, device: str, run: Run) -> None:
+    settings: dict[str, Any] = {
+        "train__optimizer": optimizer,
+        "train__max_grad_norm": None,
+        "train__micro_batch_size": 6,
+    }
+    assert run(device, **settings, train__fused_backward=True) == run(device, **settings)
 
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["alone", "sharded"])

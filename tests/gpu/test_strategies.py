@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from portable.cli import main
 from portable.errors import UserError
+from portable.model.build import build_and_freeze_model, build_model_on_meta, load_model_config
 from portable.registry import World, load_backend_package
-from tests.runs import configured, flags, tiny
+from tests.runs import TINY_MODEL, configured, flags, tiny
 
 
 @pytest.mark.parametrize(
@@ -43,15 +45,61 @@ def test_local_rank_flag_of_deepspeed_launcher_is_accepted(
     assert main(arguments) == 0
 
 
+@pytest.mark.parametrize(
+    ("kernel", "package"),
+    [
+        ("flash_attention_2", "flash-attn or kernels"),
+        ("flash_attention_3", "flash-attn-3 or kernels"),
+        ("flash_attention_4", "flash-attn-4 or kernels"),
+        ("kernels-community/flash-attn3", "kernels"),
+    ],
+)
 def test_missing_flash_attention_suggests_sdpa(
-    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+    kernel: str, package: str, tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    """Versions 2 and 4 have the same module, so the module is not enough."""
     monkeypatch.setitem(sys.modules, "kernels", None)
-    config = configured(
-        tmp_path, corpus, backend="auto", precision="bf16", model__attention="flash_attention_2"
-    )
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "flash_attn").mkdir()
+    other = "flash_attn_4" if kernel == "flash_attention_2" else "flash_attn"
+    install_distribution(tmp_path, other)
+    config = configured(tmp_path, corpus, backend="auto", precision="bf16", model__attention=kernel)
+    cuda = load_backend_package("cuda")
     with pytest.raises(
-        UserError, match=r"model\.attention: .*flash-attn or kernels, which is not installed.*use sdpa"
+        UserError, match=rf"model\.attention: {kernel} .*package {package}, which is not installed.*use sdpa"
     ):
-        load_backend_package("cuda").check_config(config, World(1))
+        cuda.check_config(config, World(1))
+    if package != "kernels":
+        install_distribution(tmp_path, package.split()[0].replace("-", "_"))
+        cuda.check_config(config, World(1))
+
+
+def install_distribution(folder: Path, name: str) -> None:
+    """Write the metadata of an installed distribution into a folder of ``sys.path``."""
+    (folder / f"{name}-9.0.dist-info").mkdir()
+    metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: 9.0\n"
+    (folder / f"{name}-9.0.dist-info" / "METADATA").write_text(metadata)
+
+
+@pytest.mark.parametrize("kernel", ["flash_attention_3", "kernels-community/flash-attn3"])
+def test_kernel_without_dropout_rejects_dropout(
+    kernel: str, tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("portable.model.build.build_model_on_meta", build_model_with_sdpa)
+    settings = {
+        "backend": "auto",
+        "precision": "bf16",
+        "model__config": {**TINY_MODEL, "attention_dropout": 0.1},
+    }
+    config = configured(tmp_path, corpus, model__attention=kernel, **settings)
+    model_config = load_model_config(config.model)
+    with pytest.raises(
+        UserError, match=rf"model\.attention: {kernel} has no dropout.*train\.dropout to false"
+    ):
+        build_and_freeze_model(model_config, config)
+    build_and_freeze_model(model_config, config.replaced({"train.dropout": False}))
+
+
+def build_model_with_sdpa(config: Any, model_settings: Any) -> Any:
+    """Build a model on the meta device without the kernel, which is not installed."""
+    return build_model_on_meta(config, model_settings.model_copy(update={"attention": "sdpa"}))

@@ -22,6 +22,7 @@ from portable.data.images import ImageSize
 from portable.data.tokens.image_processing import load_image_processor
 from portable.model import build as models
 from portable.model.activation_checkpointing import enable_activation_checkpointing
+from portable.model.activation_offloading import offload_activations
 from portable.model.chunked_loss import install_chunked_head
 from portable.model.freezing import freeze_parameters, list_frozen_names
 from portable.model.image_features import compute_flops_per_feature
@@ -30,6 +31,7 @@ from portable.model.loss import compute_summed_cross_entropy
 from portable.model.parameters import replace_tensors
 from portable.planner.activations import (
     TORCH_DTYPES,
+    UnstoredCopier,
     build_fake_batch,
     measure_activations,
     measure_image_tower,
@@ -77,6 +79,8 @@ def measured(model: nn.Module, request: PassRequest) -> int:
     head = install_chunked_head(real, request.loss_chunk_tokens)
     if request.recompute != "none":
         enable_activation_checkpointing(real, request.recompute)
+    if request.offload_activations:
+        offload_activations(real, request.recompute, UnstoredCopier())
     real.train()
     if request.compiled:  # inductor's graphs, run as they are
         for _, layer in find_transformer_layers(real):
@@ -98,6 +102,7 @@ def measured(model: nn.Module, request: PassRequest) -> int:
 FROZEN = {"train.frozen": ["embed_tokens", r"layers\.[012]\."]}
 # With an adapter, a layer's first gradient comes when much of it is recomputed.
 ADAPTER = {"adapter.type": "lora", "adapter.r": 2, "model.config.num_hidden_layers": 8}
+OFFLOADED = {"memory.offload_activations": True, "model.config.num_hidden_layers": 8}
 CASES: list[tuple[str, str, ComputeMode, str, dict[str, Any]]] = [
     ("llama", "bf16", "cast", "none", {}),
     ("llama", "bf16", "autocast", "selective", {}),
@@ -116,6 +121,9 @@ CASES: list[tuple[str, str, ComputeMode, str, dict[str, Any]]] = [
     # uncompiled, 0.78.
     ("llama", "bf16", "autocast", "none", {"compile": True}),
     ("gpt2", "bf16", "cast", "none", {"compile": True}),
+    ("llama", "bf16", "cast", "none", OFFLOADED),
+    ("llama", "bf16", "autocast", "none", OFFLOADED),
+    ("llama", "bf16", "cast", "full", OFFLOADED),
 ]
 
 

@@ -41,6 +41,10 @@ GLOBAL_BATCH, BAD_STEP, BAD_ROW = 8, 3, 6  # the row is the last rank's
 BAD_SAMPLE = (BAD_STEP - 1) * GLOBAL_BATCH + BAD_ROW
 ENGINES: dict[str, tuple[int, dict[str, Any]]] = {
     "one rank": (1, {}),
+    "fused backward": (
+        1,
+        {"train__fused_backward": True, "train__max_grad_norm": None, "train__micro_batch_size": 8},
+    ),
     "full_shard": (2, {"strategy": "full_shard"}),
     "full_shard, offload": (2, {"strategy": "full_shard", "memory__offload_params": "cpu"}),
     "zero1, bf16": (2, {"strategy": "zero1", "precision": "bf16"}),
@@ -138,6 +142,8 @@ def stored(folder: Path, step: int) -> View:
     ("name", "kind"),
     [
         ("one rank", "loss"),
+        ("fused backward", "loss"),
+        ("fused backward", "gradients"),
         ("full_shard, offload", "loss"),
         ("zero1, bf16", "loss"),
         ("full_shard", "gradients"),

@@ -157,6 +157,9 @@ class XlaEngine:
 
     # -- the step ----------------------------------------------------------------------------------------
 
+    def begin_step(self, learning_rate: float) -> None:
+        """Do nothing, because parameters are updated after the backward pass."""
+
     def accumulate_gradients(
         self,
         batch: Batch,

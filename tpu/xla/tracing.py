@@ -294,6 +294,9 @@ class _FirstMicroBatchEngine:
         self.objective = engine.objective
         self._first: StepSums | None = None
 
+    def begin_step(self, learning_rate: float) -> None:
+        """Do nothing, because parameters are updated after the backward pass."""
+
     def accumulate_gradients(
         self, batch: Batch, weight: Tensor, *, is_last_micro_batch: bool, with_token_metrics: bool = False
     ) -> StepSums:

@@ -29,6 +29,7 @@ from portable.optim.non_finite_updates import (
     count_update_and_decide_skip,
     find_nonfinite_names,
     get_max_streak,
+    get_streak,
 )
 from portable.optim.optimizers import build_optimizer, set_learning_rates
 from portable.optim.weight_average import swap_weights_and_averages
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from portable.converters import Checkpoint
     from portable.engines.engine_interface import EngineWithMetrics, RankInfo
     from portable.engines.fsdp.device_loss_scale import DeviceLossScale
+    from portable.engines.fsdp.fused_backward import FusedBackward
     from portable.engines.fsdp.offload import HostParameterCopies
     from portable.engines.fsdp.sharding import ShardedModel
     from portable.model.loss import MicroBatchMeasure, StepSums
@@ -120,6 +122,12 @@ class TorchEngine:
         self._trainable: list[nn.Parameter] = [
             device_parameters.get(p, p) for group in self._optimizer.param_groups for p in group["params"]
         ]
+        self._fused_backward: FusedBackward | None = None
+        if config.train.fused_backward:
+            from portable.engines.fsdp.fused_backward import FusedBackward
+
+            names: dict[Tensor, str] = {parameter: name for name, parameter in parameters.items()}
+            self._fused_backward = FusedBackward(self._optimizer, names, device)
         uses_cuda_graphs = config.compile and config.compile_mode in CUDA_GRAPH_MODES
         self._cuda_graph_memory = CudaGraphMemory() if uses_cuda_graphs else None
         self._saver = DcpSaver()
@@ -133,6 +141,10 @@ class TorchEngine:
         # The counters stay on the device and are only read when logging, because reading them triggers a
         # host-device sync.
         self._nonfinite_counters = torch.tensor(INITIAL_COUNTERS, device=device)
+
+    def begin_step(self, learning_rate: float) -> None:
+        """Set the learning rate of the step, because the backward pass may update the parameters."""
+        set_learning_rates(self._optimizer, learning_rate, self._settings)
 
     def accumulate_gradients(
         self,
@@ -166,6 +178,9 @@ class TorchEngine:
             # DDP averages gradients across ranks. This factor turns the average into a sum, because the loss
             # is already divided by the global token count.
             scaled_loss = loss * self._sharded.loss_factor
+            if self._fused_backward is not None:
+                is_halted = get_streak(self._nonfinite_counters) >= self._max_streak
+                self._fused_backward.begin_backward(is_skipped=is_halted | ~torch.isfinite(sums.values[0]))
             (scaled_loss if self._loss_scale is None else scaled_loss * self._loss_scale.scale).backward()
         if self._cuda_graph_memory is not None:
             self._cuda_graph_memory.copy_gradients_out_of_graph_memory(
@@ -186,6 +201,8 @@ class TorchEngine:
         Returns:
             The norm of the gradients of all ranks before clipping, a scalar on the device.
         """
+        if self._fused_backward is not None:
+            return self._end_fused_step(self._fused_backward.compute_grad_norm(), loss)
         gradients = [p.grad for p in self._trainable if p.grad is not None]
         if self._loss_scale is not None and gradients:
             shards = [to_local(gradient) for gradient in gradients]
@@ -216,6 +233,24 @@ class TorchEngine:
         self._optimizer.zero_grad(set_to_none=True)
         if self._host_copies is not None:
             self._host_copies.copy_to_device()
+        return norm
+
+    def _end_fused_step(self, norm: Tensor, loss: Tensor) -> Tensor:
+        """Count a step whose updates were part of the backward pass.
+
+        Args:
+            norm: Norm of the gradients of all ranks, a scalar on the device.
+            loss: Loss of the step, a scalar on the device.
+
+        Returns:
+            ``norm``.
+        """
+        self._nonfinite_counters, _ = count_update_and_decide_skip(
+            self._nonfinite_counters,
+            is_non_finite=~(torch.isfinite(norm) & torch.isfinite(loss)),
+            loss=loss,
+            max_streak=self._max_streak,
+        )
         return norm
 
     def read_update_health(self) -> UpdateHealth:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from portable.engines.communication_volume import compute_internode_bytes, sum_elements
+from portable.engines.fsdp.checks import check_fused_backward_on_ranks
 from portable.errors import UserError
 from portable.planner.memory_model import COMPUTE_BYTES, Cluster, Footprint, Traffic, compute_muon_update_cost
 from portable.planner.optimizer_memory import FP32_BYTES, compute_optimizer_state_bytes
@@ -76,6 +77,9 @@ def compute_replicated_footprint(model: ModelInventory, config: RunConfig, clust
     """Compute the memory and traffic of a device with DDP (``no_shard``), or of a single device."""
     gradients = FP32_BYTES * sum_elements(model.trained_weights)
     moments = model.compute_optimizer_state_bytes(config.train)
+    if config.train.fused_backward:
+        check_fused_backward_on_ranks(config, cluster.devices)
+        gradients = FP32_BYTES * max((weight.num_elements for weight in model.trained_weights), default=0)
     on_host = config.memory.offload_optimizer == "cpu"
     sent_share = (cluster.devices - 1) / cluster.devices
     micro = config.train.micro_batch_size
@@ -170,7 +174,8 @@ def compute_sharded_footprint(model: ModelInventory, config: RunConfig, cluster:
     internode_bytes = 0 if config.strategy in HYBRID_STRATEGIES else compute_internode_bytes(sent, cluster)
     return Footprint(
         parameters=0 if offload_params else parameters,
-        gradients=0 if offload_params else gradients,
+        # In a fused backward pass, only the gradients that are being reduced exist, which `gathered` counts.
+        gradients=0 if offload_params or config.train.fused_backward else gradients,
         optimizer=0 if offload_params or offload_optimizer else moments,
         compute="cast",
         gathered=gathered.before_layers + exchange.buffers,
