@@ -356,6 +356,7 @@ CHOICES: dict[str, dict[str, Any]] = {
     "`memory.offload_optimizer: cpu`": {"memory.offload_optimizer": "cpu"},
     "`memory.offload_params: cpu`": {"memory.offload_params": "cpu"},
     "optimizers `adafactor`, `adamw_8bit`": {"train.optimizer": "adafactor"},
+    "`train.master_dtype: bf16`": {"train.master_dtype": "bf16"},
     "`compile: true`": {"compile": True, "compile_backend": "eager"},
     "`memory.activation_checkpointing`": {"memory.activation_checkpointing": "selective"},
     "`memory.offload_optimizer: nvme`": {"memory.offload_optimizer": "nvme", "memory.nvme_path": str(ROOT)},

@@ -30,7 +30,7 @@ from portable.checks.output import (
     check_tracker_names,
 )
 from portable.checks.ranks import check_context_parallel, check_expert_parallel, check_tensor_parallel
-from portable.checks.train import check_batch_sizes, check_loss_and_ema, check_run_length
+from portable.checks.train import check_batch_sizes, check_loss_and_ema, check_master_dtype, check_run_length
 from portable.config.rules import format_problem
 from portable.errors import UserError, to_one_line
 from portable.optim.checks import check_schedule, check_schedule_params
@@ -53,6 +53,7 @@ SETTING_CHECKS = (
     check_schedule,
     check_loss_and_ema,
     check_schedule_params,
+    check_master_dtype,
     check_batch_sizes,
     check_deepspeed_config_is_used,
     check_compile_mode,

@@ -27,6 +27,7 @@ ADJUSTABLE_SETTINGS = frozenset(
         "z_loss",
         "neftune_noise_alpha",
         "dropout",
+        "master_dtype",
         "muon_momentum",
         "muon_rate",
         "adafactor_rule",

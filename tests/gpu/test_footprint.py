@@ -169,6 +169,7 @@ EXPERTS: dict[str, Any] = {
     "expert_parallel_size": 2,
     "model__config": {**MODEL, "model_type": "mixtral", "num_local_experts": 6, "intermediate_size": 88},
 }
+BF16_MASTERS = {"precision": "bf16", "train__master_dtype": "bf16"}
 CASES = [
     (1, "full_shard", {}),
     (2, "no_shard", {}),
@@ -177,6 +178,8 @@ CASES = [
     (4, "hybrid_shard", {"fsdp__shard_group_size": 2}),
     (3, "full_shard", {"train__optimizer": "adafactor"}),
     (3, "full_shard", {"train__optimizer": "adamw_8bit"}),
+    *((2, strategy, BF16_MASTERS) for strategy in ("no_shard", "full_shard")),
+    (3, "full_shard", {**BF16_MASTERS, "train__optimizer": "adamw_8bit"}),
     (3, "zero2", {"precision": "bf16", "train__optimizer": "muon"}),
     (2, "zero3", {"train__optimizer": "muon"}),
     (2, "zero1", {"precision": "bf16"}),

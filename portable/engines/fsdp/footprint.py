@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from portable.engines.communication_volume import compute_internode_bytes, sum_elements
 from portable.errors import UserError
 from portable.planner.memory_model import COMPUTE_BYTES, Cluster, Footprint, Traffic, compute_muon_update_cost
-from portable.planner.optimizer_memory import FP32_BYTES, compute_optimizer_state_bytes
+from portable.planner.optimizer_memory import FP32_BYTES, MASTER_BYTES, compute_optimizer_state_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -70,7 +70,7 @@ def choose_expert_shard_dim(shape: Sequence[int], ranks: int) -> int:
 
 def compute_replicated_footprint(model: ModelInventory, config: RunConfig, cluster: Cluster) -> Footprint:
     """Compute the memory and traffic of a device with DDP (``no_shard``), or of a single device."""
-    gradients = FP32_BYTES * sum_elements(model.trained_weights)
+    gradients = MASTER_BYTES[config.train.master_dtype] * sum_elements(model.trained_weights)
     moments = model.compute_optimizer_state_bytes(config.train)
     on_host = config.memory.offload_optimizer == "cpu"
     sent_share = (cluster.devices - 1) / cluster.devices
@@ -125,7 +125,7 @@ def compute_sharded_footprint(model: ModelInventory, config: RunConfig, cluster:
         shard_elements = rows * (weight.num_elements // max(1, shape[0]) if shape else 1)
         parameters += weight.itemsize * shard_elements
         if weight.is_trained:
-            gradients += FP32_BYTES * shard_elements
+            gradients += MASTER_BYTES[config.train.master_dtype] * shard_elements
             moments += compute_optimizer_state_bytes(
                 config.train, shape, rows, keeps_fp32_moments=weight.is_embedding, uses_muon=weight.uses_muon
             )
