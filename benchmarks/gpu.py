@@ -110,7 +110,7 @@ TABLE: dict[str, dict[str, Any]] = {
 OF_OURS: dict[str, dict[str, Any]] = {
     OURS: {},
     "ours, not compiled": {"compile": False},
-    "ours, fp8": {"model.function": "benchmarks.gpu:in_fp8"},
+    "ours, fp8": {"fp8": "tensorwise"},
     **{f"ours, {name}": changes for name, changes in (WAYS | SAVINGS | TABLE).items()},
 }
 """Settings that differ from the case, for each loop of this project, keyed by the name of the loop."""
@@ -120,26 +120,6 @@ OF_PEERS: dict[str, dict[str, Any]] = {
 }
 READY = 0.65
 """Fraction of a part's time limit after which a loop that is not ready is skipped."""
-
-
-def in_fp8(model: Any) -> Any:
-    """Replace the linear layers of ``model`` by torchao's fp8 layers, in place.
-
-    The LM head, and layers whose sizes are not multiples of 16, are not replaced. If the GPU does not support
-    fp8, torchao emulates the arithmetic.
-    """
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-
-    head = model.get_output_embeddings()
-
-    def chosen(module: Any, _: str) -> bool:
-        return module is not head and all(
-            size % 16 == 0 for size in (module.in_features, module.out_features)
-        )
-
-    emulated = not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9)
-    config = Float8LinearConfig(emulate=emulated)
-    return convert_to_float8_training(model, config=config, module_filter_fn=chosen)
 
 
 # -- cases -------------------------------------------------------------------------------------------------
