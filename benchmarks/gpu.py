@@ -439,7 +439,8 @@ def train(
 ) -> None:
     """Write the files of a case and run its loops in turns.
 
-    If not all loops fit on the GPU at the same time, the loops run in groups, one group after the other.
+    If not all loops fit on the GPU at the same time, the loops run in groups, one group after the other,
+    until the time is over.
 
     Args:
         case: Case to run.
@@ -454,9 +455,9 @@ def train(
     count = case.together or len(started)
     groups = [started[i : i + count] for i in range(0, len(started), count)]
     try:
-        for done, group in enumerate(groups):
-            last = done + 1 == len(groups)
-            take_turns(group, case.turns[2], (end - time.monotonic()) / (1 if last else 2), record)
+        for group in groups:
+            # A group may use all of the time, because the next call continues with the other groups.
+            take_turns(group, case.turns[2], end - time.monotonic(), record)
     finally:
         for contestant in started:
             contestant.end()
