@@ -183,7 +183,7 @@ class Setting:
         model: Any = auto_class(config.model.task).from_pretrained(
             config.model.name_or_path,
             attn_implementation=config.model.attention,
-            dtype=torch.float32 if adapter is None else compute,
+            dtype=torch.float32 if adapter is None and config.train.master_dtype == "fp32" else compute,
             device_map=str(self.device),
             **given,
         )
@@ -211,6 +211,18 @@ class Setting:
             made: Any = bitsandbytes.optim
             return cast("torch.optim.Optimizer", made.AdamW8bit(groups, **common))
         return torch.optim.AdamW(groups, fused=True, **common)
+
+    def build_torchao_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        """Build torchao's AdamW with stochastic rounding, for weights in bf16, with bf16 or 8-bit moments."""
+        from torchao import optim
+
+        settings, named = self.config.train, dict(model.named_parameters())
+        groups = build_parameter_groups(
+            named, assign_parameter_groups(model, settings), settings.learning_rate
+        )
+        make: Any = optim.AdamW8bit if settings.optimizer == "adamw_8bit" else optim._AdamW
+        common: dict[str, Any] = {"lr": settings.learning_rate, "betas": settings.betas, "eps": settings.eps}
+        return cast("torch.optim.Optimizer", make(groups, bf16_stochastic_round=True, **common))
 
     def rows(self) -> Rows:
         return Rows(self.batches)
@@ -318,13 +330,14 @@ class _Ticks(Callback):
 class BareLoop:
     """Hand-written training loop in plain PyTorch. All its batches are prepared before the measurement."""
 
-    def __init__(self, setting: Setting, name: str) -> None:
+    def __init__(self, setting: Setting, name: str, *, with_torchao: bool = False) -> None:
         self.name = name
         self._setting = setting
         self.model = setting.build_model()
         if setting.config.compile:
             self.model.compile()
-        self._optimizer = setting.build_optimizer(self.model)
+        build = setting.build_torchao_optimizer if with_torchao else setting.build_optimizer
+        self._optimizer = build(self.model)
         self._batches = iter(setting.batches)
         self._clock = StepClock(setting.device)
 
@@ -451,7 +464,7 @@ class TrainerLoop:
             after_turn: Function that is called after every turn, with the index and the times of the turn.
                 The time that it takes is not counted.
         """
-        from transformers import Trainer, TrainerCallback, TrainingArguments
+        from transformers import TrainerCallback
 
         clock = StepClock(self._setting.device)
         left = list(turns)
@@ -477,42 +490,78 @@ class TrainerLoop:
                     clock.start()
 
         settings, plan = self._setting.config.train, self._setting.prepared.batch_plan
-        arguments = TrainingArguments(
-            output_dir=str(self._folder),
-            max_steps=sum(turns),
-            per_device_train_batch_size=plan.micro_batch_size,
-            gradient_accumulation_steps=plan.accumulation_steps,
-            optim=TRAINERS.get(settings.optimizer, "adamw_torch_fused"),
-            learning_rate=settings.learning_rate,
-            lr_scheduler_type="constant",
-            weight_decay=settings.weight_decay,
-            adam_beta1=settings.betas[0],
-            adam_beta2=settings.betas[1],
-            adam_epsilon=settings.eps,
-            max_grad_norm=self._setting.max_norm,
-            bf16=self._setting.config.precision == "bf16",
-            fp16=self._setting.config.precision == "fp16",
-            torch_compile=bool(self._setting.config.compile),
+        arguments: dict[str, Any] = {
+            "output_dir": str(self._folder),
+            "max_steps": sum(turns),
+            "per_device_train_batch_size": plan.micro_batch_size,
+            "gradient_accumulation_steps": plan.accumulation_steps,
+            "optim": TRAINERS.get(settings.optimizer, "adamw_torch_fused"),
+            "learning_rate": settings.learning_rate,
+            "lr_scheduler_type": "constant",
+            "weight_decay": settings.weight_decay,
+            "adam_beta1": settings.betas[0],
+            "adam_beta2": settings.betas[1],
+            "adam_epsilon": settings.eps,
+            "max_grad_norm": self._setting.max_norm,
+            "bf16": self._setting.config.precision == "bf16",
+            "fp16": self._setting.config.precision == "fp16",
+            "torch_compile": bool(self._setting.config.compile),
             # With this flag, DeepSpeed would be skipped. Its accelerator determines the device.
-            use_cpu=self._setting.device.type == "cpu" and self._deepspeed is None,
-            deepspeed=self._deepspeed,
-            accelerator_config={"use_configured_state": self._tell_of_cpu_ranks()},
-            dataloader_pin_memory=self._setting.device.type == "cuda",
-            train_sampling_strategy="sequential",
-            remove_unused_columns=False,  # shift_labels is not named in the signature of the model's forward
-            logging_steps=self._logging_steps,
-            save_strategy="no",
-            eval_strategy="no",
-            report_to="none",
-        )
-        rows = ShiftedRows if self._setting.config.model.task == "causal-lm" else Rows
+            "use_cpu": self._setting.device.type == "cpu" and self._deepspeed is None,
+            "deepspeed": self._deepspeed,
+            "accelerator_config": {"use_configured_state": self._tell_of_cpu_ranks()},
+            "dataloader_pin_memory": self._setting.device.type == "cuda",
+            "train_sampling_strategy": "sequential",
+            # shift_labels is not named in the signature of the model's forward
+            "remove_unused_columns": False,
+            "logging_steps": self._logging_steps,
+            "save_strategy": "no",
+            "eval_strategy": "no",
+            "report_to": "none",
+        }
         with _quiet():
-            Trainer(
-                model=self.model,
-                args=arguments,
-                train_dataset=rows(self._setting.batches),
-                callbacks=[TakeTurns()],
-            ).train()
+            self._build_trainer(arguments, TakeTurns()).train()
+
+    def _build_trainer(self, arguments: dict[str, Any], callback: Any) -> Any:
+        """Build the Trainer from its arguments and from the callback that takes turns."""
+        from transformers import Trainer, TrainingArguments
+
+        rows = ShiftedRows if self._setting.config.model.task == "causal-lm" else Rows
+        return Trainer(
+            model=self.model,
+            args=TrainingArguments(**arguments),
+            train_dataset=rows(self._setting.batches),
+            callbacks=[callback],
+        )
+
+
+class TrlLoop(TrainerLoop):
+    """Training loop of TRL's SFTTrainer, which gets samples that are already packed."""
+
+    name = "TRL"
+
+    def _build_trainer(self, arguments: dict[str, Any], callback: Any) -> Any:
+        """Build the SFTTrainer from the arguments of the Trainer and from the callback that takes turns."""
+        from datasets import Dataset as ArrowDataset
+        from transformers import default_data_collator
+        from trl.trainer import sft_config, sft_trainer
+
+        # TRL computes the loss of token t + 1 from the output at token t, so the labels are the tokens.
+        tokens = torch.cat([batch["input_ids"] for batch in self._setting.batches]).tolist()
+        columns = {
+            "input_ids": tokens,
+            "labels": tokens,
+            "position_ids": [list(range(len(tokens[0])))] * len(tokens),
+        }
+        packed: dict[str, Any] = {"max_length": None, "dataset_kwargs": {"skip_prepare_dataset": True}}
+        return sft_trainer.SFTTrainer(
+            model=cast("Any", self.model),
+            args=sft_config.SFTConfig(**arguments, **packed),
+            train_dataset=ArrowDataset.from_dict(columns),
+            data_collator=default_data_collator,
+            processing_class=self._setting.prepared.data.tokenizer,
+            callbacks=[callback],
+        )
 
 
 def take_turns(

@@ -358,6 +358,7 @@ CHOICES: dict[str, dict[str, Any]] = {
     "optimizers `adafactor`, `adamw_8bit`": {"train.optimizer": "adafactor"},
     "`memory.offload_activations`": {"memory.offload_activations": True},
     "`train.fused_backward`": {"train.fused_backward": True, "train.max_grad_norm": None},
+    "`train.master_dtype: bf16`": {"train.master_dtype": "bf16"},
     "`compile: true`": {"compile": True, "compile_backend": "eager"},
     "`memory.activation_checkpointing`": {"memory.activation_checkpointing": "selective"},
     "`memory.offload_optimizer: nvme`": {"memory.offload_optimizer": "nvme", "memory.nvme_path": str(ROOT)},

@@ -99,6 +99,7 @@ WORLDS = {
             "Accelerate, torch": read_written("test_dcp.py", "test_fsdp_ranks.py"),
             "Megatron": read_written("test_megatron.py"),
             "transformers": read_written("test_published_names.py"),
+            "fp8": ("python", "-m", "pytest", "-n0", "-q", "tests/gpu/test_fp8.py"),
             "torch_checkpointing": read_written("test_formats.py", only="written_items"),
         },
         ("torchao", "torch-checkpointing"),

@@ -21,7 +21,12 @@ from portable.checks.memory import (
     check_fsdp_settings,
     check_memory_settings,
 )
-from portable.checks.model import check_attention_precision, check_model_source, check_paths_are_local
+from portable.checks.model import (
+    check_attention_precision,
+    check_fp8,
+    check_model_source,
+    check_paths_are_local,
+)
 from portable.checks.output import (
     check_best_checkpoint,
     check_has_evaluation,
@@ -34,6 +39,7 @@ from portable.checks.train import (
     check_batch_sizes,
     check_fused_backward,
     check_loss_and_ema,
+    check_master_dtype,
     check_run_length,
 )
 from portable.config.rules import format_problem
@@ -58,11 +64,13 @@ SETTING_CHECKS = (
     check_schedule,
     check_loss_and_ema,
     check_schedule_params,
+    check_master_dtype,
     check_batch_sizes,
     check_fused_backward,
     check_deepspeed_config_is_used,
     check_compile_mode,
     check_attention_precision,
+    check_fp8,
     check_memory_settings,
     check_fsdp_settings,
     check_context_parallel,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from portable.config.rules import SettingProblem
+from portable.config.rules import SettingProblem, uses_zero_strategy
 from portable.converters.storage.path_or_url import is_url
 from portable.converters.storage.store_errors import parse_hub_page_url
 
@@ -59,4 +59,32 @@ def check_attention_precision(config: RunConfig) -> Iterator[SettingProblem]:
             ("model.attention", "precision"),
             f"model.attention {config.model.attention} computes in 16 bits, not in precision "
             f"{config.precision}; use sdpa, or precision bf16",
+        )
+
+
+def check_fp8(config: RunConfig) -> Iterator[SettingProblem]:
+    """Yield the settings that do not work with ``fp8``."""
+    if config.fp8 == "none":
+        return
+    if config.precision not in ("auto", "bf16"):
+        yield SettingProblem(
+            ("fp8", "precision"),
+            f"fp8: {config.fp8} does not work with precision {config.precision}; set precision: bf16",
+        )
+    if uses_zero_strategy(config) or config.backend in ("xla", "tpu"):
+        yield SettingProblem(
+            ("fp8", "strategy"),
+            f"fp8: {config.fp8} needs FSDP or DDP; use strategy full_shard or no_shard, on backend "
+            "cuda or cpu",
+        )
+    if config.adapter.type is not None:
+        yield SettingProblem(
+            ("fp8", "adapter.type"),
+            "fp8: torchao's layers would compute the gradients of the frozen base; set fp8: none",
+        )
+    if config.tensor_parallel_size > 1:
+        yield SettingProblem(
+            ("fp8", "tensor_parallel_size"),
+            "fp8: torchao's layers cannot be divided by the plan of transformers; set fp8: none or "
+            "tensor_parallel_size: 1",
         )

@@ -129,6 +129,40 @@ OPTIMIZERS_PER_PARAMETER = ("adamw", "adamw_8bit", "adafactor", "sgd")
 """Optimizers whose update of a parameter depends only on this parameter, its gradient and its state."""
 
 
+def check_master_dtype(config: RunConfig) -> Iterator[SettingProblem]:
+    """Yield the settings that do not work with ``train.master_dtype: bf16``."""
+    key, train = "train.master_dtype", config.train
+    if train.master_dtype == "fp32":
+        return
+    if config.precision not in ("auto", "bf16"):
+        yield SettingProblem(
+            (key, "precision"),
+            f"{key}: bf16 weights do not work with precision {config.precision}; set precision: bf16",
+        )
+    if train.optimizer not in ("adamw", "adamw_8bit"):
+        yield SettingProblem(
+            (key, "train.optimizer"),
+            f"{key}: train.optimizer {train.optimizer} does not round bf16 weights stochastically; use "
+            "adamw or adamw_8bit",
+        )
+    if uses_zero_strategy(config) or config.backend in ("xla", "tpu"):
+        yield SettingProblem(
+            (key, "strategy"),
+            f"{key}: bf16 weights need FSDP or DDP; use strategy full_shard or no_shard, on backend cuda "
+            "or cpu",
+        )
+    if config.adapter.type is not None:
+        yield SettingProblem(
+            (key, "adapter.type"),
+            f"{key}: the weights of an adapter are small and stay fp32; remove {key}",
+        )
+    if train.ema is not None:
+        yield SettingProblem(
+            (key, "train.ema"),
+            f"{key}: bf16 weights cannot be swapped with their average without rounding; remove train.ema",
+        )
+
+
 def check_batch_sizes(config: RunConfig) -> Iterator[SettingProblem]:
     """Yield the problems of ``train.stop_after`` and of the batch sizes.
 

@@ -17,7 +17,7 @@ from portable.config.run_config import RunConfig
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-ADJUSTABLE_SETTINGS = frozenset(
+ADJUSTABLE_SETTINGS = frozenset({"fp8"}) | frozenset(
     f"train.{name}"
     for name in (
         "steps",
@@ -27,6 +27,7 @@ ADJUSTABLE_SETTINGS = frozenset(
         "z_loss",
         "neftune_noise_alpha",
         "dropout",
+        "master_dtype",
         "muon_momentum",
         "muon_rate",
         "adafactor_rule",

@@ -91,9 +91,13 @@ class RunConfig(Section):
     seed: Seed = Field(default=0, json_schema_extra=IDENTITY)
     """Seed of everything random: initial weights, order of the data, dropout."""
     precision: Precision = Field(default="auto", json_schema_extra=IDENTITY)
-    """Dtype in which layers are computed. Master weights and optimizer state are always fp32. auto is bf16 if
-    the device computes it natively, otherwise fp32. tf32 is fp32 with faster, less precise matrix products on
-    NVIDIA GPUs. fp16 uses loss scaling (section fp16) and is for GPUs without bf16."""
+    """Dtype in which layers are computed. train.master_dtype is the dtype of the trained weights. auto is
+    bf16 if the device computes it natively, otherwise fp32. tf32 is fp32 with faster, less precise matrix
+    products on NVIDIA GPUs. fp16 uses loss scaling (section fp16) and is for GPUs without bf16."""
+    fp8: Literal["none", "tensorwise", "rowwise"] = Field(default="none", json_schema_extra=IDENTITY)
+    """Compute the matrix products of the linear layers in fp8, by torchao, with one scale per tensor (faster)
+    or per row (more precise). Everything else stays in bf16, also experts in stacks. Needs precision bf16, a
+    GPU of compute capability 8.9 or newer, and compile for its speed. A CPU emulates it."""
     compile: Flag = False
     """Compile each layer with torch.compile. The first step takes longer and later steps are faster. XLA
     always compiles."""

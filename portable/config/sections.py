@@ -484,6 +484,10 @@ class TrainConfig(Section):
     value of train.betas), muon (orthogonalized momentum for the matrices of layers, and adamw for
     everything else), or any torch.optim.Optimizer, written package.module:name, such as
     torch.optim:NAdam(momentum_decay=0.004)."""
+    master_dtype: Literal["fp32", "bf16"] = Field(default="fp32", json_schema_extra=IDENTITY)
+    """Dtype of the trained weights, of their gradients, and of the moments that would be fp32. bf16 halves
+    them, so that adamw needs 8 bytes per parameter instead of 16. The update is computed in fp32 and rounded
+    stochastically. bf16 needs precision bf16, and adamw or adamw_8bit; not for adapters, ZeRO and XLA."""
     betas: Annotated[tuple[ProperFraction, ProperFraction], Field(strict=False)] = Field(
         default=(0.9, 0.95), json_schema_extra=IDENTITY
     )

@@ -130,7 +130,15 @@ def _needs_document_states(model: PreTrainedModel, config: RunConfig) -> bool:
     return config.data.packing == "documents" and bool(find_stateful_layers(model))
 
 
+def _apply_fp8(model: PreTrainedModel, context: TransformInputs) -> None:
+    from portable.model.fp8_layers import install_fp8_layers
+
+    install_fp8_layers(model, context.config.fp8, context.config.backend)
+
+
 TRANSFORMS: tuple[Transform, ...] = (
+    # first, because it replaces modules
+    Transform("fp8 layers", lambda _, config: config.fp8 != "none", _apply_fp8),
     Transform("shared sequences", _needs_context_parallelism, _apply_context_parallelism),
     Transform(
         "exchanged tokens of experts",

@@ -20,9 +20,9 @@ from portable.importing.foreign_keys import (
 )
 from portable.importing.trainer_conversions import (
     BETA_OF_LOSS,
+    FP8_IS_A_SETTING,
     IS_AUTOMATIC,
     NO_LIGER,
-    ONLY_16_OR_32_BITS,
     SET_ADAPTER,
     SET_EVAL,
     SET_PAIR_LOSS,
@@ -99,7 +99,7 @@ KEYS: ForeignKeys = {
     **dict.fromkeys(("freeze_vision_tower", "freeze_multi_modal_projector"), NeverFalseKey(TRAIN_TOWER)),
     "freeze_language_model": RefusedKey(TRAIN_ONLY_TOWER),
     "freeze_trainable_layers": RefusedKey("set train.trainable to a pattern of these layers", unless=(2,)),
-    "fp8_backend": RefusedKey(ONLY_16_OR_32_BITS, unless=("auto",)),
+    "fp8_backend": RefusedKey(FP8_IS_A_SETTING, unless=("auto",)),
     **dict.fromkeys(("enable_liger_kernel", "use_v1_kernels"), IgnoredKey(NO_LIGER)),
     # Data
     "dataset": MultiSettingKey(SOURCE_SETTINGS, convert_dataset_names, hint="data.source"),

@@ -28,6 +28,7 @@ TRAIN_TOWER = (
 )
 TRAIN_ONLY_TOWER = "set train.trainable to a pattern of the parameters to train, such as vision"
 SCALE_IMAGES = "images keep their shape; set data.image_max_pixels to the largest number of pixels"
+FP8_IS_A_SETTING = "products in fp8 are a setting of this program; remove the key, and set fp8: tensorwise"
 ONLY_16_OR_32_BITS = "only 16-bit and 32-bit training is supported; remove the key"
 NO_REWARDS = "training on rewards of generated answers is not supported; remove the key"
 IS_AUTOMATIC = "handled automatically; remove the key"

@@ -25,11 +25,11 @@ from portable.importing.foreign_keys import (
 )
 from portable.importing.trainer_conversions import (
     BETA_OF_LOSS,
+    FP8_IS_A_SETTING,
     IS_AUTOMATIC,
     NO_LIGER,
     NO_REWARDS,
     NO_VIDEO,
-    ONLY_16_OR_32_BITS,
     SET_ADAPTER,
     SET_EVAL,
     SET_EVAL_EVERY,
@@ -207,7 +207,7 @@ _MODEL: ForeignKeys = {
         unless=("AutoModelForCausalLM", "LlamaForCausalLM", "MistralForCausalLM"),
     ),
     "router_aux_loss_coef": RefusedKey("set router_aux_loss_coef and output_router_logits in model.config"),
-    "fp8": RefusedKey(ONLY_16_OR_32_BITS),
+    "fp8": RefusedKey(FP8_IS_A_SETTING),
     "image_max_pixels": SettingKey("data.image_max_pixels"),
     "video_max_pixels": RefusedKey(NO_VIDEO),
     **dict.fromkeys(

@@ -38,6 +38,7 @@ def enable_activation_checkpointing(model: nn.Module, mode: str, *, inputs_on_ho
             aten.mm.default,
             aten.addmm.default,
             aten.bmm.default,
+            torch_internals.get_private_aten_operation("scaled_mm"),
             *(
                 torch_internals.get_private_aten_operation(f"scaled_dot_product_{kernel}")
                 for kernel in _SAVED_ATTENTION_KERNELS

@@ -26,7 +26,7 @@ from portable.hub_requests import read_hub_once_per_node
 from portable.model.auxiliary_losses import enables_router_loss_by_default
 from portable.model.config_values import check_config_values, iter_config_values
 from portable.model.dynamic_rope import check_length_dependent_rope
-from portable.model.freezing import COMPUTE_DTYPES, freeze_untrained_parameters
+from portable.model.freezing import COMPUTE_DTYPES, freeze_untrained_parameters, set_trained_dtype
 from portable.model.layers import run_trial_forward
 from portable.model.meta_device import assign_recorded_values, create_parameters_on_meta
 from portable.model.parameters import get_state_tensors, get_token_embedding, map_tied_names
@@ -484,6 +484,8 @@ def build_and_freeze_model(config: PretrainedConfig, run: RunConfig) -> PreTrain
         freeze_untrained_parameters(
             model, run.train, compute_dtype if checkpoint_dtype == compute_dtype else torch.float32, unreached
         )
+    if run.train.master_dtype == "bf16":
+        set_trained_dtype(model, torch.bfloat16)
     return model
 
 

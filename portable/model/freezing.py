@@ -1,7 +1,7 @@
 """Selection of the parameters that are trained, and dtypes of the frozen parameters.
 
 A frozen parameter has no gradient and no optimizer state. Engines store a frozen parameter in the dtype that
-it has on the meta device. Trained parameters are always stored in fp32.
+it has on the meta device. Trained parameters are stored in fp32, or in ``train.master_dtype``.
 """
 
 from __future__ import annotations
@@ -44,6 +44,14 @@ def freeze_parameters(
         parameter.grad = None
         # Change the parameter in place, because a new object would lose ties and attributes.
         parameter.data = parameter.data.to(dtype if isinstance(dtype, torch.dtype) else dtype[name])
+
+
+def set_trained_dtype(model: nn.Module, dtype: torch.dtype) -> None:
+    """Set the dtype in which engines store the trained parameters of a model on the meta device."""
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            # Change the parameter in place, because a new object would lose ties and attributes.
+            parameter.data = parameter.data.to(dtype)
 
 
 def list_frozen_names(model: nn.Module) -> list[str]:

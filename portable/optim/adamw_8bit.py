@@ -171,12 +171,31 @@ class AdamW8bit(torch.optim.Optimizer):
             state: Local shards of the state.
             group: Parameter group.
         """
-        beta1, beta2 = group["betas"]
         applied: Tensor | float = 1.0
         if self.found_inf is not None:
             applied = 1 - self.found_inf
             gradient.masked_fill_(self.found_inf > 0, 0.0)
         state["step"] += applied
+        self._update_values(parameter, gradient, state, group, applied)
+
+    def _update_values(
+        self,
+        parameter: Tensor,
+        gradient: Tensor,
+        state: dict[str, Tensor],
+        group: dict[str, Any],
+        applied: Tensor | float,
+    ) -> None:
+        """Update a parameter, or some rows of it, and its moments in place.
+
+        Args:
+            parameter: Values, fp32.
+            gradient: Gradient, fp32.
+            state: State. Moments have the rows of ``parameter``, and ``step`` counts this update.
+            group: Parameter group.
+            applied: 1, or 0 to change nothing.
+        """
+        beta1, beta2 = group["betas"]
         step = state["step"].clamp(min=1)
         first_moment, second_moment = _read_moment(state, "exp_avg"), _read_moment(state, "exp_avg_sq")
         first_moment.lerp_(gradient, (1 - beta1) * applied)

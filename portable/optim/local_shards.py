@@ -69,6 +69,8 @@ def combine_local_norms(norms: Sequence[Tensor], parameter: Tensor) -> Tensor:
 
 def _compute_norm_on_mesh(tensors: Sequence[Tensor]) -> Tensor:
     """Compute the 2-norm of all elements of tensors on the same mesh."""
+    if any(tensor.dtype != torch.float32 for tensor in tensors):
+        return _compute_fp32_norm_on_mesh(tensors)
     first = tensors[0] if tensors else None
     axes = _list_sharded_axes(first) if isinstance(first, DTensor) else []
     if isinstance(first, DTensor) and len(axes) > 1 and all(_list_sharded_axes(t) == axes for t in tensors):
@@ -79,6 +81,22 @@ def _compute_norm_on_mesh(tensors: Sequence[Tensor]) -> Tensor:
         return square.sqrt()
     norm = torch.nn.utils.get_total_norm(tensors)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def _compute_fp32_norm_on_mesh(tensors: Sequence[Tensor]) -> Tensor:
+    """Compute the 2-norm in fp32 for tensors in 16 bits. torch would round the norm of each tensor."""
+    tensors_by_axes: dict[tuple[int, ...], list[Any]] = {}
+    for tensor in tensors:
+        axes = tuple(_list_sharded_axes(tensor)) if isinstance(tensor, DTensor) else ()
+        tensors_by_axes.setdefault(axes, []).append(tensor)
+    squares = []
+    for axes, members in tensors_by_axes.items():
+        norms = [torch.linalg.vector_norm(to_local(member), dtype=torch.float32) for member in members]
+        square = torch.stack(norms).square().sum()
+        for axis in axes:
+            dist.all_reduce(square, group=members[0].device_mesh.get_group(axis))
+        squares.append(square)
+    return torch.stack(squares).sum().sqrt()
 
 
 def create_sharded_zeros(

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from portable.config.sections import TrainConfig
     from portable.optim.adafactor import Adafactor
     from portable.optim.adamw_8bit import AdamW8bit
+    from portable.optim.adamw_bf16 import AdamWBf16
     from portable.optim.custom_optimizer import CustomOptimizer
     from portable.optim.muon import Muon
     from portable.optim.schedule import OneCycle
@@ -95,6 +96,7 @@ def build_optimizer(
     groups: Mapping[str, OptimizerGroup],
     embeddings: Collection[nn.Parameter] = (),
     compute_dtype: torch.dtype = torch.float32,
+    seed: int = 0,
 ) -> FusedAdamW | FusedSGD | Adafactor | AdamW8bit | Muon | CustomOptimizer:
     """Build the optimizer ``train.optimizer``, which also averages the weights if ``train.ema`` is set.
 
@@ -108,8 +110,11 @@ def build_optimizer(
         embeddings: Parameters that keep 32-bit moments in an 8-bit optimizer.
         compute_dtype: Compute dtype of the run. The matrix products of Muon are in fp32 if it is fp32,
             otherwise in bf16.
+        seed: Seed of the stochastic rounding, if ``train.master_dtype`` is bf16.
     """
     optimizer_groups = build_parameter_groups(parameters, groups, settings.learning_rate)
+    if settings.master_dtype == "bf16":
+        return build_bf16_adamw(settings, parameters, optimizer_groups, embeddings, seed)
     optimizer = _create_optimizer(settings, parameters, optimizer_groups, embeddings, compute_dtype)
     if settings.ema is not None:
         from portable.optim.weight_average import install_weight_average
@@ -153,6 +158,36 @@ def _create_optimizer(
         return build_muon(settings, optimizer_groups, compute_dtype)
     assert settings.optimizer == "sgd", settings.optimizer
     return FusedSGD(optimizer_groups, lr=settings.learning_rate, momentum=beta1)
+
+
+def build_bf16_adamw(
+    settings: TrainConfig,
+    parameters: Mapping[str, nn.Parameter],
+    groups: list[dict[str, Any]],
+    embeddings: Collection[nn.Parameter],
+    seed: int,
+) -> AdamWBf16:
+    """Build AdamW for weights in bf16 from the ``train`` section.
+
+    Args:
+        settings: The ``train`` section.
+        parameters: Parameters by name.
+        groups: Parameter groups of :func:`build_parameter_groups`.
+        embeddings: Parameters that keep bf16 moments if ``train.optimizer`` is ``adamw_8bit``.
+        seed: Seed of the stochastic rounding.
+    """
+    from portable.optim.adamw_bf16 import AdamWBf16
+
+    quantizes = settings.optimizer == "adamw_8bit"
+    return AdamWBf16(
+        groups,
+        lr=settings.learning_rate,
+        betas=settings.betas,
+        eps=settings.eps,
+        names={parameter: name for name, parameter in parameters.items()},
+        seed=seed,
+        unquantized_parameters=embeddings if quantizes else list(parameters.values()),
+    )
 
 
 def build_muon(settings: TrainConfig, groups: list[dict[str, Any]], compute_dtype: torch.dtype) -> Muon:

@@ -241,7 +241,7 @@ def _estimate_activations(model: ModelInventory, request: PassRequest, failure: 
     For each token, layer, and hidden unit, the formula counts 34 bytes in 16-bit precision (Korthikanti et
     al., 2022, "Reducing Activation Recomputation in Large Transformer Models", without attention scores), or
     2 bytes if the layer is recomputed. The formula also adds the activations of one layer during its backward
-    pass, three copies of the logits in fp32, and for autocast a 16-bit copy of all weights.
+    pass, three copies of the logits in fp32, and for autocast a 16-bit copy of all fp32 weights.
 
     Args:
         model: Inventory of the model.
@@ -254,6 +254,7 @@ def _estimate_activations(model: ModelInventory, request: PassRequest, failure: 
     recomputed = 2 * tokens * model.hidden_size * width
     saved_bytes = model.num_layers * (recomputed if request.recompute == "full" else a_layer)
     logits = 12 * tokens * model.vocab_size
-    copies = 2 * model.num_elements if request.compute == "autocast" else 0
+    fp32_elements = sum(weight.num_elements for weight in model.weights if weight.itemsize > 2)
+    copies = 2 * fp32_elements if request.compute == "autocast" else 0
     peak = Peak(saved_bytes + a_layer + logits, copies)
     return Activations(peak, peak, failure)

@@ -14,7 +14,10 @@ if TYPE_CHECKING:
     from portable.config.sections import TrainConfig
 
 FP32_BYTES = 4
-"""Size in bytes of an element of a master weight, its gradient, or a moment, which are all fp32."""
+"""Size in bytes of an fp32 element. Master weights, gradients and moments are fp32 by default."""
+MASTER_BYTES = {"fp32": FP32_BYTES, "bf16": 2}
+"""Size in bytes of an element of a master weight, keyed by ``train.master_dtype``. Moments that are not
+quantized have the same size."""
 
 
 class CustomStateBytes(NamedTuple):
@@ -113,5 +116,5 @@ def _compute_state_bytes_without_average(
         return FP32_BYTES * (elements // max(1, shape[-1]) + columns) + step
     block = choose_block_size(shape) if train.optimizer == "adamw_8bit" and not keeps_fp32_moments else None
     if block is None:
-        return 2 * FP32_BYTES * elements + step
+        return 2 * MASTER_BYTES[train.master_dtype] * elements + step
     return 2 * (elements + FP32_BYTES * num_rows * (row // block)) + step

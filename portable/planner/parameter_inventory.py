@@ -37,7 +37,7 @@ class ParameterEntry:
     unit_index: int | None
     """Index of the innermost FSDP unit that contains the parameter. None if no unit contains it."""
     itemsize: int = 4
-    """Size of an element in bytes in FSDP2, DDP, and XLA. Always 4 if the parameter is trained."""
+    """Size of an element in bytes in FSDP2, DDP, and XLA. A gradient has the size of its parameter."""
     sharded_dim: int | None = None
     """Dimension along which tensor-parallel ranks split the parameter. None if each rank has the complete
     parameter.
@@ -149,7 +149,7 @@ class ModelInventory:
         return list(counts.values())
 
     def compute_checkpoint_bytes(self, train: TrainConfig) -> int:
-        """Compute the size of a checkpoint's tensors in bytes: fp32 weights and optimizer state."""
+        """Compute the size of a checkpoint's tensors in bytes: weights and optimizer state."""
         return self.state_bytes + self.compute_optimizer_state_bytes(train)
 
     def compute_optimizer_state_bytes(self, train: TrainConfig) -> int:

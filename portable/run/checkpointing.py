@@ -18,6 +18,7 @@ import torch
 
 from portable.callbacks import Callback
 from portable.checkpoint.trainer_state import TrainerState
+from portable.model.freezing import COMPUTE_DTYPES
 from portable.ranks.collectives import check_ranks_agree
 from portable.run.custom_code import compute_custom_code_digests
 
@@ -144,7 +145,8 @@ def write_model_files(prepared: PreparedRun, folder: Path) -> None:
     else:
         model_config = prepared.model_config
         model_config.architectures = [prepared.architecture]
-        model_config.dtype = torch.float32  # dtype of the saved weights
+        # dtype of the saved weights
+        model_config.dtype = COMPUTE_DTYPES.get(prepared.config.train.master_dtype, torch.float32)
         model_config.save_pretrained(folder)
         prepared.published_names.write_name_record(folder)
     generation = getattr(prepared.model, "generation_config", None)

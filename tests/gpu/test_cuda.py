@@ -264,7 +264,7 @@ def test_fp8_losses_match_bf16(cuda: str, run: Run) -> None:
     pytest.importorskip("torchao")
     given: dict[str, Any] = {"precision": "bf16", "model__config": HEADS_OF_64}
     expected = run(cuda, **given)
-    found = run(cuda, model__function="benchmarks.gpu:in_fp8", **given)
+    found = run(cuda, fp8="tensorwise", **given)
     assert found == pytest.approx(expected, rel=2e-2)
     assert found != expected
 

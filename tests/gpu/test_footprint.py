@@ -174,6 +174,7 @@ EXPERT_ADAPTER: dict[str, Any] = {
     "adapter__target_modules": ["q_proj"],
     "adapter__target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
 }
+BF16_MASTERS = {"precision": "bf16", "train__master_dtype": "bf16"}
 CASES = [
     (1, "full_shard", {}),
     (2, "no_shard", {}),
@@ -182,6 +183,8 @@ CASES = [
     (4, "hybrid_shard", {"fsdp__shard_group_size": 2}),
     (3, "full_shard", {"train__optimizer": "adafactor"}),
     (3, "full_shard", {"train__optimizer": "adamw_8bit"}),
+    *((2, strategy, BF16_MASTERS) for strategy in ("no_shard", "full_shard")),
+    (3, "full_shard", {**BF16_MASTERS, "train__optimizer": "adamw_8bit"}),
     (3, "zero2", {"precision": "bf16", "train__optimizer": "muon"}),
     (2, "zero3", {"train__optimizer": "muon"}),
     (2, "zero1", {"precision": "bf16"}),

@@ -14,11 +14,15 @@ import torch
 import transformers
 from safetensors.torch import save_file
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
 from portable.converters import CheckpointError, open_checkpoint
 from portable.engines.fsdp.optimizer_state import restore_optimizer_state
 from portable.optim.adafactor import ADAFACTOR_RULES, Adafactor
 from portable.optim.adamw_8bit import AdamW8bit
+from portable.optim.adamw_bf16 import AdamWBf16
+from portable.optim.local_shards import compute_total_norm
 from portable.optim.muon import Muon
 from portable.run.rank import run_rank
 from tests.ranks import RankPool
@@ -81,6 +85,16 @@ def test_adafactor_matches_torch_and_transformers(rule: str, size: float) -> Non
                 torch.testing.assert_close(value, other, rtol=1e-5, atol=0)
 
 
+def build_bf16_adamw(groups: list[dict[str, Any]], *, quantizes: bool = False, **settings: Any) -> AdamWBf16:
+    """Convert the parameters of ``groups`` to bf16, and build their optimizer."""
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    for parameter in parameters:
+        parameter.data = parameter.data.bfloat16()
+    names = {parameter: str(index) for index, parameter in enumerate(parameters)}
+    unquantized = () if quantizes else parameters
+    return AdamWBf16(groups, names=names, seed=0, unquantized_parameters=unquantized, **{**ADAM, **settings})
+
+
 ADAM: dict[str, Any] = {"lr": 0.3, "betas": (0.9, 0.95), "eps": 1e-8}
 MASKED: dict[str, Callable[[list[dict[str, Any]]], torch.optim.Optimizer]] = {
     "adafactor": lambda groups: Adafactor(groups, lr=0.3, rule=ADAFACTOR_RULES["torch"]),
@@ -88,6 +102,7 @@ MASKED: dict[str, Callable[[list[dict[str, Any]]], torch.optim.Optimizer]] = {
         groups, lr=0.3, rule=ADAFACTOR_RULES["transformers"]
     ),
     "adamw_8bit": lambda groups: AdamW8bit(groups, full_precision_parameters=(), **ADAM),
+    "adamw_8bit, bf16": lambda groups: build_bf16_adamw(groups, quantizes=True),
     "muon": lambda groups: Muon(groups, momentum=0.9, rate_rule="original", **ADAM),
 }
 
@@ -208,3 +223,78 @@ def test_8bit_adamw_run_resumes_on_shards(tmp_path: Path, corpus: Path, ranks: R
     assert ranks.run(4, leg, four, corpus, settings | hybrid) == 0
     for other in ("one", "four"):
         assert losses(tmp_path / other) == pytest.approx(losses(whole), rel=1e-4)
+
+
+@pytest.mark.parametrize("quantizes", [False, True])
+def test_bf16_adamw_matches_adamw_on_average(quantizes: bool) -> None:
+    """Each update is smaller than half the distance of two bf16 numbers, so rounding to nearest loses it."""
+    torch.manual_seed(0)
+    ours = nn.Parameter(torch.ones(256, 256))
+    theirs = nn.Parameter(torch.ones(256, 256))
+    settings: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8}
+    optimizer = build_bf16_adamw([{"params": [ours], "weight_decay": 0.1}], quantizes=quantizes, **settings)
+    reference = torch.optim.AdamW([theirs], weight_decay=0.1, **settings)
+    sum_squares = torch.zeros(())
+    for step in range(100):
+        gradient = (1.0 if step < 50 else 0.1) * (1 + torch.rand_like(theirs))
+        ours.grad, theirs.grad = gradient.bfloat16(), gradient
+        optimizer.step()
+        reference.step()
+        sum_squares += (ours.detach().float().mean() - theirs.detach().mean()).square()
+    assert {value.dtype for key, value in optimizer.state[ours].items() if key != "step"} == (
+        {torch.uint8, torch.float32} if quantizes else {torch.bfloat16}
+    )
+    moved = (1 - theirs.detach()).mean()
+    assert moved > 0.005
+    assert (sum_squares / 100).sqrt() < 0.01 * moved
+    if not quantizes:
+        for key in ("exp_avg", "exp_avg_sq"):
+            expected = float(reference.state[theirs][key].mean())
+            assert optimizer.state[ours][key].float().mean() == pytest.approx(expected, rel=2e-3)
+
+
+def update_shards(placements: list[Placement] | None) -> list[torch.Tensor]:
+    """Take two steps on a matrix stack in bf16, and return the results and the norm of the gradient."""
+    generator = torch.Generator().manual_seed(0)
+    values = [torch.randn(6, 8, 64, generator=generator).bfloat16() for _ in range(3)]
+    if placements is not None:
+        mesh = init_device_mesh("cpu", (2, 2))
+        values = [distribute_tensor(value, mesh, placements) for value in values]
+    parameter = nn.Parameter(values[0])
+    optimizer = build_bf16_adamw([{"params": [parameter], "weight_decay": 0.1}])
+    for gradient in values[1:]:
+        parameter.grad = gradient
+        optimizer.step()
+    tensors: list[Any] = [parameter.detach(), *optimizer.state[parameter].values()]
+    whole = [tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor for tensor in tensors]
+    return [*whole, compute_total_norm([parameter.grad] if parameter.grad is not None else [])]
+
+
+@pytest.mark.parametrize(
+    "placements", [[Replicate(), Shard(0)], [Shard(0), Shard(1)], [Shard(1), Replicate()]]
+)
+def test_bf16_adamw_rounds_shards_like_whole_parameter(placements: list[Placement], ranks: RankPool) -> None:
+    *expected, norm = update_shards(None)
+    *results, sharded_norm = ranks.run(4, update_shards, placements)
+    assert all(map(torch.equal, results, expected))
+    assert sharded_norm == pytest.approx(float(norm), rel=1e-6)
+
+
+def test_bf16_adamw_run_resumes_on_shards(tmp_path: Path, corpus: Path, ranks: RankPool) -> None:
+    """The run resumes bit for bit on the same ranks. On other ranks, it differs by the rounding to bf16."""
+    settings: dict[str, Any] = {"precision": "bf16", "train__master_dtype": "bf16", "model__config": WIDE}
+    whole, run, four = tmp_path / "whole", tmp_path / "run", tmp_path / "four"
+    assert ranks.run(2, leg, whole, corpus, settings) == 0
+    assert ranks.run(2, leg, run, corpus, settings | {"train__stop_after": 2}) == 0
+    shutil.copytree(run, four)
+    assert ranks.run(2, leg, run, corpus, settings) == 0
+    assert losses(run) == losses(whole)
+    for folder in (run / "checkpoints" / "step-000005", run / "final"):
+        assert {tensor.dtype for tensor in open_checkpoint(folder).tensors.values()} == {"BF16"}
+    hybrid = HYBRID | {"memory__offload_params": "cpu", "train__optimizer": "adamw"}
+    assert ranks.run(4, leg, four, corpus, settings | hybrid | {"train__stop_after": 4}) == 0
+    assert ranks.run(1, leg, four, corpus, settings | {"strategy": "no_shard"}) == 0
+    assert losses(four) == pytest.approx(losses(whole), rel=1e-2)
+    fp32 = {"train__master_dtype": "fp32", "checkpoint__allow_changes": True, "train__steps": 7}
+    assert ranks.run(2, leg, four, corpus, settings | fp32) == 0
+    assert {tensor.dtype for tensor in open_checkpoint(four / "final").tensors.values()} == {"F32"}

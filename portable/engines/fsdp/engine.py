@@ -112,6 +112,7 @@ class TorchEngine:
             assign_parameter_groups(self.model, config.train),
             embeddings={p for name, p in self._optimized.items() if parameters[name] in embedding_parameters},
             compute_dtype=COMPUTE_DTYPES[config.precision],
+            seed=config.seed,
         )
         if config.train.optimizer == "muon":
             from portable.optim.muon import Muon

@@ -12,7 +12,7 @@ from portable.engines.communication_volume import compute_internode_bytes, sum_e
 from portable.engines.fsdp.checks import check_fused_backward_on_ranks
 from portable.errors import UserError
 from portable.planner.memory_model import COMPUTE_BYTES, Cluster, Footprint, Traffic, compute_muon_update_cost
-from portable.planner.optimizer_memory import FP32_BYTES, compute_optimizer_state_bytes
+from portable.planner.optimizer_memory import FP32_BYTES, MASTER_BYTES, compute_optimizer_state_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -75,7 +75,7 @@ def choose_expert_shard_dim(shape: Sequence[int], ranks: int) -> int:
 
 def compute_replicated_footprint(model: ModelInventory, config: RunConfig, cluster: Cluster) -> Footprint:
     """Compute the memory and traffic of a device with DDP (``no_shard``), or of a single device."""
-    gradients = FP32_BYTES * sum_elements(model.trained_weights)
+    gradients = MASTER_BYTES[config.train.master_dtype] * sum_elements(model.trained_weights)
     moments = model.compute_optimizer_state_bytes(config.train)
     if config.train.fused_backward:
         check_fused_backward_on_ranks(config, cluster.devices)
@@ -133,7 +133,7 @@ def compute_sharded_footprint(model: ModelInventory, config: RunConfig, cluster:
         shard_elements = rows * (weight.num_elements // max(1, shape[0]) if shape else 1)
         parameters += weight.itemsize * shard_elements
         if weight.is_trained:
-            gradients += FP32_BYTES * shard_elements
+            gradients += MASTER_BYTES[config.train.master_dtype] * shard_elements
             moments += compute_optimizer_state_bytes(
                 config.train, shape, rows, keeps_fp32_moments=weight.is_embedding, uses_muon=weight.uses_muon
             )
