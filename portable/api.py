@@ -238,7 +238,10 @@ def plan(
     from portable.planner.build_plan import build_plan, resolve_target
 
     check_config(config)
-    require(price_per_hour is None or device is not None, "price_per_hour: requires device; set both")
+    require(
+        price_per_hour is None or device is not None,
+        ("price_per_hour: has no effect without device; set both"),
+    )
     config, target = resolve_target(
         config, device=device, devices=devices, device_memory=device_memory, host_memory=host_memory
     )

@@ -133,20 +133,24 @@ def parse_plugin_spec(text: str) -> PluginSpec:
     """
     match = _PLUGIN_NAME.fullmatch(text.strip())
     if match is None:
-        raise ValueError(f"{text!r} is not package.module:name or package.module:name(argument=value)")
+        raise ValueError(
+            f"{text!r} does not have the form package.module:name or package.module:name(argument=value); "
+            "correct the name"
+        )
     arguments: dict[str, Any] = {}
     if arguments_text := match["given"]:
         try:
             call = ast.parse(f"_({arguments_text})", mode="eval").body
             if not isinstance(call, ast.Call) or call.args:
-                raise ValueError("pass arguments by name")
+                raise ValueError("pass all arguments by name")
             for keyword in call.keywords:
                 if keyword.arg is None:
-                    raise ValueError("pass arguments by name")
+                    raise ValueError("pass all arguments by name")
                 arguments[keyword.arg] = ast.literal_eval(keyword.value)
         except (SyntaxError, ValueError, RecursionError) as error:
             raise ValueError(
-                f"{text!r}: the arguments are not of the form name=value with plain values: {error}"
+                f"{text!r}: the arguments do not have the form name=value with plain values ({error}); "
+                "correct the arguments"
             ) from error
     return PluginSpec(match["module"], match["name"], arguments)
 
@@ -269,7 +273,8 @@ def _find_object(context: str, spec: PluginSpec) -> Any:
         except AttributeError as error:
             public = [name for name in dir(target) if not name.startswith("_")]
             raise UserError(
-                f"{context}: {spec.module} has no {spec.name}{format_name_suggestion(part, public)}"
+                f"{context}: {spec.module} has no "
+                f"{spec.name}{format_name_suggestion(part, public) or '; correct the name'}"
             ) from error
     return target
 
@@ -343,7 +348,9 @@ def _create_object(context: str, target: Any, arguments: Mapping[str, Any]) -> A
     """
     if not callable(target):
         if arguments:
-            raise UserError(f"{context}: is a {type(target).__name__}, which takes no arguments")
+            raise UserError(
+                f"{context}: is a {type(target).__name__}, which takes no arguments; remove the arguments"
+            )
         return target
     if not inspect.isclass(target) and not arguments:
         return target
@@ -355,7 +362,10 @@ def _create_object(context: str, target: Any, arguments: Mapping[str, Any]) -> A
     except (UserError, RunError):
         raise
     except (Exception, SystemExit) as error:  # custom code may raise anything
-        raise UserError(f"{context}: cannot be created ({_describe_error_in_user_code(error)})") from error
+        raise UserError(
+            f"{context}: cannot be created ({_describe_error_in_user_code(error)}); correct the code or the "
+            "arguments"
+        ) from error
 
 
 def _check_arguments(context: str, target: Any, arguments: Mapping[str, Any], *, all_of_them: bool) -> None:
@@ -724,7 +734,7 @@ def install_notebook_modules(sources: Mapping[str, str]) -> None:
             del sys.modules[name]
             raise UserError(
                 "a function or class of the notebook cannot be defined in a rank "
-                f"({_describe_error_in_user_code(error)})"
+                f"({_describe_error_in_user_code(error)}); move the function or class to a module"
             ) from error
 
 

@@ -233,6 +233,6 @@ def _lock_for_writing(folder: Path, *, resumes: bool) -> Iterator[Path]:
             shutil.rmtree(draft, ignore_errors=True)
     except (OSError, NotImplementedError) as error:
         raise UserError(
-            f"data.cache_dir: cannot write in {folder.parent} ({to_one_line(error)}); choose a writable "
+            f"data.cache_dir: cannot write to {folder.parent} ({to_one_line(error)}); choose a writable "
             "folder"
         ) from error

@@ -641,7 +641,7 @@ def test_backend_without_images_is_rejected(
 ) -> None:
     source = write_jsonl(tmp_path / "records.jsonl", [ask(GOOD)])
     with pytest.raises(
-        UserError, match=f"backend {backend} does not support images .*; use backend cuda or cpu"
+        UserError, match=f"backend: {backend} does not support images .*; set backend to cuda or cpu"
     ):
         image_run(tmp_path, qwen, source, backend=backend, data__images=True, data__format="messages")
 

@@ -76,7 +76,7 @@ class TrainerState:
             if version > FORMAT_VERSION:
                 raise UserError(
                     f"{path}: has format version {version}, but this program supports versions up to "
-                    f"{FORMAT_VERSION}"
+                    f"{FORMAT_VERSION}; upgrade portable-trainer"
                 )
             state = cls(**values)._check_types_and_ranges()
             if (folder_step := parse_checkpoint_step(folder.name)) is not None and folder_step != state.step:

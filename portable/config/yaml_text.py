@@ -119,12 +119,14 @@ def read_config_text(path: AnyPath, key: str | None = None) -> str:
             to_one_line(f"{message_prefix}{str(path)!r}: cannot read the config: {error}")
         ) from error
     if len(content) > MAX_CONFIG_BYTES:
-        raise UserError(f"{message_prefix}{path}: is not a config file, because it is larger than a megabyte")
+        raise UserError(
+            f"{message_prefix}{path}: is too large for a config (more than 1 MB); specify a config file"
+        )
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise UserError(
-            f"{message_prefix}{path}: is not a config file, because it is not UTF-8 text"
+            f"{message_prefix}{path}: is not UTF-8 text; specify a config file, or save this file as UTF-8"
         ) from error
 
 
@@ -181,7 +183,7 @@ def _describe_parser_error(name: str, text: str, error: BaseException) -> str:
         fault = find_yaml_fault(error, text)
         return to_one_line(f"{name}:{fault.line_index + 1}: not valid YAML: {fault.reason}; {fault.remedy}")
     if isinstance(error, RecursionError):
-        return f"{name}: is not a config file, because it is nested too deeply"
+        return f"{name}: is nested too deeply for a config; specify a config file"
     return to_one_line(f"{name}: not valid YAML: {to_one_line(error)}")
 
 
@@ -215,7 +217,11 @@ class _NodeConverter:
         self._num_nodes += 1
         # Count nodes, because nested aliases can expand a short file to more than fits in memory.
         if id(node) in self._open_node_ids or self._num_nodes > self.max_nodes:
-            raise self._build_error(node, "the file contains a recursive alias, or is too large for a config")
+            raise self._build_error(
+                node,
+                "the file contains a recursive alias, or is too large for a config; remove the alias, or "
+                "specify a smaller file",
+            )
         self._open_node_ids.add(id(node))
         try:
             return self._convert_by_tag(node, path)
@@ -233,7 +239,7 @@ class _NodeConverter:
             return [self.convert_node(item, (*path, str(i))) for i, item in enumerate(node.value)]
         if isinstance(node, yaml.ScalarNode):
             return self._convert_scalar(node)
-        raise self._build_error(node, f"the tag {node.tag} is not allowed in a config")
+        raise self._build_error(node, f"the tag {node.tag} is not allowed in a config; remove the tag")
 
     def _convert_mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[str, Any]:
         """Convert a mapping, and record the line numbers of its keys.
@@ -243,14 +249,16 @@ class _NodeConverter:
         result: dict[str, Any] = {}
         for key_node, value_node in node.value:
             if not isinstance(key_node, yaml.ScalarNode):
-                raise self._build_error(key_node, "a key must be a word")
+                raise self._build_error(key_node, "a key is not a scalar; use a string as the key")
             # Keys are text as in JSON, for example the 0 in id2label: {0: no}.
             key = str(key_node.value)
             inner = (*path, key)
             line = key_node.start_mark.line + 1
             if key in result:
                 first = f", first on line {self.lines[inner]}"
-                raise self._build_error(key_node, f"duplicate key {'.'.join(inner)}{first}")
+                raise self._build_error(
+                    key_node, (f"duplicate key {'.'.join(inner)}{first}; remove one of the two")
+                )
             self.lines[inner] = line
             result[key] = self.convert_node(value_node, inner)
         return result
@@ -276,8 +284,12 @@ class _NodeConverter:
             if kind == "float":
                 return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
         except ValueError:
-            raise self._build_error(node, f"cannot read {text[:40]!r} as {kind}") from None
-        raise self._build_error(node, f"the tag {node.tag} is not allowed in a config")
+            raise self._build_error(
+                node,
+                f"{text[:40]!r} is not a valid {kind}; correct the value, or put it in quotes to make it a "
+                "string",
+            ) from None
+        raise self._build_error(node, f"the tag {node.tag} is not allowed in a config; remove the tag")
 
     def _build_error(self, node: yaml.Node, message: str) -> UserError:
         """Build an error whose message contains the line number of a node."""

@@ -192,7 +192,7 @@ def load_model_config(settings: ModelConfig) -> PretrainedConfig:
     if settings.task == "seq2seq-lm" and not getattr(config, "is_encoder_decoder", False):
         raise UserError(
             f"model.task: seq2seq-lm needs an encoder-decoder model, but {config.model_type} is not an "
-            "encoder-decoder model; use causal-lm"
+            "encoder-decoder model; set model.task to causal-lm"
         )
     check_length_dependent_rope(config, settings.task, settings.setting_key)
     pop_quantization_config(config)  # weights are loaded and saved as floats
@@ -441,7 +441,8 @@ def build_model_on_meta(config: PretrainedConfig, settings: ModelConfig) -> PreT
         stacked = any(parameter.dim() == 3 for parameter in model.parameters())
         require(
             stacked,
-            f"model.experts: {type(model).__name__} has no experts in one tensor; remove model.experts",
+            f"model.experts: {type(model).__name__} does not store its experts in one tensor; remove "
+            "model.experts",
         )
         model.set_experts_implementation(settings.experts)
     _prepare_for_training(model)
@@ -759,7 +760,10 @@ def apply_model_function(
         result = plugins.load_plugin("model.function", import_path)(model)
     result = model if result is None else result
     if not isinstance(result, PreTrainedModel):
-        raise UserError(f"{context}: returns a {type(result).__name__}, not a transformers model or None")
+        raise UserError(
+            f"{context}: returns a {type(result).__name__}, not a transformers model or None; return one of "
+            "the two"
+        )
     scalars = [name for name, p in result.named_parameters() if p.dim() == 0 and name not in names]
     require(
         not scalars,
@@ -854,8 +858,8 @@ def _check_trial_forward(model: PreTrainedModel, key: str) -> None:
     logits = getattr(output, "logits", None)
     if type(model) is _find_composite_class(model.config) and logits is not None and logits.shape[1] != 2:
         raise UserError(
-            f"{key}: {type(model).__name__} does not predict the next token of a text: it returns "
-            f"{logits.shape[1]} predictions for 2 tokens; choose another model"
+            f"{key}: {type(model).__name__} does not predict the next token of a text: for 2 tokens, the "
+            f"number of predictions is {logits.shape[1]}; choose a causal language model"
         )
 
 

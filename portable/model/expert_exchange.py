@@ -74,7 +74,7 @@ def check_expert_parallel_support(model: nn.Module, num_ranks: int) -> None:
         )
         require(
             not module_name.endswith(".base_layer"),
-            f"{KEY}: the adapter changes the experts of {name}, which does not work yet; name only other "
+            f"{KEY}: the adapter changes the experts of {name}, which is not supported; list only other "
             f"modules in adapter.target_modules, or set {KEY} to 1",
         )
 

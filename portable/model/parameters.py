@@ -131,7 +131,9 @@ def compile_pattern(key: str, pattern: str) -> re.Pattern[str]:
     try:
         return re.compile(pattern)
     except re.error as error:
-        raise UserError(f"{key}: {pattern!r} is not a regular expression ({error})") from error
+        raise UserError(
+            f"{key}: {pattern!r} is not a valid regular expression ({error}); correct the pattern"
+        ) from error
 
 
 def match_parameters(key: str, pattern: str, aliases_by_name: Mapping[str, Sequence[str]]) -> set[str]:

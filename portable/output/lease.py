@@ -81,8 +81,8 @@ class Lease:
             with suppress(ConflictError):
                 self._write_lease("")  # the store must reject this write, because the lease exists
                 print_status(
-                    f"note: output_dir: the store of {self._place} has no conditional writes, so two runs "
-                    "that start at the same time may both write to this place"
+                    f"note: output_dir: the store of {self._place} does not support conditional writes, so "
+                    "two runs that start at the same time may both write to this URL; start only one run"
                 )
         self._thread.start()
         return self
@@ -106,8 +106,8 @@ class Lease:
             self._detect_takeover()
         if self._taken_by is not None:
             raise RunError(
-                f"output_dir: another run has started to write to {self._place} ({self._taken_by}); this "
-                "run does not write to this place any more"
+                f"output_dir: another run has started to write to {self._place} ({self._taken_by}), so "
+                "this run has stopped writing; choose another URL for one of the two runs"
             )
 
     def _detect_takeover(self) -> Any:

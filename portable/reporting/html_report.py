@@ -205,7 +205,7 @@ class ReportedRun:
             raise UserError(f"{folder}: has no {METRICS_FILE}; specify the output_dir of a run") from None
         except OSError as error:
             reason = to_one_line(error.strerror or error)
-            raise UserError(f"{folder / METRICS_FILE}: cannot be read ({reason})") from error
+            raise UserError(f"{folder / METRICS_FILE}: cannot be read ({reason}); check the file") from error
         except LinkError as error:
             raise UserError(to_one_line(error)) from error
         if not rows:

@@ -313,8 +313,8 @@ def build_start_notes(
     workers = resolved.config.data.num_workers * int(os.environ.get("LOCAL_WORLD_SIZE", resolved.world.ranks))
     if workers > (count := count_usable_cores()):
         lines.append(
-            f"note: data.num_workers: {workers} processes on {format_count(count, 'core')}, and each "
-            "takes seconds to start; 0 uses a thread instead"
+            f"note: data.num_workers: {workers} processes share {format_count(count, 'core')}, and each "
+            "takes seconds to start; set data.num_workers to 0 to use a thread instead"
         )
     if (
         few_steps_warning := build_few_steps_warning(resolved.config, data.train_samples, resolved.world)
@@ -327,8 +327,8 @@ def build_start_notes(
     global_batch_size = resolved.config.train.global_batch_size
     if data.train_samples is not None and 0 < data.train_samples < global_batch_size:
         lines.append(
-            f"note: train.global_batch_size: a step takes {global_batch_size} samples and the data has "
-            f"{data.train_samples}: each sample occurs more than once in a step"
+            f"note: train.global_batch_size: a step takes {global_batch_size} samples, but the data has "
+            f"{data.train_samples}, so each sample occurs more than once in a step"
         )
     lines += [f"warning: {warning}" for warning in data.warnings]
     return lines

@@ -315,7 +315,7 @@ def _explain_output_write_error(error: OSError, output: RunOutput) -> RunError |
     path = str(error.filename or "")
     if error.errno in _WRONG_FILE_TYPE_ERRNOS and path.startswith(f"{output.work_folder}{os.sep}"):
         return UserError(
-            f"output_dir: {path} cannot be written to: {error.strerror}; move {path} to another place"
+            f"output_dir: {path} cannot be written to: {error.strerror}; move {path} to another folder"
         )
     return None
 

@@ -131,7 +131,10 @@ def _build_and_load_engine(
                 engine, outcome, candidate, external, _find_changed_settings(candidate, external, prepared)
             )
         damaged.append((candidate, outcome if isinstance(outcome, DamagedError) else None))
-    raise damaged[0][1] or RunError(f"checkpoint.resume: {source} could not be read by another rank")
+    raise damaged[0][1] or RunError(
+        f"checkpoint.resume: another rank could not read {source}; check that every node can read the "
+        "checkpoint"
+    )
 
 
 def _find_samples_to_precompute(prepared: PreparedRun) -> list[Samples]:
@@ -249,7 +252,10 @@ def _adopt_external(prepared: PreparedRun, source: AnyPath) -> AdoptedCheckpoint
     except UserError as refusal:
         error = refusal
     if backend.reduce_any(error is not None):
-        raise error or RunError(f"checkpoint.resume: {source} could not be read by another rank")
+        raise error or RunError(
+            f"checkpoint.resume: another rank could not read {source}; check that every node can read the "
+            "checkpoint"
+        )
     if adopted is not None:
         check_ranks_agree(backend, {f"the position of {source.name}": [adopted.step, adopted.samples]})
         if backend.rank == 0:

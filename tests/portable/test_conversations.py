@@ -124,7 +124,7 @@ def test_json_list_and_lines_are_read_in_pieces(
         assert texts(replace(settings, source=str(path)))[0][1] == "It is 5.<|eot_id|>"
         assert len(build_data(replace(settings, source=str(path))).train) == 6
     path.write_text(json.dumps(rows)[:-1])
-    with pytest.raises(UserError, match="the list does not end"):
+    with pytest.raises(UserError, match="the list of records is incomplete"):
         build_data(replace(settings, source=str(path)))
 
 

@@ -219,7 +219,7 @@ class Odd:
 
 
 ODD = {
-    "mean": r"is \S+ for a micro-batch and \S+ for its two halves together; .*return a sum",
+    "mean": r"returns \S+ for a micro-batch, but \S+ in total for its two halves; .*return a sum",
     "fails": r"fails \(KeyError: 'no such.*column'; test_custom_loss.py, line \d+\)",
     "shapes": r"fails \(RuntimeError: The size of tensor.*; test_custom_loss.py, line \d+\)",
     "helper": r"fails \(ValueError: Expected input batch_size.*; test_custom_loss.py, line \d+\)",
@@ -265,9 +265,9 @@ def test_custom_loss_that_is_mean_is_detected_without_halves(
 @pytest.mark.parametrize(
     ("more", "told"),
     [
-        ({"data__packing": True}, r"data\.packing true joins records"),
-        ({"train__loss": None}, r"data\.columns is for a custom loss; set train\.loss"),
-        ({"train__z_loss": 0.1}, r"train\.z_loss 0\.1 changes the cross-entropy"),
+        ({"data__packing": True}, r"data\.packing: true joins records"),
+        ({"train__loss": None}, r"data\.columns: a column of numbers is only for a custom loss"),
+        ({"train__z_loss": 0.1}, r"train\.z_loss: 0\.1 changes the cross-entropy"),
         ({"data__columns": "labels"}, "labels is reserved for model inputs; rename the column"),
         ({"data__columns": "txet"}, r"data\.columns: .*: no field 'txet'.*did you mean 'text'"),
         ({"data__columns": "text"}, r"data\.columns: .*: 'text' is of type str, not a number"),

@@ -172,7 +172,8 @@ class Libtpu:
         if version[0] != OLDEST_PJRT_VERSION[0] or version < OLDEST_PJRT_VERSION or api.struct_size < needed:
             raise LibtpuInterfaceError(
                 f"{path} has PJRT version {version[0]}.{version[1]}, but only versions from "
-                f"{OLDEST_PJRT_VERSION[0]}.{OLDEST_PJRT_VERSION[1]} up to 1 are supported"
+                f"{OLDEST_PJRT_VERSION[0]}.{OLDEST_PJRT_VERSION[1]} up to 1 are supported; install another "
+                "version of libtpu"
             )
         self._num_functions = (api.struct_size - ctypes.sizeof(_PjrtApi)) // ctypes.sizeof(ctypes.c_void_p)
         self.interface_version = f"{version[0]}.{version[1]}"

@@ -85,7 +85,10 @@ class CustomSamples(Samples):
                 )
             sample = self._records[number]
             if not isinstance(sample, Mapping) or not {"input_ids", "labels"} <= sample.keys():
-                raise UserError(f"{subject}: sample {number} is not a mapping with input_ids and labels")
+                raise UserError(
+                    f"{subject}: sample {number} is not a mapping with input_ids and labels; return a "
+                    "dictionary with these keys"
+                )
             arrays = {str(key): _to_sample_array(value) for key, value in sample.items()}
         ids = arrays["input_ids"]
         if self._vocabulary and ids.size and not (ids.min() >= 0 and ids.max() < self._vocabulary):
@@ -109,7 +112,7 @@ class CustomSamples(Samples):
             )
             raise UserError(
                 f"{subject}: {wrong} of sample {number} is {shown}, but {wrong} of the first sample is "
-                f"{first}; pad all samples to one shape"
+                f"{first}; pad all samples to the same shape"
             )
         return arrays
 
@@ -132,7 +135,7 @@ def _to_sample_array(value: Any) -> npt.NDArray[Any]:
         return array.astype(np.int64)
     if array.dtype.kind == "f":
         return array.astype(np.float32)
-    raise TypeError(f"{to_one_line(array.dtype)} contains neither integers nor floats")
+    raise TypeError(f"{to_one_line(array.dtype)} is neither an integer nor a floating-point dtype")
 
 
 def _rebuild_samples(

@@ -50,7 +50,7 @@ def check_expert_groups(config: RunConfig, shard_group_size: int) -> None:
     if shard_group_size % size:
         ranks = "the only rank" if shard_group_size == 1 else f"the {shard_group_size} ranks"
         raise UserError(
-            f"expert_parallel_size: {ranks} with a copy of the parameters cannot be divided into groups of "
+            f"expert_parallel_size: {ranks} of one copy of the parameters cannot be divided into groups of "
             f"{size}; use a divisor of {shard_group_size}, or another number of ranks"
         )
 
