@@ -193,7 +193,9 @@ def train(
 
     code = run_invocation(Invocation(config, nproc=nproc))
     if code not in (EXIT_DONE, EXIT_STOPPED):
-        raise RunError(f"{config.output_dir}: the run ended with exit code {code}")
+        raise RunError(
+            f"{config.output_dir}: the run ended with exit code {code}; see the error message above"
+        )
     return Result(parse_place_setting("output_dir", config.output_dir), stopped=code == EXIT_STOPPED)
 
 

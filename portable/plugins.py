@@ -386,7 +386,10 @@ def _check_arguments(context: str, target: Any, arguments: Mapping[str, Any], *,
     except TypeError as error:
         takes = list(inspect.signature(target).parameters)
         wrong = next((name for name in arguments if name not in takes), "")
-        raise UserError(f"{context}: {to_one_line(error)}{format_name_suggestion(wrong, takes)}") from error
+        raise UserError(
+            f"{context}: "
+            f"{to_one_line(error)}{format_name_suggestion(wrong, takes) or '; correct the arguments'}"
+        ) from error
     except ValueError:  # Python cannot determine the signature
         pass
 

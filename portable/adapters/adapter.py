@@ -974,8 +974,8 @@ def _prepare_trained_tokens(model: PreTrainedModel, tied: bool, num_base_rows: i
             trained[table] = tokens = layer.token_indices[ADAPTER_NAME]
             require(
                 max(tokens) < count and len(set(tokens)) == len(tokens),
-                f"adapter.trainable_token_indices: the tokens of {table} are 0 to {count - 1}, and each "
-                f"may be listed only once; correct {tokens}",
+                f"adapter.trainable_token_indices: the token ids of {table} must be distinct numbers from "
+                f"0 to {count - 1}; correct {tokens}",
             )
     if num_base_rows is None:
         return

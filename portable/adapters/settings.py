@@ -381,7 +381,7 @@ def build_peft_config(config: RunConfig, revision: str | None, modules_to_save: 
             revision=revision,
         )
     except (ValueError, TypeError) as error:
-        raise UserError(f"adapter: {to_one_line(error)}") from error
+        raise UserError(f"adapter: {to_one_line(error)}; change the settings in section adapter") from error
 
 
 def to_peft_document(config: Any) -> dict[str, Any]:

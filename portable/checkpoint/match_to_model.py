@@ -63,7 +63,7 @@ def match_checkpoint_to_model(checkpoint: Checkpoint, model: nn.Module) -> Store
             )
         raise CheckpointError(f"{checkpoint.root}: has no {min(missing)}; {remedy}")
     if checkpoint.optimizer is None:
-        raise CheckpointError(f"{checkpoint.root}: has no optimizer state")
+        raise CheckpointError(f"{checkpoint.root}: has no optimizer state; use another checkpoint")
     names_in_optimizer = {name for group in checkpoint.optimizer.param_groups for name in group["params"]}
     optimizer, unreached = {}, get_unreached_names(model)
     for name, parameter in model.named_parameters():
@@ -73,5 +73,8 @@ def match_checkpoint_to_model(checkpoint: Checkpoint, model: nn.Module) -> Store
         if state is not None:
             optimizer[name] = state
         elif name not in names_in_optimizer and name not in unreached:
-            raise CheckpointError(f"{checkpoint.root}: has no optimizer state for {name}")
+            raise CheckpointError(
+                f"{checkpoint.root}: has no optimizer state for {name}, which this run trains; use another "
+                "checkpoint"
+            )
     return StoredState({name: weights[name] for name in model_tensors}, optimizer)

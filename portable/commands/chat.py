@@ -384,9 +384,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = build_chat_parser().parse_args(argv)
     try:
         if not 1 <= arguments.max_tokens <= 1 << 20:
-            raise UserError(f"--max-tokens: {arguments.max_tokens} is out of range; use 1 to {1 << 20}")
+            raise UserError(
+                f"--max-tokens: {arguments.max_tokens} is out of range; use a number from 1 to {1 << 20}"
+            )
         if arguments.temperature is not None and not 0 <= arguments.temperature <= 100:
-            raise UserError(f"--temperature: {arguments.temperature} is out of range; use 0 to 100")
+            raise UserError(
+                f"--temperature: {arguments.temperature} is out of range; use a number from 0 to 100"
+            )
         folder = find_exported_model(arguments.run)
         with show_loading_message():
             chat = ChatModel(folder, arguments.device)

@@ -61,7 +61,7 @@ def parse_first_host(nodes: str) -> str:
     """
     match = re.match(r"(?:[^,\[\]]|\[[^\]]*\])+", nodes)
     if match is None:
-        raise ValueError(f"there is no host in {nodes!r}")
+        raise ValueError(f"{nodes!r} does not contain the name of a host")
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", match.group())
 
 

@@ -287,19 +287,20 @@ def build_start_notes(
         lines.append(f"note: the model takes over the tokenizer's special tokens: {special_tokens_text}")
     if getattr(model_config, "disable_ngram_loss", None) is False:
         lines.append(
-            "note: the model is trained only on the next token, as with disable_ngram_loss; transformers "
-            "adds losses of the tokens after it"
+            "note: the model is trained only to predict the next token, as with disable_ngram_loss; "
+            "transformers also adds losses for later tokens"
         )
     if enables_router_loss_by_default(model_config, resolved.config.model):
         coefficient = model_config.get_text_config().router_aux_loss_coef
         lines.append(
-            "note: the loss has the model's router loss, weighted by its router_aux_loss_coef "
-            f"{coefficient:g}, as in TRL; model.config.output_router_logits: false leaves it out"
+            "note: the loss includes the model's router loss, weighted by router_aux_loss_coef "
+            f"({coefficient:g}), as in TRL; set model.config.output_router_logits to false to exclude the "
+            "router loss"
         )
     if assembled.adapter is not None and resolved.config.model.from_scratch:
         lines.append(
-            "note: the base model has random weights, which follow from the seed and are not saved; for an "
-            "adapter to use elsewhere, set model.name_or_path"
+            "note: the base model has random weights, which depend on the seed and are not saved; to use "
+            "the adapter elsewhere, set model.name_or_path"
         )
     if assembled.adapter is not None:
         lines += [f"note: {note}" for note in assembled.adapter.notes]

@@ -330,9 +330,9 @@ def load_checkpoint(
                 != prepared.reference_digest
             ):
                 raise UserError(
-                    f"checkpoint.resume: {source} was trained against another reference: the weights that "
-                    f"{prepared.config.train.loss} compares with have changed since; restore these "
-                    "weights, or choose another output_dir"
+                    f"checkpoint.resume: {source} was trained with another reference model: the reference "
+                    f"weights of {prepared.config.train.loss} have changed; restore these weights, or "
+                    "choose another output_dir"
                 )
             if prepared.adapter is not None:  # the checkpoint only contains the adapter
                 prepared.adapter.check_stored_identity(state.metadata.get(ADAPTER_KEY), source)
@@ -346,7 +346,9 @@ def load_checkpoint(
                 try:
                     prepared.data.train.load_state_dict(json.loads(state.metadata.get("streams", "{}")))
                 except (TypeError, ValueError, AttributeError) as error:
-                    raise DamagedError(f"{source}: the manifest is damaged ({to_one_line(error)})") from error
+                    raise DamagedError(
+                        f"{source}: the manifest is damaged ({to_one_line(error)}); use an older checkpoint"
+                    ) from error
     except CheckpointError as error:
         raise DamagedError(f"checkpoint.resume: {error}") from error
     if same_folder:

@@ -164,7 +164,7 @@ def test_flags_with_errors_are_rejected(flags: str, line: str, file: Path) -> No
 
 
 LARGE: list[tuple[bytes, str]] = [
-    (b"seed: " + b"9" * 5000, "run.yaml:1: cannot read '99999"),
+    (b"seed: " + b"9" * 5000, "run.yaml:1: '99999"),
     (b"[" * 5000, "run.yaml"),
     (b"\xff\xfe\x00", "run.yaml: is not UTF-8 text; specify a config file"),
     (b"# " + b"x" * (1 << 20), "run.yaml: is too large for a config (more than 1 MB)"),

@@ -478,7 +478,9 @@ def test_reference_follows_weights_and_seed(
         return
     trained_again(tmp_path / ("base" if changed == "base" else "lora") / "final")
     run("two")
-    with pytest.raises(UserError, match=r"was trained against another reference: the weights that dpo"):
+    with pytest.raises(
+        UserError, match=r"was trained with another reference model: the reference weights of dpo"
+    ):
         run("one")
 
 

@@ -382,7 +382,7 @@ def test_find_libtpu_rejects_missing_or_invalid_library(
         find_libtpu()
     (tmp_path / "libtpu.so").write_text("text")
     graphs = written(tmp_path, step=hlo.added(8))
-    with pytest.raises(UserError, match=r"^--compile: v5e:1x1: .*libtpu.so is not libtpu: .*$"):
+    with pytest.raises(UserError, match=r"^--compile: v5e:1x1: .*libtpu.so is not a libtpu library .*$"):
         compile_graph_files(graphs, TpuSlice("v5e", "1x1"), find_libtpu(), NEVER)
 
 

@@ -162,7 +162,9 @@ class Libtpu:
             library = ctypes.CDLL(str(path))
             get = library.GetPjrtApi
         except (OSError, AttributeError) as error:
-            raise LibtpuInterfaceError(f"{path} is not libtpu: {error}") from None
+            raise LibtpuInterfaceError(
+                f"{path} is not a libtpu library ({error}); set TPU_LIBRARY_PATH to the file of libtpu"
+            ) from None
         get.restype = ctypes.c_void_p
         self._table: int = get()
         address = self._table

@@ -90,7 +90,7 @@ def read_index(folder: AnyPath) -> TokenIndex:
         with convert_storage_errors("data.source"):
             content = read_json_file(folder / INDEX_FILE)
         if content["format"] != INDEX_FORMAT:
-            raise ValueError(f"format {content['format']}, not {INDEX_FORMAT}")
+            raise ValueError(f"the format version is {content['format']}, not {INDEX_FORMAT}")
         shards = tuple(
             ShardRecord(int(documents), int(tokens), str(fingerprint))
             for documents, tokens, fingerprint in content["shards"]

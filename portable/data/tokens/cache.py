@@ -877,7 +877,9 @@ class TokenCache:
         try:
             meta = json.loads((folder / _META_FILE).read_text(encoding="utf-8"))
             if meta["format"] != CACHE_FORMAT:
-                raise CacheDamagedError(f"{folder}: format {meta['format']}, not {CACHE_FORMAT}")
+                raise CacheDamagedError(
+                    f"{folder}: the format version is {meta['format']}, not {CACHE_FORMAT}"
+                )
             if (
                 _compute_json_digest({key: value for key, value in meta.items() if key != "digest"})
                 != meta["digest"]
