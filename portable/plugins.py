@@ -560,8 +560,8 @@ def register_object(
         if not _is_plain(value):
             raise UserError(
                 f"{argument_name}: {getattr(target, '__name__', target)}: {name} is a "
-                f"{type(value).__name__}; use numbers, text, and lists or mappings of these, which can be "
-                "sent to the ranks"
+                f"{type(value).__name__}, which cannot be sent to the ranks; use numbers, strings, lists "
+                "or mappings"
             )
     module, name = target.__module__, target.__qualname__
     if module == "__main__" or "<locals>" in name or "<lambda>" in name:

@@ -193,8 +193,8 @@ def open_or_build_cache_folder(
             result = open_cached(folder)
     if result is None:
         raise RunError(
-            f"data.cache_dir: {folder}: is damaged directly after it was written; choose a folder on "
-            "another disk"
+            f"data.cache_dir: {folder}: was damaged immediately after it had been written; choose a folder "
+            "on another disk"
         )
     return result
 

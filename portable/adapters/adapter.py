@@ -201,7 +201,9 @@ class Adapter:
         if lost_names:
             modules = lost_names[0].split(".")[-3:-1]
             remedy = (
-                "make it part of a module" if not modules else f"add {modules[0]} to adapter.modules_to_save"
+                "make the parameter part of a module"
+                if not modules
+                else f"add {modules[0]} to adapter.modules_to_save"
             )
             raise UserError(
                 f"adapter: {self._run.model.name_or_path} has no {lost_names[0]}, which would be "

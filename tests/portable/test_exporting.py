@@ -56,10 +56,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
             "fsync",
             "config.yaml",
             1,
-            "cannot be written to: No space left on device; free some space and run the same",
+            "(No space left on device); free some space and run the same",
         ),
-        ("rename", "config.yaml", 1, "cannot be written to: Input/output error; "),
-        ("rename", "data_samples.json", 1, "cannot be written to: Input/output error; "),
+        ("rename", "config.yaml", 1, "(Input/output error); "),
+        ("rename", "data_samples.json", 1, "(Input/output error); "),
         ("fsync", "checkpoints", 1, "No space left on device"),
     ],
 )

@@ -298,7 +298,7 @@ REFUSED = [
     ({"fsdp__backward_prefetch": "backward_pre"}, "fsdp.backward_prefetch: has no effect, because"),
     (
         {"strategy": "hybrid_shard", "fsdp__shard_group_size": 3},
-        "4 devices are not divisible into groups of 3",
+        "4 devices cannot be divided into groups of 3",
     ),
     ({"xla__compilation_cache": "kept"}, "xla.compilation_cache: graphs for virtual devices"),
     ({"xla__sharding": {"(": 0}}, "xla.sharding: '(' is not a valid regular expression"),

@@ -689,8 +689,8 @@ def _check_no_image_marks(messages: list[Message], row: Mapping[str, Any], locat
     if any(key in row for key in _IMAGE_FIELDS):
         raise _build_record_error(
             location,
-            f"the messages contain {_IMAGE_MARK}, but images contains no image; add the image, or remove "
-            f"{_IMAGE_MARK}",
+            f"the messages contain {_IMAGE_MARK}, but the field of the images is empty; add the image, or "
+            f"remove {_IMAGE_MARK}",
         )
 
 

@@ -519,8 +519,9 @@ class SavedTokenDataset(TokenSource):
         )
         if column is None:
             raise UserError(
-                f"data.source: {self.name} has the columns {format_name_list(dataset.column_names)}, not "
-                f"{_TOKEN_COLUMNS[1]} or {_TOKEN_COLUMNS[0]}; write the dataset with to_parquet or to_json"
+                f"data.source: {self.name} has the columns {format_name_list(dataset.column_names)}, but "
+                f"neither {_TOKEN_COLUMNS[1]} nor {_TOKEN_COLUMNS[0]}; write the dataset with to_parquet "
+                "or to_json"
             )
         return dataset.select_columns([column]).with_format("arrow"), column
 

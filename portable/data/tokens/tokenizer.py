@@ -90,7 +90,7 @@ def load_tokenizer(
     try:
         loaded = load() if offline else read_hub_once_per_node(name_or_path, "tokenizer", load)
         if not isinstance(loaded, PreTrainedTokenizerBase):  # a pair of tokenizers, as RAG has
-            raise TypeError(f"{type(loaded).__name__} is not a tokenizer of texts")
+            raise TypeError(f"{type(loaded).__name__} is not a text tokenizer")
         return loaded
     except UserError:
         raise
