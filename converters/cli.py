@@ -247,7 +247,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except CheckpointError as error:
         return _report_error(error, as_json="--json" in arguments)
     except RecursionError:
-        reason = f"{arguments[-1] if arguments else ''}: nested too deeply"
+        reason = f"{arguments[-1] if arguments else ''}: nested too deeply; name a checkpoint"
         return _report_error(CheckpointError(reason), as_json="--json" in arguments)
     finally:
         if previous is not None:

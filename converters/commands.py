@@ -132,12 +132,12 @@ def _run_main_with_exit_codes(main: MainFunction, argv: Sequence[str] | None) ->
     except (MemoryError, ImportError) as error:
         if isinstance(error, ImportError) and not _OUT_OF_MEMORY_MESSAGE.search(str(error)):
             raise
-        print_error("error: out of memory")
+        print_error("error: out of memory; close other programs, or use a machine with more memory")
         return FAILED
     except RuntimeError as error:
         if "start new thread" not in str(error):
             raise
-        print_error("error: the system cannot start another thread")
+        print_error("error: the system cannot start another thread; raise the limit of threads (ulimit -u)")
         return FAILED
 
 

@@ -411,7 +411,8 @@ def download_from_hub(hub_id: str, option: str, file_patterns: tuple[str, ...]) 
         from huggingface_hub import snapshot_download
     except ImportError:
         raise CommandError(
-            f"{option}: no such file or folder, and downloads from the hub need the package huggingface_hub"
+            f"{option}: no such file or folder; check the path, or run pip install huggingface_hub to "
+            "download from the Hub"
         ) from None
     try:
         return parse_path_or_url(snapshot_download(hub_id, allow_patterns=list(file_patterns)))
@@ -420,8 +421,9 @@ def download_from_hub(hub_id: str, option: str, file_patterns: tuple[str, ...]) 
         # The first sentence has the reason, and the others are advice about the Python API.
         reason = re.split(r"(?<=[.!?])\s", reason)[0].rstrip(".")
         raise CommandError(
-            f"{option}: is neither a local file or folder nor available from the hub ({reason}); with a "
-            f"network connection, run hf download {hub_id} --local-dir FOLDER, and specify FOLDER"
+            f"{option}: is neither a local file or folder nor available from the hub ({reason}); run "
+            f"hf download {hub_id} --local-dir FOLDER on a machine with a network connection, and specify "
+            "FOLDER"
         ) from None
 
 

@@ -152,4 +152,6 @@ def _raise_output_errors() -> Iterator[None]:
             descriptor = os.open(os.devnull, os.O_WRONLY)
             os.dup2(descriptor, sys.stdout.fileno())
             os.close(descriptor)
-        raise OutputError(f"standard output: {error.strerror or error}") from None
+        raise OutputError(
+            f"standard output: {error.strerror or error}; write the output to another file"
+        ) from None

@@ -157,7 +157,8 @@ def convert(
     source_path, out_path = locate_or_download_model(str(source)), parse_path_or_url(out)
     single = is_single_file_output(to, out_path)
     if not source_path.exists():
-        raise CommandError(f"{source_path}: no such file or folder{format_path_suggestion(source_path)}")
+        suggestion = format_path_suggestion(source_path) or "; check the path"
+        raise CommandError(f"{source_path}: no such file or folder{suggestion}")
     models = [source_path] if merge_into is None else [source_path, locate_or_download_model(str(merge_into))]
     if not dry_run:
         companions = () if config_from is None else list_companion_names(parse_path_or_url(config_from))
@@ -214,7 +215,7 @@ def convert(
 
 def _check_option_value(option: str, value: str | None, allowed: Sequence[str]) -> None:
     if value is not None and value not in allowed:
-        raise CommandError(f"{option}: {value!r} is not one of {', '.join(allowed)}")
+        raise CommandError(f"{option}: {value!r} is unknown; specify one of {', '.join(allowed)}")
 
 
 class _PlannedConversion(NamedTuple):

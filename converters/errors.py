@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from contextlib import contextmanager
@@ -57,6 +58,49 @@ class DamagedCheckpointError(CheckpointError):
         return f"{self.reason}; copy the checkpoint again"
 
 
+class MixedCheckpointError(CheckpointError):
+    """Error for files that contradict each other.
+
+    The only argument of the exception is the reason. The message adds the cause and the remedy.
+    """
+
+    def __str__(self) -> str:
+        return (
+            f"{self.reason}, because the files are damaged or from another run or step; copy the checkpoint "
+            "again"
+        )
+
+
+class UnsupportedCheckpointError(CheckpointError):
+    """Error for an intact checkpoint that uses a feature that is not supported.
+
+    The only argument of the exception is the reason. The message adds the remedy.
+    """
+
+    def __str__(self) -> str:
+        return f"{self.reason}; export the model to safetensors with the program that wrote the checkpoint"
+
+
+class UnsupportedQuantizationError(CheckpointError):
+    """Error for quantized weights whose settings or layout are not supported.
+
+    The only argument of the exception is the reason. The message adds the remedy.
+    """
+
+    def __str__(self) -> str:
+        return f"{self.reason}; dequantize the checkpoint with the program that wrote it"
+
+
+class UnconvertibleNamesError(CheckpointError):
+    """Error for tensors that cannot be converted between the names in published files and in memory.
+
+    The only argument of the exception is the reason. The message adds the remedy.
+    """
+
+    def __str__(self) -> str:
+        return f"{self.reason}; use the --names option that keeps the names of the source"
+
+
 class CommandError(CheckpointError):
     """Error that the user can correct on the command line: in an option, SRC, or OUT."""
 
@@ -71,6 +115,37 @@ class OptimizerStateError(CheckpointError):
 
     def __str__(self) -> str:
         return f"{self.reason}; convert without --optimizer"
+
+
+_OS_REMEDIES = {
+    errno.EACCES: "check the permissions",
+    errno.EDQUOT: "free some space on the disk",
+    errno.EEXIST: "choose another name",
+    errno.EFBIG: "check the size of the file",
+    errno.EINVAL: "check the type of the file",
+    errno.EISDIR: "name a file instead of a folder",
+    errno.ELOOP: "name the file itself instead of a link",
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+    errno.ENAMETOOLONG: "choose a shorter name",
+    errno.ENOENT: "check the path",
+    errno.ENOSPC: "free some space on the disk",
+    errno.ENOTDIR: "check the path",
+    errno.EPERM: "check the permissions",
+    errno.EROFS: "choose a folder on another disk",
+}
+"""Remedy for each error number of the operating system."""
+
+
+def format_os_error(error: OSError) -> str:
+    """Format an error of the operating system as its reason and a remedy, in the form `reason; remedy`.
+
+    Args:
+        error: Error of a file or folder. The text does not contain its path.
+    """
+    reason = to_printable(error.strerror or error)
+    if "; " in reason:
+        return reason
+    return f"{reason}; {_OS_REMEDIES.get(error.errno or 0, 'check the disk, and run the command again')}"
 
 
 @contextmanager

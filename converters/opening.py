@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from portable.converters.errors import CheckpointError, CommandError
+from portable.converters.errors import CheckpointError, CommandError, format_os_error
 from portable.converters.formats import CheckpointPath, DetectedFormat, detect_format, iter_formats
 from portable.converters.names.canonical import is_parameter_index
 from portable.converters.storage.completion_markers import INCOMPLETE_MARKER
@@ -70,9 +70,9 @@ def open_checkpoint(
     """
     root = parse_path_or_url(path)
     if not root.exists():
-        raise CommandError(f"{root}: no such file or folder")
+        raise CommandError(f"{root}: no such file or folder; check the path")
     if not (root.is_file() or root.is_dir()):
-        raise CommandError(f"{root}: is neither a file nor a folder")
+        raise CommandError(f"{root}: is neither a file nor a folder; specify a file or folder")
     format, source, match = _detect_checkpoint(root, tag)
     try:
         config = companions.get("config.json") if companions else None
@@ -82,9 +82,11 @@ def open_checkpoint(
         checkpoint = format.open(source, match)
         return checkpoint.with_companions(companions) if companions else checkpoint
     except OSError as error:
-        raise CheckpointError(f"{error.filename or source.path}: {error.strerror or error}") from None
+        raise CheckpointError(f"{error.filename or source.path}: {format_os_error(error)}") from None
     except RecursionError:
-        raise CheckpointError(f"{source.path}: nested too deeply to be a checkpoint") from None
+        raise CheckpointError(
+            f"{source.path}: nested too deeply to be a checkpoint; specify the file or folder of a checkpoint"
+        ) from None
 
 
 def read_pickled(path: str | AnyPath) -> Any:
@@ -108,7 +110,7 @@ def read_pickled(path: str | AnyPath) -> Any:
     try:
         return to_json_value(TorchZip(CheckpointFolder(path.parent).get_file(path.name)).load_object())
     except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror or error}") from None
+        raise CheckpointError(f"{path}: {format_os_error(error)}") from None
 
 
 def _detect_checkpoint(root: AnyPath, tag: str | None) -> DetectedFormat:
@@ -137,8 +139,12 @@ def _detect_checkpoint(root: AnyPath, tag: str | None) -> DetectedFormat:
     if match is not None and (tag is None or match.format.selects_tag):
         return match
     if tag is not None:
-        step_names = ", ".join(step.name for _, step in steps[:8]) or "none"
-        raise CommandError(f"{root}: no checkpoint has the tag {tag!r}; available tags: {step_names}")
+        step_names = ", ".join(step.name for _, step in steps[:8])
+        if not step_names:
+            raise CommandError(
+                f"{root}: contains no steps, so no checkpoint has the tag {tag!r}; leave out --tag"
+            )
+        raise CommandError(f"{root}: no checkpoint has the tag {tag!r}; specify one of {step_names}")
     chosen: dict[str, DetectedFormat] = {}
     for _, step in steps:
         kind = _DIGITS.sub("", step.name)

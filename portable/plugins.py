@@ -134,8 +134,8 @@ def parse_plugin_spec(text: str) -> PluginSpec:
     match = _PLUGIN_NAME.fullmatch(text.strip())
     if match is None:
         raise ValueError(
-            f"{text!r} does not have the form package.module:name or package.module:name(argument=value); "
-            "correct the name"
+            f"{text!r} is not the name of a class or function; write package.module:name or "
+            "package.module:name(argument=value)"
         )
     arguments: dict[str, Any] = {}
     if arguments_text := match["given"]:

@@ -278,9 +278,12 @@ def find_problems(message: Message) -> list[str]:
         problems.append("capital: begin with a small letter")
     if match := _PRONOUN.search(text):
         problems.append(f"pronoun: write the key instead of the pronoun: {match[0].strip()}")
-    if message.kind is Kind.ERROR and message.callable in REMEDY_CALLABLES:
+    if message.kind is Kind.ERROR and message.callable in REMEDY_CALLABLES | CHECKPOINT_CALLABLES:
         *rest, remedy = _REMEDY.split(text)
-        if not rest and _KEY.match(text) and not text.endswith(("X", "?", ")")):
+        needs_remedy = message.callable in CHECKPOINT_CALLABLES or (
+            _KEY.match(text) and not text.endswith(")")
+        )
+        if not rest and needs_remedy and not text.endswith(("X", "?", "--help)")):
             problems.append("remedy: add '; ' and what to do")
         if rest and not _begins_with_imperative(remedy):
             problems.append(f"imperative: begin the remedy with a verb: {remedy}")
@@ -301,6 +304,19 @@ def _is_one_sentence_with_period(text: str) -> bool:
 
 REMEDY_CALLABLES = frozenset({"UserError", "SettingProblem", "require"})
 """Callables whose messages need a remedy, because the user can correct the input."""
+
+CHECKPOINT_CALLABLES = frozenset(
+    {
+        "AccessDeniedError",
+        "CheckpointError",
+        "CommandError",
+        "ConflictError",
+        "LostUploadError",
+        "RemoteError",
+    }
+)
+"""Errors of the converters, whose messages need a remedy. Other classes, such as `DamagedCheckpointError`, "
+"add one."""
 
 _CAPITAL = re.compile(r"[A-Z][a-z]*\b")
 _NAME = re.compile(

@@ -81,6 +81,8 @@ def test_exceptions_are_needed() -> None:
         ('raise UserError("Training failed; run the same command again")', "capital"),
         ('raise UserError(f"train.steps: {steps} is too low")', "remedy"),
         ('require(steps, f"--nproc: {steps} is too low")', "remedy"),
+        ('raise CheckpointError(f"{path}: the end of the file is missing")', "remedy"),
+        ('raise CheckpointError(f"{path}: the end is missing; a damaged file")', "imperative"),
         ('yield SettingProblem(("train.steps",), "train.steps: too low; a higher number")', "imperative"),
         ('raise UserError(f"{path}: is no folder; name a folder")', "mark is-no"),
         ('print_status("note: the run goes on")', "mark go-on"),
@@ -91,7 +93,7 @@ def test_exceptions_are_needed() -> None:
 )
 def test_each_rule_finds_planted_message(statement: str, rule: str) -> None:
     code = "\n".join(["class UserError(Exception): pass", "def check():", *_indent(statement)])
-    messages = list(iter_messages("a.py", code, frozenset({"UserError", "require"})))
+    messages = list(iter_messages("a.py", code, frozenset({"UserError", "CheckpointError", "require"})))
     problems = [problem for message in messages for problem in find_problems(message)]
     assert any(problem.startswith(rule) for problem in problems), problems
 
@@ -104,7 +106,8 @@ def test_each_rule_finds_planted_message(statement: str, rule: str) -> None:
         'raise UserError(f"train.steps: {steps} is too low{hint}")',
         'raise UserError(f"{key}: unknown key; did you mean {key}?")',
         'raise ValueError("too low")',
-        'raise CheckpointError(f"{path}: the end of the file is missing")',
+        'raise CheckpointError(f"{path}: the end of the file is missing; copy the file again")',
+        'raise DamagedCheckpointError(f"{path}: the end of the file is missing")',
         'print_status("note: DeepSpeed is not installed ...")',
         'parser.add_argument("--to", help="Format to write.")',
     ],

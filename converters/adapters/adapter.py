@@ -225,7 +225,10 @@ class StoredAdapter:
                     tensor.dtype in CASTABLE_DTYPES
                     and not np.isfinite(block.astype(np.float32, copy=False)).all()
                 ):
-                    raise CheckpointError(f"{self.root}: {name!r} contains NaN or infinity")
+                    raise CheckpointError(
+                        f"{self.root}: {name!r} contains NaN or infinity; merge the adapter of an earlier "
+                        "step"
+                    )
                 digest.update(block.view(np.uint8).data)
         return digest.hexdigest()
 
@@ -246,18 +249,18 @@ class StoredAdapter:
             if pair is None:
                 if module.find_tensor(TOKENS) is None:
                     kind = next(iter(module.tensors))[0]
-                    raise CheckpointError(
+                    raise DamagedCheckpointError(
                         f"{self.root}: {module.path}: has {kind}, but neither lora_A nor lora_B"
                     )
                 continue
             if not config.may_target_module(module.path):
                 raise CheckpointError(
                     f"{self.root}: {module.path}: has an adapter, but does not match target_modules in "
-                    f"{config.path}; use the settings of this adapter"
+                    f"{config.path}; use the {ADAPTER_CONFIG} of this adapter"
                 )
             down, up, _ = pair
             if len(down.shape) < 2 or len(up.shape) < 2 or down.shape[0] != up.shape[1]:
-                raise CheckpointError(
+                raise DamagedCheckpointError(
                     f"{self.root}: {module.path}: the shapes of lora_A and lora_B, {list(down.shape)} and "
                     f"{list(up.shape)}, are incompatible"
                 )
@@ -268,13 +271,14 @@ class StoredAdapter:
             tied = config.ties_weights and down.shape[0] in (config.r, *config.rank_pattern.values())
             if down.shape[0] != rank and not stacked and not tied:
                 raise CheckpointError(
-                    f"{self.root}: {module.path}: has rank {down.shape[0]}, but {config.path} has rank {rank}"
+                    f"{self.root}: {module.path}: has rank {down.shape[0]}, but {config.path} has rank "
+                    f"{rank}; use the {ADAPTER_CONFIG} of this adapter"
                 )
             if config.dora != (module.find_tensor(MAGNITUDE) is not None):
                 problem = "is missing, although" if config.dora else "is present, but"
                 raise CheckpointError(
                     f"{self.root}: {module.path}: {MAGNITUDE} {problem} use_dora is "
-                    f"{str(config.dora).lower()} in {config.path}"
+                    f"{str(config.dora).lower()} in {config.path}; use the {ADAPTER_CONFIG} of this adapter"
                 )
 
 

@@ -155,8 +155,8 @@ class BaseChanges:
                 # Zamba's layers share one block, but each layer has a separate adapter.
                 raise CheckpointError(
                     f"{self.base_checkpoint.root}: contains no {live_name!r}, which {self.adapter.root} "
-                    f"changes, but contains {similar_name!r}; if the layers share this weight, their "
-                    "adapters cannot be merged"
+                    f"changes, but contains {similar_name!r}; if the layers share this weight, "
+                    "load the adapter with peft instead"
                 )
             raise CheckpointError(
                 f"{self.base_checkpoint.root}: contains no {live_name!r}, which {self.adapter.root} "
@@ -213,7 +213,8 @@ class BaseChanges:
         change = self.changes.setdefault(name, TensorChange(num_row_dims))
         if change.num_row_dims != num_row_dims:
             raise CheckpointError(
-                f"{self.adapter.root}: changes {name!r} in two ways, which cannot be merged"
+                f"{self.adapter.root}: changes {name!r} in two ways, which cannot be merged; load the "
+                "adapter with peft instead"
             )
         return change
 
@@ -300,8 +301,9 @@ class BaseChanges:
         weight = self.base_names.find_parameter(f"{module}.weight")
         if weight is not None and self.base_names.find_parameter(live) is None:
             raise CheckpointError(
-                f"{self.base_checkpoint.root}: {module} has no bias, but {self.adapter.root} adds one "
-                "(lora_bias); models of this architecture cannot store a bias there"
+                f"{self.base_checkpoint.root}: {module} has no bias, and models of this "
+                f"architecture cannot store one, but {self.adapter.root} adds one (lora_bias); load the "
+                "adapter with peft instead"
             )
         parameter = self.locate_parameter(live)
         if parameter.identical_tensor is None or parameter.shape != (vector.numel,):
@@ -331,7 +333,7 @@ class BaseChanges:
             raise CheckpointError(
                 f"{self.base_checkpoint.root}: {self.ties[untied_alias]!r} and {untied_alias!r} are tied, "
                 f"but {self.adapter.root} changes only one of them, and models of this architecture cannot "
-                "untie them"
+                "untie them; load the adapter with peft instead"
             )
         self.config_changes["tie_word_embeddings"] = False
         return list(self.ties)

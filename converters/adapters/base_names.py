@@ -119,7 +119,9 @@ class BaseNameLookup:
         for arrangements, errors, base in self._iter_parameters_by_class():
             for name in dict.fromkeys([*names, f"{base}.{live_name}"]):
                 if name in errors:
-                    raise CheckpointError(f"{live_name!r}: {errors[name]}")
+                    raise CheckpointError(
+                        f"{live_name!r}: {errors[name]}; load the adapter with peft instead"
+                    )
                 if name in arrangements:
                     return self._locate_arranged(live_name, arrangements[name])
         for name in names:
@@ -128,7 +130,8 @@ class BaseNameLookup:
         matches = self._names_by_suffix.get(live_name, ())
         if len(matches) > 1:
             raise CheckpointError(
-                f"{live_name!r} is ambiguous: the base model contains {matches[0]!r} and {matches[1]!r}"
+                f"{live_name!r} is ambiguous: the base model contains {matches[0]!r} and {matches[1]!r}; "
+                "load the adapter with peft instead"
             )
         return self._locate_tensor(matches[0]) if matches else None
 

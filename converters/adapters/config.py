@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from portable.converters.adapters.patterns import PatternError, PatternMatcher
-from portable.converters.errors import CheckpointError, CommandError, to_printable
+from portable.converters.errors import CheckpointError, CommandError, format_os_error, to_printable
 from portable.converters.limits import MAX_COUNT, MAX_PATTERNS
 from portable.converters.options import ADAPTER_CONFIG, VERL_CONFIG
 from portable.converters.storage.path_or_url import parse_path_or_url
@@ -198,7 +198,7 @@ def find_adapter_config_file(name_or_path: str) -> AnyPath:
     path = parse_path_or_url(name_or_path)
     path = path / ADAPTER_CONFIG if path.is_dir() else path
     if not path.is_file():
-        raise CommandError(f"--adapter-config {name_or_path}: no such file")
+        raise CommandError(f"--adapter-config {name_or_path}: no such file; check the path")
     return path
 
 
@@ -215,11 +215,11 @@ def read_adapter_config(path: AnyPath) -> StoredAdapterConfig:
     try:
         values = json.loads(read_small_text_file(path))
     except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror or error}") from None
+        raise CheckpointError(f"{path}: {format_os_error(error)}") from None
     except (ValueError, RecursionError):
-        raise CheckpointError(f"{path}: is not valid JSON") from None
+        raise CheckpointError(f"{path}: is not valid JSON; restore the file") from None
     if not isinstance(values, dict):
-        raise CheckpointError(f"{path}: is not a JSON object")
+        raise CheckpointError(f"{path}: is not a JSON object; restore the file")
     reader = _ConfigReader(path, values)
     kind = values.get("peft_type")
     if path.name == VERL_CONFIG and kind is None:
@@ -229,7 +229,7 @@ def read_adapter_config(path: AnyPath) -> StoredAdapterConfig:
     if kind not in TYPES:
         shown = to_printable(kind)[:40]
         raise CheckpointError(
-            f"{path}: peft_type {shown!r} is not supported; supported types: {', '.join(TYPES)} are)"
+            f"{path}: peft_type {shown!r} is not supported; convert an adapter of type {' or '.join(TYPES)}"
         )
     common: dict[str, Any] = {
         "path": path,
@@ -248,7 +248,9 @@ def read_adapter_config(path: AnyPath) -> StoredAdapterConfig:
         return StoredAdapterConfig(**common, token_indices=dict.fromkeys(embeddings, indices))
     bias = values.get("bias") or "none"
     if bias not in _BIASES:
-        raise CheckpointError(f"{path}: bias {to_printable(bias)[:40]!r} is not one of {', '.join(_BIASES)}")
+        raise CheckpointError(
+            f"{path}: bias {to_printable(bias)[:40]!r} is not one of {', '.join(_BIASES)}; correct bias"
+        )
     return StoredAdapterConfig(
         **common,
         r=int(reader.read_number("r", values.get("r", 8), integer_only=True)),
@@ -289,7 +291,9 @@ class _ConfigReader:
             value: Its value.
             expected: Description of a valid value.
         """
-        return CheckpointError(f"{self.path}: {key} is {to_printable(repr(value))[:60]}, not {expected}")
+        return CheckpointError(
+            f"{self.path}: {key} is {to_printable(repr(value))[:60]}, not {expected}; correct the value"
+        )
 
     def read_flag(self, key: str) -> bool:
         """Return a boolean setting, or False if it is not set."""
@@ -371,7 +375,7 @@ class _ConfigReader:
         ):
             raise self.build_value_error(key, value, "a list of token numbers")
         if len(set(value)) != len(value):
-            raise CheckpointError(f"{self.path}: {key} contains a token twice")
+            raise CheckpointError(f"{self.path}: {key} contains a token twice; list each token once")
         return tuple(value)
 
     def read_token_indices(self, key: str) -> dict[str, tuple[int, ...]]:

@@ -40,6 +40,7 @@ from portable.converters.errors import CheckpointError, CommandError, prefix_che
 from portable.converters.fingerprints import compute_fingerprint
 from portable.converters.lazy_numpy import np
 from portable.converters.names.tied_weights import EMBEDDING_NAMES, HEAD_NAMES, UNNAMED_HEAD, ends_with_name
+from portable.converters.options import ADAPTER_CONFIG
 from portable.converters.quantization.dequantize import read_quantization_config
 from portable.converters.storage.safe_open import read_json_object_or_empty
 from portable.converters.tensors.dtypes import CASTABLE_DTYPES
@@ -84,7 +85,8 @@ def merge(adapter: StoredAdapter, base: Checkpoint, *, dtype: str = "keep") -> C
     earlier_records = _read_merge_records(base)
     if digest in {record.get("adapter") for record in earlier_records}:
         raise CommandError(
-            f"{base.root}: already contains the adapter {adapter.root} (see {MERGED_ADAPTERS_FILE})"
+            f"{base.root}: already contains the adapter {adapter.root} (see {MERGED_ADAPTERS_FILE}); specify "
+            "the base model without this adapter"
         )
     untied = changes.untie_changed_names()
     tensors: dict[str, Tensor] = {}
@@ -143,7 +145,7 @@ def check_mergeable_settings(adapter: StoredAdapter) -> None:
     if (key := config.unsupported_setting) is not None:
         raise CheckpointError(
             f"{config.path}: {to_printable(key)[:60]} is set, but an adapter with this setting cannot be "
-            "merged"
+            "merged; load the adapter with peft instead"
         )
     initial = config.values.get("init_lora_weights")
     if isinstance(initial, str) and BASE_CHANGING_INITS.fullmatch(initial):
@@ -190,7 +192,8 @@ def _check_base_model(changes: BaseChanges) -> None:
     recorded = adapter.base_fingerprint
     if recorded is not None and recorded != compute_fingerprint(base):
         raise CommandError(
-            f"{base.root}: is not the base model of {adapter.root}, which was trained on other weights"
+            f"{base.root}: is not the base model of {adapter.root}, which was trained on other weights; "
+            "specify the base model that the adapter was trained on"
         )
 
 
@@ -271,7 +274,10 @@ def _add_token_edit_of_module(changes: BaseChanges, module: AdapterModule) -> st
         None,
     )
     if token_indices is None:
-        raise CheckpointError(f"{changes.adapter_config.path}: lists no trainable tokens of {module.path}")
+        raise CheckpointError(
+            f"{changes.adapter_config.path}: lists no trainable tokens of {module.path}; use the "
+            f"{ADAPTER_CONFIG} of this adapter"
+        )
     weight, num_base_rows = parameter.identical_tensor, parameter.shape[0]
     new_tokens = sorted(
         row for row in token_indices if row >= num_base_rows
@@ -311,7 +317,8 @@ def _add_ia3_edits(changes: BaseChanges, module: AdapterModule) -> None:
     values = module.find_tensor("ia3_l")
     if values is None or len(values.shape) != 2:
         raise CheckpointError(
-            f"{changes.adapter.root}: {module.path}: its (IA)^3 vector does not belong to a linear layer"
+            f"{changes.adapter.root}: {module.path}: its (IA)^3 vector does not belong to a linear layer; "
+            "load the adapter with peft instead"
         )
     live = f"{module.path}.weight"
     parameter = changes.locate_parameter(live)
@@ -544,7 +551,7 @@ class _LoraEditBuilder:
         if len(leaves) > _MAX_NESTED or len(leaves) < len(pairs):
             raise CheckpointError(
                 f"{self.changes.adapter.root}: {path}: has {len(pairs)} adapters, which do not match the "
-                f"target_parameters {leaves}"
+                f"target_parameters {leaves}; use the {ADAPTER_CONFIG} of this adapter"
             )
         locations = {leaf: self.changes.locate_parameter(f"{path}.{leaf}") for leaf in leaves}
         for order in permutations(leaves, len(pairs)):

@@ -183,7 +183,8 @@ def split_tensor_names(
         )
     if adapter_name is not None and adapter_name not in adapters:
         raise CheckpointError(
-            f"{location}: contains no adapter {adapter_name!r}; available: {', '.join(adapters) or 'one'}"
+            f"{location}: contains no adapter {adapter_name!r}; "
+            + (f"specify one of {', '.join(adapters)}" if adapters else "leave out --adapter-name")
         )
     chosen = adapter_name if adapter_name is not None else next(iter(adapters), None)
     parts = {name: part for name, part in parts.items() if part.adapter_name in (None, chosen)}

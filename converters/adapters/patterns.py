@@ -51,7 +51,9 @@ class PatternMatcher:
             re.compile(pattern)
             self._compiled[pattern] = regex.compile(pattern)
         except (re.error, regex.error, ValueError, RecursionError, OverflowError) as error:
-            raise PatternError(f"{pattern[:60]!r} is not a regular expression ({error})") from None
+            raise PatternError(
+                f"{pattern[:60]!r} is not a regular expression ({error}); correct the pattern"
+            ) from None
 
     def match(self, pattern: str, text: str) -> Any:
         """Match the beginning of `text` like `re.match`.

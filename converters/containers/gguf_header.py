@@ -166,7 +166,9 @@ class _HeaderReader:
         self._byte_order = ">" if big in _VERSIONS else "<"
         version = big if big in _VERSIONS else little
         if version not in _VERSIONS:
-            raise CheckpointError(f"has GGUF version {version}; only versions 2 and 3 can be read")
+            raise CheckpointError(
+                f"has GGUF version {version}, but only versions 2 and 3 are supported; convert the file again"
+            )
         return version
 
     def read_numbers(self, codes: str) -> tuple[Any, ...]:

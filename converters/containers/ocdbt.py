@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from portable.converters.containers.crc32c import compute_crc32c
-from portable.converters.errors import CheckpointError, DamagedCheckpointError
+from portable.converters.errors import CheckpointError, DamagedCheckpointError, UnsupportedCheckpointError
 from portable.converters.lazy_numpy import np
 from portable.converters.limits import MAX_NODE, MAX_PATH_NAME, MAX_TREE
 from portable.converters.storage.byte_sources import InMemorySource
@@ -133,7 +133,7 @@ def _read_newest_root(fields: _FieldReader) -> _Root:
     """
     fields.read_bytes(16)  # UUID of the database
     if fields.read_varint() != 0:
-        raise CheckpointError(
+        raise UnsupportedCheckpointError(
             f"{fields.location}: an OCDBT database with numbered manifests is not supported"
         )
     fields.read_varints(2)  # Limits for the sizes of values and nodes
@@ -290,7 +290,7 @@ def _read_checked_body(
     fields = _FieldReader(raw[12:-4], location, cost)
     version, compression = fields.read_varint(), fields.read_varint()
     if version != 0 or compression not in (0, 1):
-        raise CheckpointError(
+        raise UnsupportedCheckpointError(
             f"{location}: OCDBT version {version} with compression {compression} is not supported"
         )
     body = fields.data[fields.position :]

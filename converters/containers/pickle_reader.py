@@ -20,7 +20,7 @@ import struct
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from portable.converters.errors import CheckpointError, DamagedCheckpointError
+from portable.converters.errors import DamagedCheckpointError, UnsupportedCheckpointError
 from portable.converters.limits import MAX_DEPTH, MAX_INT_BYTES, MAX_KEY, MAX_NAME, MAX_TUPLE_KEYS
 
 Standin = Callable[..., Any]
@@ -91,7 +91,7 @@ _SIZED = (str, bytes, tuple, list, dict, set, frozenset)
 _NESTING = (tuple, list, dict)
 # Types that count as one value each
 _SINGLE = frozenset({int, float, bool, type(None), PickledGlobal})
-_TOO_MUCH_WORK = "copies more data than any valid pickle of its length; no code was run"
+_TOO_MUCH_WORK = "copies more data than any valid pickle of its length (no code was run)"
 
 
 class PickleRefusedError(Exception):
@@ -135,7 +135,7 @@ def unpickle_without_code(
         _check_value_size(value, _FREE_NODES + _NODES * len(data))
         return value
     except PickleRefusedError as error:
-        raise CheckpointError(f"{location}: {error}") from None
+        raise UnsupportedCheckpointError(f"{location}: {error}") from None
     except (
         IndexError,
         KeyError,
@@ -252,7 +252,7 @@ class _PickleMachine:
                         f"contains a tensor of the element type {shown[6:]}, which is not supported"
                     )
                 raise PickleRefusedError(
-                    f"contains the Python object {shown}, which is not on the allow-list; no code was run"
+                    f"contains the Python object {shown}, which is not on the allow-list (no code was run)"
                 )
             loaded = self.globals[key] = PickledGlobal(key, self.standins.get(key))
         return loaded
@@ -520,7 +520,7 @@ def build_getattr_standin(members: Mapping[tuple[str, str], Any]) -> Standin:
             standin = members.get((args[0].key, args[1]))
             if standin is not None:
                 return standin
-        raise PickleRefusedError("reads an attribute that is not on the allow-list; no code was run")
+        raise PickleRefusedError("reads an attribute that is not on the allow-list (no code was run)")
 
     return look_up_member
 

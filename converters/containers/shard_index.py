@@ -49,7 +49,7 @@ def read_indexed_shards(
     file = folder.get_file(index_name)
     weight_map = read_json_object(file).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
-        raise CheckpointError(f"{file.path}: is not a shard index (no weight_map)")
+        raise DamagedCheckpointError(f"{file.path}: is not a shard index (no weight_map)")
     files = {shard: folder.get_file(shard) for shard in sorted(set(weight_map.values()))}
     _check_distinct_files(folder, index_name, files)
     shards = dict(zip(files, map_with_prefetch(folder.path, read_shard, files.values()), strict=True))

@@ -24,7 +24,7 @@ from portable.converters.containers.pickle_reader import (
     format_untrusted_value,
     unpickle_without_code,
 )
-from portable.converters.errors import CheckpointError, DamagedCheckpointError
+from portable.converters.errors import CheckpointError, DamagedCheckpointError, UnsupportedCheckpointError
 from portable.converters.limits import MAX_NAME
 from portable.converters.tensors.dtypes import FROM_STORAGE, FROM_TORCH, get_itemsize
 from portable.converters.tensors.tensor import View, is_shape
@@ -121,15 +121,20 @@ class TorchZip:
         self.members, self._directory_start, self.checksum = self._read_directory()
         roots = {name.split("/", 1)[0] for name in self.members}
         if len(roots) != 1:
-            raise CheckpointError(f"{self.location}: is a zip file, but was not written by torch.save")
+            raise CheckpointError(
+                f"{self.location}: is a zip file, but was not written by torch.save; name a file that "
+                "torch.save wrote"
+            )
         self.archive = roots.pop()
         if f"{self.archive}/data.pkl" not in self.members:
             raise CheckpointError(
-                f"{self.location}: is a zip file without data.pkl, so it was not written by torch.save"
+                f"{self.location}: is a zip file without data.pkl, so it was not written by torch.save; name "
+                "a file that torch.save wrote"
             )
         if f"{self.archive}/byteorder" in self.members and self.read_member("byteorder") != b"little":
             raise CheckpointError(
-                f"{self.location}: was written on a big-endian machine, which is not supported"
+                f"{self.location}: was written on a big-endian machine; load the file with torch and save it "
+                "again on a little-endian machine"
             )
 
     def check_not_renamed(self) -> None:
@@ -142,7 +147,7 @@ class TorchZip:
             CheckpointError: If the names differ.
         """
         if self.archive not in (PurePosixPath(str(self.file.path)).stem, _UNNAMED):
-            raise self._build_error(
+            raise self._build_damage_error(
                 f"was saved as {format_untrusted_value(self.archive)}, so it is the file of another rank or "
                 "parameter"
             )
@@ -218,7 +223,10 @@ class TorchZip:
             )
             position += n + extra + note
             if method != 0 or packed != nbytes:
-                raise self._build_error(f"the record {name!r} is compressed, which torch.save never does")
+                raise self._build_error(
+                    f"the record {name!r} is compressed, which torch.save never does; load the file with "
+                    "torch and save it again"
+                )
             records.append((name, header, nbytes, crc))
         if position != size:
             raise self._build_damage_error("damaged zip file: the directory is inconsistent")
@@ -273,7 +281,7 @@ class TorchZip:
             return self._build_error(
                 "was written by torch before 1.6; load the file with torch and save it again"
             )
-        return self._build_error("not written by torch.save")
+        return self._build_error("was not written by torch.save; name a file that torch.save wrote")
 
     def get_member_span(self, name: str) -> FileSpan:
         """Return the content of the member `<archive>/<name>` as a file span with its CRC32.
@@ -359,7 +367,7 @@ class TorchZip:
         name = kind.key.rpartition(".")[2]
         dtype = FROM_STORAGE.get(name)
         if dtype is None and name != "UntypedStorage":
-            raise CheckpointError(f"{self.location}: tensors of {name} are not supported")
+            raise UnsupportedCheckpointError(f"{self.location}: tensors of {name} are not supported")
         member = self.members.get(f"{self.archive}/data/{key}")
         nbytes = numel * (get_itemsize(dtype) if dtype else 1) if type(numel) is int else -1
         if member is None or nbytes != member.nbytes:
@@ -495,7 +503,7 @@ def _check_math_bits(bits: Any) -> None:
     """
     if bits and (not isinstance(bits, dict) or any(bits.values())):
         raise PickleRefusedError(
-            "contains a lazily conjugated or negated tensor; save the tensor after resolve_conj() "
+            "contains a lazily conjugated or negated tensor, which is only supported after resolve_conj() "
             "and resolve_neg()"
         )
 

@@ -21,7 +21,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from portable.converters.containers.crc32c import compute_crc32c
 from portable.converters.containers.pickle_reader import format_untrusted_value
 from portable.converters.containers.untrusted_values import require_shape
-from portable.converters.errors import CheckpointError, DamagedCheckpointError, prefix_checkpoint_errors
+from portable.converters.errors import (
+    CheckpointError,
+    DamagedCheckpointError,
+    UnsupportedCheckpointError,
+    prefix_checkpoint_errors,
+)
 from portable.converters.lazy_numpy import np
 from portable.converters.storage.byte_sources import InMemorySource, SourceSlice, parse_json
 from portable.converters.storage.compressed_bytes import CODECS, DecompressedSource
@@ -319,13 +324,17 @@ def _parse_version2(header: Any) -> _ArrayHeader:
     shape, chunk = require_shape(fields.get("shape"), "shape"), require_shape(fields.get("chunks"), "chunks")
     _check_chunk_shape(shape, chunk)
     if fields.get("filters"):
-        raise CheckpointError("zarr filters are not supported")
+        raise UnsupportedCheckpointError("zarr filters are not supported")
     if fields.get("order", "C") != "C":
-        raise CheckpointError(f"the zarr order {format_untrusted_value(fields['order'])} is not supported")
+        raise UnsupportedCheckpointError(
+            f"the zarr order {format_untrusted_value(fields['order'])} is not supported"
+        )
     compressor = fields.get("compressor")
     codec = compressor.get("id") if isinstance(compressor, dict) else None
     if compressor is not None and codec not in CODECS:
-        raise CheckpointError(f"the zarr compressor {format_untrusted_value(codec)} is not supported")
+        raise UnsupportedCheckpointError(
+            f"the zarr compressor {format_untrusted_value(codec)} is not supported"
+        )
     separator = fields.get("dimension_separator", ".")
     if separator not in (".", "/"):
         raise DamagedCheckpointError("damaged: the chunk separator is neither . nor /")
@@ -364,12 +373,12 @@ def _parse_version3(header: Any) -> _ArrayHeader:
     if separator not in (".", "/"):
         raise DamagedCheckpointError("damaged: the chunk separator is neither . nor /")
     if fields.get("storage_transformers"):
-        raise CheckpointError("zarr storage transformers are not supported")
+        raise UnsupportedCheckpointError("zarr storage transformers are not supported")
     codecs = _parse_codecs(fields.get("codecs"))
     inner, sharded, summed = chunk, False, False
     if codecs and codecs[0].name == "sharding_indexed":
         if len(codecs) > 1:
-            raise CheckpointError(
+            raise UnsupportedCheckpointError(
                 f"the zarr codec {format_untrusted_value(codecs[1].name)} is not supported after "
                 "sharding_indexed"
             )
@@ -380,10 +389,10 @@ def _parse_version3(header: Any) -> _ArrayHeader:
         if prod(size // n for size, n in zip(chunk, inner, strict=True)) > 1 << 24:
             raise DamagedCheckpointError("damaged: a shard has too many chunks")
         if sharding.get("index_location", "end") != "end":
-            raise CheckpointError("a zarr index at the start of a shard is not supported")
+            raise UnsupportedCheckpointError("a zarr index at the start of a shard is not supported")
         indexed = [codec.name for codec in _parse_codecs(sharding.get("index_codecs"))]
         if indexed not in (["bytes"], ["bytes", "crc32c"]):
-            raise CheckpointError(
+            raise UnsupportedCheckpointError(
                 f"the zarr index codecs {format_untrusted_value(indexed)} are not supported"
             )
         sharded, summed = True, len(indexed) == 2
@@ -391,9 +400,9 @@ def _parse_version3(header: Any) -> _ArrayHeader:
     names = [codec.name for codec in codecs]
     unknown = next((name for name in names if name not in ("bytes", *CODECS)), None)
     if unknown is not None or names[:1] != ["bytes"] or len(names) > 2:
-        raise CheckpointError(f"the zarr codecs {format_untrusted_value(names)} are not supported")
+        raise UnsupportedCheckpointError(f"the zarr codecs {format_untrusted_value(names)} are not supported")
     if codecs[0].settings.get("endian", "little") != "little":
-        raise CheckpointError("big-endian values are not supported")
+        raise UnsupportedCheckpointError("big-endian values are not supported")
     dtype = parse_zarr_dtype(fields.get("data_type"))
 
     def format_key(position: Shape) -> str:
@@ -427,7 +436,9 @@ def _get_extension_settings(value: Any, name: str) -> dict[str, Any]:
         CheckpointError: If the record has a different name, because the extension is not supported.
     """
     if not isinstance(value, dict) or value.get("name") != name:
-        raise CheckpointError(f"{format_untrusted_value(value)} is not supported, only zarr's {name!r}")
+        raise UnsupportedCheckpointError(
+            f"{format_untrusted_value(value)} is not supported, only zarr's {name!r}"
+        )
     settings = value.get("configuration", {})
     return settings if isinstance(settings, dict) else {}
 
@@ -465,7 +476,7 @@ def parse_zarr_dtype(name: Any) -> str:
         CheckpointError: If the element type is not supported.
     """
     if not isinstance(name, str) or name not in _DTYPES:
-        raise CheckpointError(f"the element type {format_untrusted_value(name)} is not supported")
+        raise UnsupportedCheckpointError(f"the element type {format_untrusted_value(name)} is not supported")
     return _DTYPES[name]
 
 
@@ -481,7 +492,9 @@ def _encode_fill_value(fill: Any, dtype: str) -> bytes:
         with np.errstate(all="ignore"):
             return np.array(value).astype(to_numpy_dtype(dtype)).reshape(()).tobytes()
     except (TypeError, ValueError, OverflowError):
-        raise CheckpointError(f"the fill value {format_untrusted_value(fill)} is not supported") from None
+        raise UnsupportedCheckpointError(
+            f"the fill value {format_untrusted_value(fill)} is not supported"
+        ) from None
 
 
 # Version 2 uses NumPy's codes, such as `<f4`, for the types that NumPy itself supports.

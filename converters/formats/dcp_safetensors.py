@@ -154,7 +154,10 @@ def _check_shard_numbers(names: list[str], path: AnyPath) -> None:
             f"{path}: the file of shard {missing_pair[0]:05d}, model {missing_pair[1]:05d} is missing"
         )
     if len(numbers) != shards * models:
-        raise CheckpointError(f"{path}: contains files whose numbers are not 1 to {shards} of {models}")
+        raise CheckpointError(
+            f"{path}: contains files whose numbers are not 1 to {shards} of {models}; remove the shards of "
+            "the other save"
+        )
 
 
 def _parse_shard_offsets(text: str | None, file: CheckpointFile) -> dict[str, tuple[int, ...]]:
@@ -172,7 +175,7 @@ def _parse_shard_offsets(text: str | None, file: CheckpointFile) -> dict[str, tu
     """
     table = parse_json(file.path, text.encode("utf-8", "surrogatepass")) if text is not None else None
     if not isinstance(table, dict):
-        raise CheckpointError(f"{file.path}: contains no {DCP_INFO_KEY}, so it is not a shard of DCP")
+        raise DamagedCheckpointError(f"{file.path}: contains no {DCP_INFO_KEY}, so it is not a shard of DCP")
     offsets: dict[str, tuple[int, ...]] = {}
     for key, entry in table.items():
         low = entry.get(DCP_OFFSETS_KEY) if isinstance(entry, dict) else None
@@ -200,9 +203,9 @@ def _check_consolidated_shapes(path: AnyPath, stored: dict[str, Tensor]) -> None
         stored_tensor = stored.get(name)
         if stored_tensor is None or stored_tensor.shape != tensor.shape:
             problem = "is missing" if stored_tensor is None else f"is {list(stored_tensor.shape)}"
-            raise CheckpointError(
-                f"{path}: {name!r} {problem}, but {list(tensor.shape)} in the previous files; a shard "
-                "is missing"
+            raise DamagedCheckpointError(
+                f"{path}: {name!r} {problem}, but {list(tensor.shape)} in the previous files, so a "
+                "shard is missing"
             )
 
 

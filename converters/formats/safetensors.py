@@ -140,17 +140,17 @@ def _read_safetensors_optimizer(folder: CheckpointFolder, tensors: dict[str, Ten
     for key, tensor in stored.items():
         parameter, state_name = split_state_key(key, tensors)
         if parameter not in tensors:
-            raise CheckpointError(
+            raise DamagedCheckpointError(
                 f"{folder.path / OPTIMIZER_FILE_NAME}: {key!r} does not belong to a tensor of the model"
             )
         state.setdefault(parameter, {})[state_name] = tensor
     file = folder.get_file(OPTIMIZER_GROUPS_FILE_NAME)
     groups = read_json_object(file).get("param_groups")
     if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
-        raise CheckpointError(f"{file.path}: contains no param_groups")
+        raise DamagedCheckpointError(f"{file.path}: contains no param_groups")
     parameter_names = [group.get("params", []) for group in groups]
     if not all(isinstance(names, list) for names in parameter_names):
-        raise CheckpointError(f"{file.path}: param_groups does not list the parameters")
+        raise DamagedCheckpointError(f"{file.path}: param_groups does not list the parameters")
     grouped = {name for names in parameter_names for name in names if isinstance(name, str)}
     if not state.keys() <= grouped:
         raise DamagedCheckpointError(
@@ -211,7 +211,7 @@ def read_safetensors_file(file: CheckpointFile) -> SafetensorsContent:
         if stop != start:
             description = f"after {previous_name!r}" if previous_name else f"before {next_name!r}"
             why = "unused bytes" if stop < start else "overlapping tensors"
-            raise CheckpointError(f"{file.path}: {why} {description}; the file is truncated or damaged")
+            raise DamagedCheckpointError(f"{file.path}: truncated or damaged: {why} {description}")
     plain = isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values())
     return SafetensorsContent(tensors, metadata if plain else {})
 
@@ -246,7 +246,10 @@ def _parse_header_entry(name: str, entry: Any) -> _HeaderEntry:
     if not is_valid or not is_shape(shape) or not is_shape((low, high)):
         raise DamagedCheckpointError(f"the header entry of {name!r} is damaged")
     if dtype not in SUPPORTED_DTYPES:
-        raise CheckpointError(f"{name!r} has the element type {dtype[:20]!r}, which is not supported")
+        raise CheckpointError(
+            f"{name!r} has the element type {dtype[:20]!r}, which is not supported; save the tensor with "
+            "another dtype"
+        )
     return _HeaderEntry(dtype, list(shape), low, high)
 
 

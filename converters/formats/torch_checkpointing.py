@@ -27,7 +27,10 @@ from portable.converters.containers.torchzip import StoredTensor
 from portable.converters.errors import (
     CheckpointError,
     DamagedCheckpointError,
+    MixedCheckpointError,
     OptimizerStateError,
+    UnsupportedCheckpointError,
+    format_os_error,
     prefix_checkpoint_errors,
 )
 from portable.converters.formats import CheckpointPath, Format
@@ -161,13 +164,17 @@ def _open_torch_checkpointing(source: CheckpointPath, path: AnyPath) -> Checkpoi
         for below, leaf in _merge_rank_files(folder, name, item).items():
             key = ".".join(map(str, (name, *below)))
             if key in leaves:
-                raise CheckpointError(f"{path}: two values have the name {format_untrusted_value(key)}")
+                raise UnsupportedCheckpointError(
+                    f"{path}: two values have the name {format_untrusted_value(key)}"
+                )
             leaves[key], paths[key] = leaf, (name, *below)
     roles = classify_state_dict_keys(
         paths, frozenset(key for key, leaf in leaves.items() if _is_merged_tensor(leaf)), location=str(path)
     )
     if not roles.model:
-        raise CheckpointError(f"{path / _METADATA}: lists no tensors of a model")
+        raise CheckpointError(
+            f"{path / _METADATA}: lists no tensors of a model; specify a checkpoint that contains a model"
+        )
     with prefix_checkpoint_errors(path):
         stored = {name: leaves[key].to_tensor() for name, key in roles.model.items()}
     tensors: dict[str, Tensor] = strip_common_prefixes(stored, location=str(path))
@@ -214,7 +221,7 @@ def _read_metadata(path: AnyPath) -> _Metadata:
     try:
         data = read_small_file(file, max_bytes=MAX_HEADER)
     except OSError as error:
-        raise CheckpointError(f"{file}: {error.strerror or error}") from None
+        raise CheckpointError(f"{file}: {format_os_error(error)}") from None
     table = unpickle_without_code(data, location=str(file), standins={})
     if not isinstance(table, dict) or not isinstance(table.get("metadata"), dict):
         raise DamagedCheckpointError(f"{file}: damaged: the file is not a dict of items")
@@ -328,7 +335,7 @@ def _parse_tensor_layout(name: Any, packed: Any) -> _TensorLayout:
     kind = packed.get("type") if isinstance(packed, dict) else None
     data = packed.get("data") if isinstance(packed, dict) else None
     if kind != _DTENSOR:
-        raise CheckpointError(
+        raise UnsupportedCheckpointError(
             f"{format_untrusted_value(name)}: sharding metadata of type {format_untrusted_value(kind)} is "
             "not supported"
         )
@@ -338,7 +345,7 @@ def _parse_tensor_layout(name: Any, packed: Any) -> _TensorLayout:
     dtype = data.get("dtype")
     converted_dtype = FROM_TORCH.get(dtype.removeprefix("torch.")) if type(dtype) is str else None
     if converted_dtype is None:
-        raise CheckpointError(
+        raise UnsupportedCheckpointError(
             f"{format_untrusted_value(name)}: the element type {format_untrusted_value(dtype)} is not "
             "supported"
         )
@@ -498,21 +505,28 @@ def _iter_nested_values(content: Any, location: str) -> Iterator[tuple[KeyPath, 
         CheckpointError: If the content is not a dict, is nested too deeply, or has unsupported keys.
     """
     if not isinstance(content, dict):
-        raise CheckpointError(f"{location}: is not a state dict but a {type(content).__name__}")
+        raise CheckpointError(
+            f"{location}: is not a state dict but a {type(content).__name__}; save the state_dict() of the "
+            "model"
+        )
     remaining_values = MAX_VALUES
     pending: list[tuple[KeyPath, Any]] = [((), content)]
     while pending:
         path, value = pending.pop()
         remaining_values -= 1
         if remaining_values < 0 or len(path) > MAX_CONTAINER_DEPTH:
-            raise CheckpointError(f"{location}: nested too deeply or too large to be a state dict")
+            raise CheckpointError(
+                f"{location}: nested too deeply or too large to be a state dict; save the state_dict() of "
+                "the model"
+            )
         if not isinstance(value, dict):
             yield path, value
             continue
         for key, inner in reversed(value.items()):
             if type(key) is not str and (type(key) is not int or abs(key) > MAX_KEY_IN_PATH):
                 raise CheckpointError(
-                    f"{location}: the key {format_untrusted_value(key)} is not the name of a value"
+                    f"{location}: the key {format_untrusted_value(key)} is not the name of a value; save the "
+                    "state_dict() of the model"
                 )
             pending.append(((*path, key), inner))
 
@@ -545,7 +559,7 @@ def _add_rank_value_to(
     elif path not in merged:
         merged[path] = value
     elif isinstance(previous, (RankParts, RankCopies)) or to_json_value(previous) != to_json_value(value):
-        raise CheckpointError(f"{location} differs between the ranks; the files are from two checkpoints")
+        raise MixedCheckpointError(f"{location} differs between the ranks")
 
 
 def _is_merged_tensor(leaf: Any) -> bool:

@@ -15,7 +15,12 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from portable.converters.checkpoint import Checkpoint, OptimizerState
-from portable.converters.errors import CheckpointError, OptimizerStateError, to_printable
+from portable.converters.errors import (
+    CheckpointError,
+    OptimizerStateError,
+    UnsupportedCheckpointError,
+    to_printable,
+)
 from portable.converters.limits import MAX_COUNT, MAX_EXPERTS
 from portable.converters.tensors.tensor import Tensor
 from portable.converters.tensors.tensor_ops import permute_dims, permute_split_dims, select_index
@@ -213,7 +218,7 @@ class _TorchtitanConversion:
         if match is None or expert is None or len(shape) != 3:
             return [self.to_published_name(name)]
         if shape[0] > MAX_EXPERTS:
-            raise CheckpointError(
+            raise UnsupportedCheckpointError(
                 f"{to_printable(name)}: has {shape[0]} experts, but at most {MAX_EXPERTS} are supported"
             )
         prefix = f"model.layers.{self._get_layer_index(match)}.mlp.experts"
@@ -316,7 +321,10 @@ def _permute_rotary_rows(tensor: Tensor, heads: int) -> Tensor:
     """
     rows, *rest = tensor.shape
     if rows % (2 * heads):
-        raise CheckpointError(f"{to_printable(tensor.name)}: {rows} rows cannot be split into {heads} heads")
+        raise CheckpointError(
+            f"{to_printable(tensor.name)}: {rows} rows cannot be split into {heads} heads; specify the "
+            "config.json of this model with --config-from"
+        )
     return permute_split_dims(
         tensor, (heads, rows // heads // 2, 2, *rest), (0, 2, 1, *range(3, 3 + len(rest)))
     )

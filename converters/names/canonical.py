@@ -86,11 +86,13 @@ def strip_common_prefixes(values: Mapping[str, V], *, location: str) -> dict[str
     for name in values:
         if type(name) is not str:  # A pickle may contain any key.
             raise CheckpointError(
-                f"{location}: the tensor name {format_untrusted_value(name)} is not a string"
+                f"{location}: the tensor name {format_untrusted_value(name)} is not a string; rename the "
+                "tensor in the checkpoint"
             )
         if len(name) > MAX_TENSOR_NAME:
             raise CheckpointError(
-                f"{location}: a tensor name has {len(name):,} characters: {format_untrusted_value(name)}"
+                f"{location}: a tensor name has {len(name):,} characters: {format_untrusted_value(name)}; "
+                "rename the tensor in the checkpoint"
             )
     names = [remove_wrapper_parts(name) for name in values]
     if all(name.startswith(_DDP_PREFIX) for name in names):
@@ -103,7 +105,8 @@ def strip_common_prefixes(values: Mapping[str, V], *, location: str) -> dict[str
     for short, value in zip(names, values.values(), strict=True):
         if short in plain:
             raise CheckpointError(
-                f"{location}: two tensors have the name {short!r} without their wrapper prefixes"
+                f"{location}: two tensors have the name {short!r} without their wrapper prefixes; rename one "
+                "of the tensors in the checkpoint"
             )
         plain[short] = value
     return plain
@@ -363,7 +366,8 @@ def split_state_key(joined: str, names: Container[str]) -> StateKey:
     """
     if len(joined) > MAX_TENSOR_NAME:
         raise CheckpointError(
-            f"an optimizer state name has {len(joined):,} characters: {format_untrusted_value(joined)}"
+            f"an optimizer state name has {len(joined):,} characters: {format_untrusted_value(joined)}; "
+            "rename the tensor in the checkpoint"
         )
     cut = joined.rfind(".")
     while cut > 0:

@@ -53,7 +53,7 @@ def parse_llama_sizes(config: Mapping[str, Any], location: str) -> dict[str, int
         value = config.get(name)
         value = default if value is None else value
         if type(value) is not int or not 0 < value <= MAX_COUNT:
-            raise CheckpointError(f"{location}: config.json has no {name}")
+            raise CheckpointError(f"{location}: config.json has no {name}; add {name} to config.json")
         return value
 
     layers, heads, hidden = map(read_size, ("num_hidden_layers", "num_attention_heads", "hidden_size"))

@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from portable.converters.errors import CheckpointError, prefix_checkpoint_errors
+from portable.converters.errors import CheckpointError, UnconvertibleNamesError, prefix_checkpoint_errors
 from portable.converters.limits import MAX_EXPERTS
 from portable.converters.names.name_rules import (
     Renamer,
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from portable.converters.tensors.tensor import Shape
 
 Arrays = dict[str, list[Arrangement]]
-_KEEP_NAMES = "use the --names option that keeps the names of the source"
 
 
 @dataclass(frozen=True)
@@ -155,7 +154,7 @@ def arrange_for_memory(
         except CheckpointError as error:
             if errors is None:
                 raise
-            errors[key] = str(error)
+            errors[key] = error.reason
     return arrangements
 
 
@@ -277,7 +276,7 @@ class _TensorGroup:
         arrays = [values for matches in self.arrays.values() for values in matches]
         if len(arrays) > 1:
             first, second = (values.list_sources()[0] for values in arrays[:2])
-            raise CheckpointError(f"{first!r} and {second!r} would get the same name; {_KEEP_NAMES}")
+            raise UnconvertibleNamesError(f"{first!r} and {second!r} would get the same name")
         return arrays[0]
 
     def apply_operations(self, context: _OperationContext) -> dict[str, Arrangement]:
@@ -294,9 +293,8 @@ class _TensorGroup:
             for operation in context.direction.operations:
                 function = _OPERATIONS.get(operation[0])
                 if function is None:
-                    raise CheckpointError(
-                        f"requires the transformers operation {operation[0]}, which is not supported; "
-                        f"{_KEEP_NAMES}"
+                    raise UnconvertibleNamesError(
+                        f"requires the transformers operation {operation[0]}, which is not supported"
                     )
                 arrays = function(arrays, operation, context)
         full_name = context.name.replace("*.", "0.")
@@ -314,7 +312,7 @@ def _get_single_arrangement(arrays: Arrays) -> Arrangement:
         CheckpointError: If there are several tensors.
     """
     if len(arrays) != 1 or any(len(values) != 1 for values in arrays.values()):
-        raise CheckpointError("consists of several tensors, but the rule expects only one tensor")
+        raise UnconvertibleNamesError("consists of several tensors, but the rule expects only one tensor")
     return next(iter(arrays.values()))[0]
 
 
@@ -342,9 +340,8 @@ def _split_stack(arrays: Arrays, operation: Operation, context: _OperationContex
     for pattern, (values, *_) in arrays.items():
         name = context.direction.targets[0] if len(arrays) == 1 else pattern
         if values.shape[dim] > MAX_EXPERTS:
-            raise CheckpointError(
-                f"is a stack of {values.shape[dim]:,} experts, but at most {MAX_EXPERTS:,} are supported; "
-                f"{_KEEP_NAMES}"
+            raise UnconvertibleNamesError(
+                f"is a stack of {values.shape[dim]:,} experts, but at most {MAX_EXPERTS:,} are supported"
             )
         for i in range(values.shape[dim]):
             experts[name.replace("*", str(i))] = [select_from_arrangement(values, dim, i)]
@@ -397,9 +394,7 @@ def _split_by_shapes(arrays: Arrays, operation: Operation, context: _OperationCo
     values = _get_single_arrangement(arrays)
     shapes = [context.find_shape(context.name.replace(targets[0], target)) for target in targets]
     if shapes.count(None) > 1:
-        raise CheckpointError(
-            f"cannot be split, because the sizes of the parts depend on the model; {_KEEP_NAMES}"
-        )
+        raise UnconvertibleNamesError("cannot be split, because the sizes of the parts depend on the model")
     rest = values.shape[dim] - sum(shape[dim] for shape in shapes if shape is not None)
     parts = split_arrangement(values, dim, [rest if shape is None else shape[dim] for shape in shapes])
     return {name: [part] for name, part in zip(targets, parts, strict=True)}
@@ -421,9 +416,7 @@ def _transpose_weights(arrays: Arrays, operation: Operation, context: _Operation
     if check:
         shape = context.find_shape(context.name)
         if shape is None:
-            raise CheckpointError(
-                f"cannot be converted, because the layout depends on the model; {_KEEP_NAMES}"
-            )
+            raise UnconvertibleNamesError("cannot be converted, because the layout depends on the model")
         # Compare only these dimensions, because a base may have a different number of experts.
         if len(shape) == len(values.shape) and (shape[first], shape[second]) == (
             values.shape[first],
@@ -463,7 +456,9 @@ def _permute_rope(arrays: Arrays, operation: Operation, context: _OperationConte
         if names is None or any(name in pattern for name in names):
             rows = values.shape[0]
             if type(heads) is not int or heads < 1 or rows % heads or (rows // heads) % 2:
-                raise CheckpointError(f"cannot divide {rows} rows into pairs for {heads} attention heads")
+                raise UnconvertibleNamesError(
+                    f"cannot divide {rows} rows into pairs for {heads} attention heads"
+                )
             size = rows // heads
             groups = 2 if inverse else size // 2
             values = concat_arrangements(

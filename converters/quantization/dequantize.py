@@ -14,7 +14,12 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from portable.converters.errors import CheckpointError, to_printable
+from portable.converters.errors import (
+    CheckpointError,
+    DamagedCheckpointError,
+    UnsupportedQuantizationError,
+    to_printable,
+)
 from portable.converters.limits import MAX_JSON_TENSOR
 from portable.converters.names.code_names import is_quantized_code
 from portable.converters.options import DTYPES, is_unset
@@ -102,7 +107,7 @@ class _QuantizedWeights:
         """
         tensor = self.remaining.pop(name, None)
         if tensor is None:
-            raise CheckpointError(
+            raise DamagedCheckpointError(
                 f"{to_printable(required_by)}: is quantized, but {to_printable(name)} is missing"
             )
         return tensor
@@ -158,7 +163,8 @@ def dequantize_checkpoint(checkpoint: Checkpoint, dtype: str = "bfloat16") -> Ch
     settings = read_quantization_config(checkpoint)
     if settings is None:
         raise CheckpointError(
-            f"{checkpoint.root}: config.json has no {CONFIG_KEY}, so there is nothing to dequantize"
+            f"{checkpoint.root}: config.json has no {CONFIG_KEY}, so there is nothing to dequantize; leave "
+            "out --dequantize"
         )
     method = _get_quant_method(settings)
     if method not in METHODS:
@@ -171,7 +177,7 @@ def dequantize_checkpoint(checkpoint: Checkpoint, dtype: str = "bfloat16") -> Ch
     defaults = _read_defaults()[method]
     used = {key for key, value in settings.items() if not is_unset(value) and value != defaults.get(key)}
     if unknown := sorted(used - supported_keys - _IGNORED_KEYS):
-        raise CheckpointError(
+        raise UnsupportedQuantizationError(
             f"{location}: {to_printable(unknown[0])} is an unknown setting, which may change the weights"
         )
     weights = _QuantizedWeights(checkpoint.tensors, str(DTYPES[dtype]))
@@ -182,7 +188,9 @@ def dequantize_checkpoint(checkpoint: Checkpoint, dtype: str = "bfloat16") -> Ch
     for name, tensor in unquantized.items():
         codes = tensor.dtype in ("F8_E4M3", "F8_E5M2") or len(tensor.shape) > 1
         if (codes and is_quantized_code(name, tensor, checkpoint.tensors)) or _SCALE_TENSORS.fullmatch(name):
-            raise CheckpointError(f"{location}: {to_printable(name)} does not belong to a known weight")
+            raise UnsupportedQuantizationError(
+                f"{location}: {to_printable(name)} does not belong to a known weight"
+            )
     order = [*checkpoint.tensors, *weights.dequantized]
     tensors = {
         name: (weights.dequantized | unquantized)[name]
@@ -273,7 +281,9 @@ def parse_block_shape(settings: Mapping[str, Any], location: str) -> BlockShape 
         and all(isinstance(n, int) and 0 < n < 1 << 30 for n in block)
     ):
         return BlockShape(block[0], block[1])
-    raise CheckpointError(f"{location}: weight_block_size {to_printable(repr(block))} is not a pair of sizes")
+    raise UnsupportedQuantizationError(
+        f"{location}: weight_block_size {to_printable(repr(block))} is not a pair of sizes"
+    )
 
 
 def _check_setting(settings: Mapping[str, Any], key: str, allowed: tuple[Any, ...], location: str) -> None:
@@ -284,7 +294,9 @@ def _check_setting(settings: Mapping[str, Any], key: str, allowed: tuple[Any, ..
     """
     if not is_unset(settings.get(key)) and settings[key] not in allowed:
         values = ", ".join(str(value) for value in allowed)
-        raise CheckpointError(f"{location}: {key} {to_printable(repr(settings[key]))} is not one of {values}")
+        raise UnsupportedQuantizationError(
+            f"{location}: {key} {to_printable(repr(settings[key]))} is not one of {values}"
+        )
 
 
 _COMPRESSED_FORMATS = (
@@ -335,7 +347,9 @@ def _dequantize_compressed_tensors(
     for key in ("sparsity_config", "transform_config"):
         setting = settings.get(key)
         if setting and not (isinstance(setting, dict) and setting.get("format") == "dense"):
-            raise CheckpointError(f"{location}: {key} changes the weights, which cannot be undone")
+            raise UnsupportedQuantizationError(
+                f"{location}: {key} changes the weights, which cannot be undone"
+            )
     groups = settings.get("config_groups")
     bits: set[int] = set()
     block = None
@@ -379,14 +393,14 @@ def _dequantize_packed(
         return
     shape_tensor = weights.pop_required_tensor(f"{weight_name}_shape", name)
     if shape_tensor.dtype not in ("I64", "I32") or shape_tensor.shape != (2,):
-        raise CheckpointError(f"{to_printable(shape_tensor.name)}: does not contain two sizes")
+        raise DamagedCheckpointError(f"{to_printable(shape_tensor.name)}: does not contain two sizes")
     rows, columns = (int(size) for size in shape_tensor.read())
     width = packed.shape[-1] if packed.shape else 0
     # The number of bits is not stored with the weight. The shapes determine it, or leave only one number of
     # the settings.
     fitting = [n for n in range(1, 9) if n in possible_bits and -(-columns * n // 32) == width]
     if len(fitting) != 1 or rows < 1 or columns < 1:
-        raise CheckpointError(
+        raise UnsupportedQuantizationError(
             f"{to_printable(name)}: shape {list(packed.shape)} does not match {rows} x {columns} codes of "
             f"{' or '.join(sorted(to_printable(str(n)) for n in possible_bits))} bits"
         )
@@ -463,7 +477,7 @@ def _dequantize_bitsandbytes(weights: _QuantizedWeights, settings: Mapping[str, 
         weight = f"{stem}.weight"
         form = weights.pop_tensor(f"{weight}_format")
         if form is not None and (form.numel != 1 or int(form.read().reshape(-1)[0]) != 0):
-            raise CheckpointError(
+            raise UnsupportedQuantizationError(
                 f"{to_printable(form.name)}: the 8-bit layout for one kind of GPU is not supported"
             )
         codes = weights.pop_required_tensor(weight, name)
@@ -488,7 +502,9 @@ def _read_quant_state(tensor: Tensor) -> dict[str, Any]:
         float(state.get("nested_offset", 0.0))
         fields: dict[str, Any] = state
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
-        raise CheckpointError(f"{to_printable(tensor.name)}: is not a state of bitsandbytes") from None
+        raise UnsupportedQuantizationError(
+            f"{to_printable(tensor.name)}: is not a state of bitsandbytes"
+        ) from None
     return fields
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from portable.converters.errors import CheckpointError, to_printable
+from portable.converters.errors import CheckpointError, DamagedCheckpointError, to_printable
 from portable.converters.quantization.dequantize import (
     ACTIVATION_TENSORS,
     CONFIG_KEY,
@@ -205,7 +205,7 @@ def quantize_checkpoint(checkpoint: Checkpoint, form: str, *, dtype: str = "keep
     if not changed:
         raise CheckpointError(
             f"{checkpoint.root}: no tensor has the name of a known linear layer, so there is nothing to "
-            "quantize"
+            "quantize; leave out --quantize"
         )
     return checkpoint.with_tensors(
         tensors,
@@ -247,11 +247,17 @@ def quantize_like_base(
             base_tensor = unmatched.pop(key, None)
             if base_tensor is None or tuple(base_tensor.shape) != tuple(value.shape):
                 shape = "is missing" if base_tensor is None else f"has shape {list(base_tensor.shape)}"
-                raise CheckpointError(f"{base.root}: {to_printable(key)} {shape}, not {list(value.shape)}")
+                raise CheckpointError(
+                    f"{base.root}: {to_printable(key)} {shape}, not {list(value.shape)}; specify a quantized "
+                    "model with the same weights"
+                )
             tensors[key] = base_tensor if name in untouched else value
     for name, tensor in unmatched.items():
         if not ACTIVATION_TENSORS.fullmatch(name):
-            raise CheckpointError(f"{checkpoint.root}: has no {to_printable(name)}, which {base.root} has")
+            raise CheckpointError(
+                f"{checkpoint.root}: has no {to_printable(name)}, which {base.root} has; specify a quantized "
+                "model with the same weights"
+            )
         tensors[name] = tensor
     return checkpoint.with_tensors(tensors, {CONFIG_KEY: dict(settings)}, checkpoint.companions)
 
@@ -264,7 +270,10 @@ def read_writable_config(base: Checkpoint) -> Mapping[str, Any]:
     """
     settings = read_quantization_config(base)
     if settings is None:
-        raise CheckpointError(f"{base.root}: is not quantized, because config.json has no {CONFIG_KEY}")
+        raise CheckpointError(
+            f"{base.root}: is not quantized, because config.json has no {CONFIG_KEY}; specify a quantized "
+            "model"
+        )
     method = settings.get("quant_method")
     if method not in ("fp8", "fbgemm_fp8", "mxfp4", "compressed-tensors", "modelopt"):
         raise CheckpointError(
@@ -325,7 +334,9 @@ def _quantize_weight_like_base(
                 block = BlockShape(-(-rows // max(1, grid[0])), -(-columns // max(1, grid[1])))
             scheme = QuantizationScheme(codes.dtype, block.rows, block.columns, rule, scale.dtype)
             return quantize_to_bytes(weight, scheme, name + suffix, tuple(scale.shape))
-    raise CheckpointError(f"{location}: {to_printable(name)} is {codes.dtype}, but its scale is missing")
+    raise DamagedCheckpointError(
+        f"{location}: {to_printable(name)} is {codes.dtype}, but its scale is missing"
+    )
 
 
 def _cast_unquantized_tensors(checkpoint: Checkpoint, dtype: str) -> dict[str, Tensor]:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from isal import isal_zlib
 
-from portable.converters.errors import CheckpointError, DamagedCheckpointError
+from portable.converters.errors import DamagedCheckpointError
 from portable.converters.storage.safe_open import open_regular_file
 
 if TYPE_CHECKING:
@@ -392,7 +392,7 @@ def parse_json(location: object, data: bytes) -> Any:
     def reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         values = dict(pairs)
         if len(values) != len(pairs):
-            raise CheckpointError(f"{location}: contains a key twice")
+            raise DamagedCheckpointError(f"{location}: contains a key twice")
         return values
 
     try:

@@ -124,7 +124,8 @@ def _build_gcs_options(bucket: str) -> dict[str, Any]:
             kind = json.loads(file.read_bytes())["type"]
         except (OSError, ValueError, LookupError, TypeError) as error:
             raise AccessDeniedError(
-                f"{file}: does not contain Google credentials ({type(error).__name__})"
+                f"{file}: does not contain Google credentials ({type(error).__name__}); set "
+                "GOOGLE_APPLICATION_CREDENTIALS to a file with credentials"
             ) from None
         if kind in ("authorized_user", "service_account"):
             return {"application_credentials": str(file)}
@@ -237,7 +238,10 @@ def _create_from_vendor_package(module: str, name: str, protocol: str, *args: An
 
 def _build_missing_credentials_error(protocol: str, reason: str = "") -> AccessDeniedError:
     because = f": {reason}" if reason else ""
-    return AccessDeniedError(f"no credentials found ({SEARCHED_CREDENTIALS[protocol]}){because}")
+    return AccessDeniedError(
+        f"no credentials found ({SEARCHED_CREDENTIALS[protocol]}){because}; set up the credentials as for "
+        "the store's own tools"
+    )
 
 
 def _is_metadata_host_reachable(protocol: str) -> bool:

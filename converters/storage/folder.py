@@ -7,7 +7,7 @@ import stat
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from portable.converters.errors import CheckpointError, DamagedCheckpointError
+from portable.converters.errors import CheckpointError, DamagedCheckpointError, format_os_error
 from portable.converters.storage.byte_sources import CheckpointFile, FileDescriptor
 from portable.converters.storage.path_or_url import is_in_store
 from portable.converters.storage.safe_open import is_safe_relative_path, resolve_local_path_inside
@@ -75,7 +75,7 @@ class CheckpointFolder:
             CheckpointError: If the name leaves the folder, or if the file is missing or not a regular file.
         """
         if not is_safe_relative_path(name):
-            raise CheckpointError(
+            raise DamagedCheckpointError(
                 f"{self.path}: the file name {name!r} points outside of the checkpoint folder or is "
                 "not valid Unicode"
             )
@@ -86,7 +86,7 @@ class CheckpointFolder:
             try:
                 return RemoteFile(name, remote, remote.get_file_size())
             except OSError as error:
-                raise CheckpointError(f"{remote}: {error.strerror or error}") from None
+                raise CheckpointError(f"{remote}: {format_os_error(error)}") from None
         path = self.path / name
         resolved_path = resolve_local_path_inside(path, self.path)
         return _LocalFile(name, path, resolved_path, _get_regular_file_size(path), self._open_cached)
@@ -101,7 +101,7 @@ def _get_regular_file_size(path: Path) -> int:
     try:
         status = path.stat()
     except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror or error}") from None
+        raise CheckpointError(f"{path}: {format_os_error(error)}") from None
     if not stat.S_ISREG(status.st_mode):
         raise CheckpointError(
             f"{path}: is not a regular file; copy the checkpoint to a folder of regular files"
@@ -142,7 +142,7 @@ class _LocalFile(CheckpointFile):
         try:
             return self._open_cached(self._resolved_path)
         except OSError as error:
-            raise CheckpointError(f"{self.path}: {error.strerror or error}") from None
+            raise CheckpointError(f"{self.path}: {format_os_error(error)}") from None
 
     def read_into(self, buffer: memoryview, at: int, certain_end: int = 0, possible_end: int = 0) -> None:
         descriptor = self.open_descriptor()
@@ -151,7 +151,7 @@ class _LocalFile(CheckpointFile):
             try:
                 count = os.preadv(descriptor.fd, [buffer[done:]], at + done)
             except OSError as error:
-                raise CheckpointError(f"{self.path}: {error.strerror or error}") from None
+                raise CheckpointError(f"{self.path}: {format_os_error(error)}") from None
             if count == 0:
                 raise DamagedCheckpointError(f"{self.path}: the file ends early, at byte {at + done}")
             done += count

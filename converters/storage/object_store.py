@@ -258,7 +258,9 @@ def _open_store(
         raise
     except BaseException as error:  # Exceptions of obstore and of the vendors' packages
         raise_unless_panic(error)
-        raise RemoteError(f"cannot be set up: {format_store_error(error)}") from None
+        raise RemoteError(
+            f"cannot be set up: {format_store_error(error)}; check the URL and the settings of the store"
+        ) from None
 
 
 @dataclass(frozen=True, order=True)

@@ -140,7 +140,7 @@ def expand_user_and_variables(text: str) -> str:
     def look_up_variable(match: re.Match[str]) -> str:
         name = match[1] or match[2]
         if name not in os.environ:
-            raise CheckpointError(f"{text}: the environment variable {name} is not set")
+            raise CheckpointError(f"{text}: the environment variable {name} is not set; set {name}")
         return os.environ[name]
 
     full = _VARIABLE.sub(look_up_variable, text)

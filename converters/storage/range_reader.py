@@ -136,7 +136,9 @@ class RemoteFile(CheckpointFile):
             with _lock:
                 _remove_from_cache(run)
             if isinstance(error, FileNotFoundError):
-                raise CheckpointError(f"{self.path}: was deleted during the read") from None
+                raise CheckpointError(
+                    f"{self.path}: was deleted during the read; choose another checkpoint"
+                ) from None
             raise
         if len(data) != run.stop - run.start:
             raise DamagedCheckpointError(f"{self.path}: the file ends early, at byte {run.start + len(data)}")

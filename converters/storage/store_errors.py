@@ -82,36 +82,46 @@ def translate_store_error(
     status_match = _STATUS.search(text)
     status = (status_match[1] or status_match[2]) if status_match else ""
     if _NO_BUCKET.search(text):
-        return RemoteError(f"{url}: there is no such bucket")
+        return RemoteError(f"{url}: there is no such bucket; check the URL")
     if kind == "InvalidPathError":
         return RemoteError(f"{url}: {reason}; rename or delete the object")
     if kind in ("AlreadyExistsError", "PreconditionError") or status in ("409", "412"):
-        return ConflictError(f"{url}: cannot {operation}, because another process was faster")
+        return ConflictError(
+            f"{url}: cannot {operation}, because another process was faster; run the command again"
+        )
     if kind == "NotImplementedError" or status == "501":
-        return NoConditionalWritesError(f"{url}: cannot {operation}: {reason}")
+        return NoConditionalWritesError(
+            f"{url}: cannot {operation}: {reason}; use a store that supports conditional writes"
+        )
     if _EXPIRED.search(text):
         return AccessDeniedError(
             f"{url}: the credentials have expired; renew the credentials ({searched_credentials})"
         )
     if kind == "UnauthenticatedError" or _NO_CREDENTIALS.search(text):
-        return AccessDeniedError(f"{url}: no credentials found ({searched_credentials}): {reason}")
+        return AccessDeniedError(
+            f"{url}: no credentials found ({searched_credentials}): {reason}; set up the credentials as for "
+            "the store's own tools"
+        )
     if kind == "PermissionDeniedError" or status in ("401", "403"):
-        return AccessDeniedError(f"{url}: access denied: these credentials may not {operation} ({reason})")
+        return AccessDeniedError(
+            f"{url}: access denied: these credentials may not {operation} ({reason}); use other credentials"
+        )
     if _REDIRECTED.search(text):
         return RemoteError(
             f"{url}: the bucket is in another region; set AWS_REGION to the region of the bucket ({reason})"
         )
     if status == "404" and _UPLOAD.search(text):
-        return LostUploadError(f"{url}: the store no longer has this upload")
+        return LostUploadError(f"{url}: the store no longer has this upload; run the command again")
     if isinstance(error, FileNotFoundError) or status == "404":
         return FileNotFoundError(2, "no such object", url)
     if status in _TRANSIENT_STATUSES or (not status and _CONNECTION_FAILURE.search(text)):
         retries = _RETRY_COUNT.search(text)
         count = int(retries[1]) + 1 if retries else 1
         return RetriesExhaustedError(
-            f"{url}: cannot {operation}, because {count} attempts failed; the last error: {reason}"
+            f"{url}: cannot {operation}, because {count} attempts failed (the last error: {reason}); run the "
+            "command again"
         )
-    return RemoteError(f"{url}: cannot {operation}: {reason}")
+    return RemoteError(f"{url}: cannot {operation}: {reason}; check the URL and the settings of the store")
 
 
 def format_store_error(error: BaseException) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from portable.converters.errors import CheckpointError
+from portable.converters.errors import CheckpointError, UnconvertibleNamesError
 from portable.converters.storage.byte_sources import InMemorySource
 from portable.converters.tensors.dtypes import get_itemsize
 from portable.converters.tensors.tensor import Box, Tensor, View
@@ -123,7 +123,7 @@ def slice_arrangement(
     """
     dim %= len(arrangement.shape)
     if start < 0 or count < 0 or (count and start + (count - 1) * step >= arrangement.shape[dim]):
-        raise CheckpointError(
+        raise UnconvertibleNamesError(
             f"cannot slice elements {start} to {start + (count - 1) * step} of dimension {dim} of shape "
             f"{list(arrangement.shape)}"
         )
@@ -213,7 +213,9 @@ def split_arrangement(arrangement: Arrangement, dim: int, sizes: Sequence[int]) 
         parts.append(slice_arrangement(arrangement, dim, low, size))
         low += size
     if low != arrangement.shape[dim]:
-        raise CheckpointError(f"cannot split shape {list(arrangement.shape)} into parts of {list(sizes)}")
+        raise UnconvertibleNamesError(
+            f"cannot split shape {list(arrangement.shape)} into parts of {list(sizes)}"
+        )
     return parts
 
 
@@ -236,7 +238,7 @@ def concat_arrangements(parts: Sequence[Arrangement], dim: int) -> Arrangement:
     length = 0
     for part in parts:
         if _replace_at_dim(part.shape, dim, 0) != _replace_at_dim(first.shape, dim, 0):
-            raise CheckpointError(
+            raise UnconvertibleNamesError(
                 f"cannot concatenate shapes {list(first.shape)} and {list(part.shape)} along dimension {dim}"
             )
         tiles += (
@@ -320,7 +322,7 @@ def interleave_arrangement(arrangement: Arrangement, dim: int, groups: int) -> A
     """
     length = arrangement.shape[dim]
     if groups < 1 or length % groups:
-        raise CheckpointError(f"cannot divide {length} elements into {groups} groups of equal size")
+        raise UnconvertibleNamesError(f"cannot divide {length} elements into {groups} groups of equal size")
     size = length // groups
     if 1 in (size, groups):
         return arrangement
@@ -436,4 +438,6 @@ def _replace_at_dim(sizes: Shape, dim: int, value: int) -> Shape:
 
 def _check_tile_count(count: int) -> None:
     if count > _MAX_TILES:
-        raise CheckpointError(f"consists of {count:,} regions, but at most {_MAX_TILES:,} are supported")
+        raise UnconvertibleNamesError(
+            f"consists of {count:,} regions, but at most {_MAX_TILES:,} are supported"
+        )

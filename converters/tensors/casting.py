@@ -40,9 +40,9 @@ def parse_target_dtype(name: str, *, allow_ggml: bool = False) -> str | None:
         CommandError: If the name is a block format of ggml, and `allow_ggml` is False.
     """
     if name not in DTYPES:
-        raise CheckpointError(f"dtype {name!r} is not one of {', '.join(DTYPES)}")
+        raise CheckpointError(f"dtype {name!r} is unknown; specify one of {', '.join(DTYPES)}")
     if DTYPES[name] not in (None, *SUPPORTED_DTYPES) and not allow_ggml:
-        raise CommandError(f"--dtype {name}: is only supported with --to gguf")
+        raise CommandError(f"--dtype {name}: is only supported with --to gguf; add --to gguf")
     return DTYPES[name]
 
 

@@ -9,7 +9,7 @@ import threading
 from math import prod
 from typing import TYPE_CHECKING, Protocol
 
-from portable.converters.errors import CheckpointError
+from portable.converters.errors import CheckpointError, DamagedCheckpointError, UnsupportedQuantizationError
 from portable.converters.lazy_numpy import np
 from portable.converters.tensors.casting import round_to_dtype
 from portable.converters.tensors.dtypes import get_itemsize, get_numpy_dtype_names, to_numpy_dtype
@@ -203,7 +203,7 @@ def read_region(tensor: Tensor, starts: Shape, sizes: Shape, unverified_spans: U
     inside = len(starts) == len(tensor.shape) and all(
         low + size <= length for low, size, length in zip(starts, sizes, tensor.shape, strict=True)
     )
-    check_tensor(inside, tensor, "is too small for the tensor that it belongs to")
+    check_tensor(inside, tensor, "is too small for the tensor that it belongs to", DamagedCheckpointError)
     values = np.empty(sizes, to_numpy_dtype(tensor.dtype))
     tensor.fill(values, starts, unverified_spans)
     return values
@@ -217,16 +217,22 @@ def read_rows(
     return read_region(tensor, (*matrix_index, first_row, 0), sizes, unverified_spans).reshape(sizes[-2:])
 
 
-def check_tensor(fits: bool, tensor: Tensor, problem: str) -> None:
+def check_tensor(
+    fits: bool,
+    tensor: Tensor,
+    problem: str,
+    error: type[CheckpointError] = UnsupportedQuantizationError,
+) -> None:
     """Raise an error about a tensor if a condition is false.
 
     Args:
         fits: Condition that must be true.
         tensor: Tensor that the error describes.
         problem: Problem as a clause that follows the tensor's dtype and shape, such as `"holds no scales"`.
+        error: Class of the exception. It may add a remedy to the message.
 
     Raises:
         CheckpointError: If `fits` is false.
     """
     if not fits:
-        raise CheckpointError(f"{tensor.name}: {tensor.dtype} of shape {list(tensor.shape)} {problem}")
+        raise error(f"{tensor.name}: {tensor.dtype} of shape {list(tensor.shape)} {problem}")

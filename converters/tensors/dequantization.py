@@ -10,7 +10,7 @@ from __future__ import annotations
 from math import gcd, prod
 from typing import TYPE_CHECKING, NamedTuple
 
-from portable.converters.errors import CheckpointError
+from portable.converters.errors import DamagedCheckpointError
 from portable.converters.lazy_numpy import np
 from portable.converters.tensors.computed_rows import (
     ComputedRowSource,
@@ -64,7 +64,7 @@ def _to_finite_scale(tensor: Tensor, values: Array) -> Array:
         values = values.view(to_numpy_dtype("F8_E8M0"))
     scale = values.astype(np.float32)
     if not np.isfinite(scale).all():
-        raise CheckpointError(f"{tensor.name}: a scale is infinite or NaN")
+        raise DamagedCheckpointError(f"{tensor.name}: a scale is infinite or NaN")
     return scale
 
 
@@ -82,7 +82,7 @@ def _multiply_by_scale(values: Array, scale: Array, block_width: int, scale_tens
     """
     count, columns = values.shape
     if not scale.all() and np.any(values[np.repeat(scale == 0, block_width, axis=1)[:, :columns]]):
-        raise CheckpointError(f"{scale_tensor.name}: the scale of values other than 0 is 0")
+        raise DamagedCheckpointError(f"{scale_tensor.name}: the scale of values other than 0 is 0")
     if columns == scale.shape[1] * block_width:
         values.reshape(count, scale.shape[1], block_width)[...] *= scale[:, :, None]
         return values
@@ -602,7 +602,7 @@ def dequantize_awq(name: str, dtype: str, tensors: Mapping[str, Tensor]) -> Tens
         )
         values -= read_codes(zeros, first_row, num_rows, unverified_spans).astype(np.float32)[:, None]
         if not scale.all() and np.any(values[np.broadcast_to(scale[:, None] == 0, values.shape)]):
-            raise CheckpointError(f"{scales.name}: the scale of values other than 0 is 0")
+            raise DamagedCheckpointError(f"{scales.name}: the scale of values other than 0 is 0")
         values *= scale[:, None]
         return values.reshape(inputs, num_rows).T
 

@@ -9,7 +9,7 @@ import struct
 from functools import cache
 from typing import Any
 
-from portable.converters.errors import CheckpointError
+from portable.converters.errors import UnsupportedCheckpointError
 from portable.converters.lazy_numpy import ml_dtypes, np
 
 _TABLE: tuple[tuple[str, int, str, str], ...] = (
@@ -69,7 +69,7 @@ def get_itemsize(dtype: str) -> int:
     try:
         return _SIZES[dtype]
     except KeyError:
-        raise CheckpointError(f"the element type {dtype!r} is not supported") from None
+        raise UnsupportedCheckpointError(f"the element type {dtype!r} is not supported") from None
 
 
 def unpack_numbers(dtype: str, data: bytes) -> list[Any] | None:

@@ -89,7 +89,10 @@ class _BlockQuantizer:
 
     def __init__(self, weight: Tensor, scheme: QuantizationScheme, *, transposed: bool = False) -> None:
         check_tensor(
-            weight.dtype in ("F32", "F16", "BF16") and len(weight.shape) > 1, weight, "cannot be quantized"
+            weight.dtype in ("F32", "F16", "BF16") and len(weight.shape) > 1,
+            weight,
+            "cannot be quantized; convert the weight to a matrix of bfloat16",
+            CheckpointError,
         )
         *lead, rows, columns = weight.shape
         self.weight, self.scheme, self.transposed = weight, scheme, transposed
@@ -222,7 +225,8 @@ class _BlockQuantizer:
             largest = np.maximum.reduceat(magnitude, np.arange(0, self.columns, self.block_width), axis=1)
         if not np.isfinite(largest).all():
             raise CheckpointError(
-                f"{self.weight.name}: contains NaN or infinite values, which cannot be quantized"
+                f"{self.weight.name}: contains NaN or infinite values, which cannot be quantized; quantize "
+                "the weights of an earlier step"
             )
         return largest
 
@@ -426,7 +430,8 @@ def quantize_to_packed_rows(weight: Tensor, scheme: QuantizationScheme) -> dict[
     check_tensor(
         len(weight.shape) == 2 and 32 % quantizer.code_bits == 0,
         weight,
-        f"cannot be packed as {scheme.code_dtype}",
+        f"cannot be packed as {scheme.code_dtype}; use fp8 or int8",
+        CheckpointError,
     )
     codes_per_word = 32 // quantizer.code_bits
     words = -(-quantizer.columns // codes_per_word)
@@ -490,7 +495,8 @@ def quantize_to_fp4(weight: Tensor, scheme: QuantizationScheme) -> dict[str, Ten
     check_tensor(
         quantizer.columns % scheme.block_width == 0,
         weight,
-        f"has rows whose length is not divisible by {scheme.block_width}",
+        f"has rows whose length is not divisible by {scheme.block_width}; use fp8 or int8",
+        CheckpointError,
     )
     shape = (*quantizer.leading_shape, quantizer.rows, quantizer.columns // 2)
     packed, scale = f"{weight.name}_packed", f"{weight.name}_scale"
@@ -507,7 +513,12 @@ def quantize_to_gpt_oss(weight: Tensor, scheme: QuantizationScheme) -> dict[str,
         The codes and the scales, keyed by name.
     """
     quantizer = _BlockQuantizer(weight, scheme, transposed=True)
-    check_tensor(quantizer.columns % 32 == 0, weight, "has columns whose length is not divisible by 32")
+    check_tensor(
+        quantizer.columns % 32 == 0,
+        weight,
+        "has columns whose length is not divisible by 32; use fp8 or int8",
+        CheckpointError,
+    )
     shape = (*quantizer.leading_shape, quantizer.rows, quantizer.columns // 2)
     blocks, scales = f"{weight.name}_blocks", f"{weight.name}_scales"
     codes_shape = (*quantizer.leading_shape, quantizer.rows, quantizer.columns // 32, 16)

@@ -8,7 +8,7 @@ from itertools import accumulate
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from portable.converters.errors import CheckpointError
+from portable.converters.errors import DamagedCheckpointError
 from portable.converters.lazy_numpy import np
 from portable.converters.storage.byte_sources import (
     ByteSource,
@@ -534,20 +534,15 @@ def check_shape(name: str, dtype: str, shape: Sequence[int]) -> Shape:
     """
     shape = tuple(shape)
     if len(shape) > MAX_DIMS:
-        raise CheckpointError(
-            f"{name}: impossible shape with {len(shape)} dimensions, more than PyTorch supports; "
-            "the file is damaged, so restore it from a backup"
+        raise DamagedCheckpointError(
+            f"{name}: impossible shape with {len(shape)} dimensions, more than PyTorch supports"
         )
     if shape and not 0 <= min(shape) <= max(shape) <= _MAX_BYTES:
-        raise CheckpointError(
-            f"{name}: impossible shape with a size that is negative or at least 2**63; "
-            "the file is damaged, so restore it from a backup"
+        raise DamagedCheckpointError(
+            f"{name}: impossible shape with a size that is negative or at least 2**63"
         )
     if prod(shape) * get_itemsize(dtype) > _MAX_BYTES:
-        raise CheckpointError(
-            f"{name}: impossible shape {list(shape)} with 2**63 bytes or more; "
-            "the file is damaged, so restore it from a backup"
-        )
+        raise DamagedCheckpointError(f"{name}: impossible shape {list(shape)} with 2**63 bytes or more")
     return shape
 
 

@@ -6,7 +6,7 @@ from itertools import pairwise, product
 from math import prod
 from typing import TYPE_CHECKING
 
-from portable.converters.errors import CheckpointError, DamagedCheckpointError
+from portable.converters.errors import DamagedCheckpointError, UnsupportedCheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -89,7 +89,9 @@ def _has_gap_or_overlap(name: str, shape: tuple[int, ...], boxes: Sequence[Exten
     """
     cut = [d for d in range(len(shape)) if any(sizes[d] != shape[d] for _, sizes in boxes)]
     if len(boxes) << len(cut) > max(_CORNERS, len(boxes) << _MAX_CUT):
-        raise CheckpointError(f"{name}: is sharded along {len(cut)} dimensions, which is not supported")
+        raise UnsupportedCheckpointError(
+            f"{name}: is sharded along {len(cut)} dimensions, which is not supported"
+        )
     corners: dict[str, int] = {}
     for sign, (offsets, sizes) in ((-1, ((0,) * len(shape), shape)), *((1, box) for box in boxes)):
         edges = [((offsets[d], 1), (offsets[d] + sizes[d], -1)) for d in cut]

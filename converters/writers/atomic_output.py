@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from portable.converters.config_and_tokenizer_files import list_companion_names
-from portable.converters.errors import CommandError
+from portable.converters.errors import CommandError, format_os_error
 from portable.converters.storage.folder_operations import copy_file, fsync_path
 from portable.converters.storage.output_file import BLOCK_BYTES, OutputFile, can_share_blocks, write_new_file
 from portable.converters.storage.path_or_url import is_in_store, is_within, resolve_links
@@ -73,7 +73,7 @@ def validate_output_path(
         if not is_in_store(out) and out.is_symlink():
             raise CommandError(f"{out}: is a link; specify the file that it points to")
         if out.exists() and not out.is_file():
-            raise CommandError(f"{out}: is not a file")
+            raise CommandError(f"{out}: is not a file; choose another file")
         if out.exists() and not overwrite:
             raise CommandError(f"{out}: already exists; choose another file, or add --overwrite")
     elif is_in_store(target):
@@ -113,9 +113,12 @@ def _check_output_folder(out: Path, overwrite: bool, replaceable_names: Collecti
     if out.is_symlink():
         raise CommandError(f"{out}: is a link; specify the folder that it points to")
     if not target.is_dir():
-        raise CommandError(f"{out}: is not a folder")
+        raise CommandError(f"{out}: is not a folder; choose another folder")
     if Path.cwd().is_relative_to(target) or Path.home().is_relative_to(target):
-        raise CommandError(f"{out}: contains the current folder or the home folder, so it is not replaced")
+        raise CommandError(
+            f"{out}: contains the current folder or the home folder, so it is not replaced; choose another "
+            "folder"
+        )
     check_folder_replaceable(
         out, {entry.name + "/" * entry.is_dir() for entry in target.iterdir()}, replaceable_names
     )
@@ -265,7 +268,8 @@ def open_atomic_output(
             and needed_bytes - _count_shared_bytes(iter_copied_spans(), target.parent) > free
         ):
             raise CommandError(
-                f"{target}: needs {needed_bytes:,} bytes, but only {free:,} bytes are free on the disk"
+                f"{target}: needs {needed_bytes:,} bytes, but only {free:,} bytes are free on the disk; free "
+                "some space, or choose a folder on another disk"
             )
         temporary, lock = create_locked_folder(target)
         output = FolderOutput(temporary)
@@ -276,7 +280,7 @@ def open_atomic_output(
         )
         created_parents = []
     except OSError as error:
-        raise CommandError(f"{target}: cannot be written: {error.strerror or error}") from None
+        raise CommandError(f"{target}: cannot be written: {format_os_error(error)}") from None
     finally:
         if temporary is not None:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -316,7 +320,7 @@ def join_atomic_output(target: AnyPath, temporary_name: str) -> Iterator[FolderO
     try:
         yield FolderOutput(folder)
     except OSError as error:
-        raise CommandError(f"{target}: cannot be written: {error.strerror or error}") from None
+        raise CommandError(f"{target}: cannot be written: {format_os_error(error)}") from None
 
 
 def _count_shared_bytes(spans: Iterable[FileSpan], folder: Path) -> int:
@@ -355,7 +359,7 @@ def _create_missing_folders(folder: Path) -> list[Path]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise CommandError(f"{folder}: cannot be created: {error.strerror or error}") from None
+        raise CommandError(f"{folder}: cannot be created: {format_os_error(error)}") from None
     return missing
 
 
@@ -375,7 +379,8 @@ def _move_to_target(temporary: Path, target: Path, *, overwrite: bool) -> None:
         temporary.rename(target)
     elif not overwrite:
         raise CommandError(
-            f"{target}: was created by another process during the conversion; nothing was replaced"
+            f"{target}: was created by another process during the conversion, and was not replaced; choose "
+            "another folder"
         )
     else:
         replace_and_delete_folder(temporary, target)

@@ -798,7 +798,7 @@ def _iter_verification_jobs(written_folder: AnyPath, plan: ConversionPlan) -> It
             if written is None or written.shape != entry.tensor.shape or written.dtype != entry.dtype:
                 raise CheckpointError(
                     f"{file.name}: the tensor {entry.name!r} is missing or has an unexpected shape or "
-                    "dtype; this is a bug, so please report it"
+                    "dtype; report this as a bug"
                 )
             yield partial(_check_written_tensor, file.name, entry, written)
 

@@ -76,7 +76,10 @@ def plan_dcp(checkpoint: Checkpoint, choices: ContentOptions) -> ConversionPlan:
     def add_entry(key_path: KeyPath, entry: OutputTensor) -> None:
         key = ".".join(map(str, key_path))
         if key in paths:
-            raise CheckpointError(f"{checkpoint.root}: two tensors would have the name {key!r}")
+            raise CheckpointError(
+                f"{checkpoint.root}: two tensors would have the name {key!r}; rename one of the tensors in "
+                "the checkpoint"
+            )
         paths[key] = key_path
         entries.append(OutputTensor(key, entry.dtype, entry.tensor))
 

@@ -314,7 +314,9 @@ class _ConfigTable:
 
     def __init__(self, values: Any, defaults: Mapping[str, Any], location: str) -> None:
         if not isinstance(values, dict):
-            raise CheckpointError(f"{location[:-1]} {_format_short_json(values)}: is not a table")
+            raise CheckpointError(
+                f"{location[:-1]} {_format_short_json(values)}: is not a table; correct config.json"
+            )
         self.values, self.defaults, self.location = values, defaults, location
         self._untaken_names = set(values)
 
@@ -403,7 +405,8 @@ class _ConfigTable:
         """
         value = self.values.get(name, self.defaults.get(name))
         raise CheckpointError(
-            f"{self.location}{name[:_MAX_SHOWN_LENGTH]} {_format_short_json(value)}, but {reason}"
+            f"{self.location}{name[:_MAX_SHOWN_LENGTH]} {_format_short_json(value)}, but {reason}; convert "
+            "without --to gguf"
         )
 
     def check_all_settings_taken(self, ignored: Container[str] = ()) -> None:

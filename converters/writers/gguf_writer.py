@@ -298,7 +298,10 @@ def _rename_tensors_to_gguf(
         for gguf_name, name in _map_gguf_names_to_names(stacked, model_type, settings, root).items()
     }
     if "output.weight" not in renamed and not settings.ties_embeddings:
-        raise CheckpointError(f"{root}: has no lm_head.weight, but tie_word_embeddings is not true")
+        raise CheckpointError(
+            f"{root}: has no lm_head.weight, but tie_word_embeddings is not true; specify the config.json of "
+            "this model with --config-from"
+        )
     if model_type.writes_tied_head:
         renamed.setdefault("output.weight", renamed["token_embd.weight"])
     return renamed
@@ -338,7 +341,10 @@ def _map_gguf_names_to_names(
             or gguf_name in names_by_gguf
             or (bias and bias[1] not in settings.biased_modules)
         ):
-            raise CheckpointError(f"{root}: {name!r} does not belong to llama.cpp's {model_type.arch}")
+            raise CheckpointError(
+                f"{root}: {name!r} does not belong to llama.cpp's {model_type.arch}; convert without --to "
+                "gguf"
+            )
         names_by_gguf[gguf_name] = name
     return names_by_gguf
 
@@ -405,7 +411,10 @@ def _iter_stacked_experts(
     for name, stack in stacks.items():
         experts = [reshape_tensor(stack[i], (1, *stack[i].shape)) for i in sorted(stack)]
         if sorted(stack) != list(range(count)) or len({expert.shape for expert in experts}) > 1:
-            raise CheckpointError(f"{root}: {name!r} does not have the {count} experts of config.json")
+            raise CheckpointError(
+                f"{root}: {name!r} does not have the {count} experts of config.json; specify the config.json "
+                "of this model with --config-from"
+            )
         yield name, concat_tensors(name, experts, 0)
 
 
@@ -435,7 +444,8 @@ def _convert_tensor_layout(
         size, (rows, *rest) = values["key_length"], tensor.shape
         if rows != heads * size:
             raise CheckpointError(
-                f"{tensor.name}: has {rows} rows, but config.json has {heads} heads of size {size}"
+                f"{tensor.name}: has {rows} rows, but config.json has {heads} heads of size {size}; specify "
+                "the config.json of this model with --config-from"
             )
         if model_type.interleaves_rope:
             split = (heads, 2, size // 2, *rest)
@@ -473,7 +483,9 @@ def _choose_ggml_type(gguf_name: str, dtype: str, shape: Sequence[int], matrix_t
         CheckpointError: If the dtype is not supported.
     """
     if dtype not in CASTABLE_DTYPES:
-        raise CheckpointError(f"{gguf_name}: has dtype {dtype}, which --to gguf does not support")
+        raise CheckpointError(
+            f"{gguf_name}: has dtype {dtype}, which --to gguf does not support; convert without --to gguf"
+        )
     needs_f32 = (
         gguf_name.startswith("position_embd")
         or ".ffn_gate_inp." in gguf_name

@@ -25,7 +25,7 @@ from portable.converters.containers.shard_index import (
     OPTIMIZER_GROUPS_FILE_NAME,
     SINGLE_FILE_NAME,
 )
-from portable.converters.errors import CheckpointError
+from portable.converters.errors import CheckpointError, OptimizerStateError
 from portable.converters.limits import MAX_HEADER
 from portable.converters.storage.folder import CheckpointFolder
 from portable.converters.storage.output_file import BLOCK_BYTES
@@ -229,7 +229,10 @@ def _plan_safetensors_file(
     offset = 0
     for entry in ordered:
         if entry.name in header:
-            raise CheckpointError(f"{name}: two tensors would have the name {entry.name!r}")
+            raise CheckpointError(
+                f"{name}: two tensors would have the name {entry.name!r}; rename one of the tensors in the "
+                "checkpoint"
+            )
         offsets = [offset, offset + entry.nbytes]
         header[entry.name] = {
             "dtype": entry.dtype,
@@ -274,4 +277,6 @@ def _encode_json(value: Any) -> bytes:
     try:
         return text.encode()
     except UnicodeEncodeError:
-        raise CheckpointError("the optimizer's groups contain a string that is not valid Unicode") from None
+        raise OptimizerStateError(
+            "the optimizer's groups contain a string that is not valid Unicode"
+        ) from None

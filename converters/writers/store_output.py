@@ -104,7 +104,7 @@ def check_store_output(out: RemotePath, *, overwrite: bool) -> None:
             and `overwrite` is False.
     """
     if out.is_file():
-        raise CommandError(f"{out}: is not a folder")
+        raise CommandError(f"{out}: is not a folder; choose another folder")
     if not out.exists():
         return
     if overwrite:
@@ -227,13 +227,14 @@ class StoreOutput(StoreUploads):
         there = self._list_present_objects()
         if not self._overwrite and (there or self.folder.exists()):
             raise CommandError(
-                f"{self.folder}: was created by another process during the conversion; nothing was replaced"
+                f"{self.folder}: was created by another process during the conversion, and was not replaced; "
+                "choose another folder"
             )
         for name, object_ in there.items():
             if self._objects_at_start.get(name) != object_:  # it changed after --overwrite was checked
                 raise CheckpointError(
                     f"{to_printable(self._get_path(name))}: was created by another process during the "
-                    f"conversion of {self.folder}; nothing was replaced"
+                    f"conversion of {self.folder}, and was not replaced; choose another folder"
                 )
         if not self._single:
             self._undo_commit = bool if there else self._remove_written_objects

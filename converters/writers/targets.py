@@ -40,7 +40,7 @@ def get_plan_function(output_format: str) -> Callable[[Checkpoint, ContentOption
         CheckpointError: If the format is unknown.
     """
     if output_format not in WRITERS:
-        raise CommandError(f"the format {output_format!r} is not one of {', '.join(WRITERS)}")
+        raise CommandError(f"the format {output_format!r} is unknown; specify one of {', '.join(WRITERS)}")
     module, _, function = WRITERS[output_format].partition(":")
     plan_files: Callable[[Checkpoint, ContentOptions], ConversionPlan] = getattr(
         import_module(module), function

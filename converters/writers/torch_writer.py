@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from portable.converters.config_and_tokenizer_files import plan_companion_files
-from portable.converters.errors import CheckpointError
+from portable.converters.errors import OptimizerStateError
 from portable.converters.tensors.entry import OutputTensor
 from portable.converters.tensors.tensor import Tensor
 from portable.converters.writers.conversion import (
@@ -65,7 +65,7 @@ def _build_optimizer_state_dict(optimizer: OptimizerState, root: AnyPath) -> dic
     names = [name for group in groups for name in group.get("params", [])]
     numbers = {name: number for number, name in enumerate(names)}
     if len(numbers) != len(names) or not optimizer.state.keys() <= numbers.keys():
-        raise CheckpointError(
+        raise OptimizerStateError(
             f"{root}: the optimizer groups do not list each parameter with state exactly once"
         )
     state: dict[int, dict[str, Any]] = {}

@@ -131,7 +131,9 @@ def _check_param_groups(
                 f"{location}: the optimizer contains {name!r}, which is not in the model"
             )
         if "/" in name or "\0" in name or name in (".", "..") or len(name.encode()) > 255:
-            raise CheckpointError(f"{location}: {name!r} cannot be the name of a folder")
+            raise CheckpointError(
+                f"{location}: {name!r} cannot be the name of a folder; rename the tensor in the checkpoint"
+            )
 
 
 def _read_engine_step(checkpoint: Checkpoint, optimizer: OptimizerState) -> int:

@@ -824,9 +824,7 @@ def _resolve_target_names(
         try:
             matches = [name for name in modules if matcher.fullmatch(targets, name)]
         except PatternError as error:
-            raise UserError(
-                f"adapter.target_modules: {to_one_line(error)}; correct adapter.target_modules"
-            ) from error
+            raise UserError(f"adapter.target_modules: {to_one_line(error)}") from error
         names = [name.strip() for name in targets.split(",")]
         if targets == "all":
             remedy = "write all-linear to adapt every linear module"

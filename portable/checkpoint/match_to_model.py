@@ -63,7 +63,9 @@ def match_checkpoint_to_model(checkpoint: Checkpoint, model: nn.Module) -> Store
             )
         raise CheckpointError(f"{checkpoint.root}: has no {min(missing)}; {remedy}")
     if checkpoint.optimizer is None:
-        raise CheckpointError(f"{checkpoint.root}: has no optimizer state; use another checkpoint")
+        raise CheckpointError(
+            f"{checkpoint.root}: has no optimizer state; use a checkpoint that contains the optimizer state"
+        )
     names_in_optimizer = {name for group in checkpoint.optimizer.param_groups for name in group["params"]}
     optimizer, unreached = {}, get_unreached_names(model)
     for name, parameter in model.named_parameters():
@@ -74,7 +76,7 @@ def match_checkpoint_to_model(checkpoint: Checkpoint, model: nn.Module) -> Store
             optimizer[name] = state
         elif name not in names_in_optimizer and name not in unreached:
             raise CheckpointError(
-                f"{checkpoint.root}: has no optimizer state for {name}, which this run trains; use another "
-                "checkpoint"
+                f"{checkpoint.root}: has no optimizer state for {name}; use a checkpoint that trained this "
+                "parameter"
             )
     return StoredState({name: weights[name] for name in model_tensors}, optimizer)

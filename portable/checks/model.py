@@ -47,7 +47,7 @@ def check_model_source(config: RunConfig) -> Iterator[SettingProblem]:
     if name is None and not isinstance(model_config.get("model_type"), str):
         yield SettingProblem(
             ("model.config.model_type",),
-            "model.config.model_type: is not a string; set model.config.model_type to a model type of "
+            "model.config.model_type: is missing; set model.config.model_type to a model type of "
             "transformers, such as llama or bert",
         )
 

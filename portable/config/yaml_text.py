@@ -257,7 +257,7 @@ class _NodeConverter:
             if key in result:
                 first = f", first on line {self.lines[inner]}"
                 raise self._build_error(
-                    key_node, (f"duplicate key {'.'.join(inner)}{first}; remove one of the two")
+                    key_node, f"duplicate key {'.'.join(inner)}{first}; remove one of the two"
                 )
             self.lines[inner] = line
             result[key] = self.convert_node(value_node, inner)

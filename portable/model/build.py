@@ -766,8 +766,8 @@ def apply_model_function(
     result = model if result is None else result
     if not isinstance(result, PreTrainedModel):
         raise UserError(
-            f"{context}: returns a {type(result).__name__}, not a transformers model or None; return one of "
-            "the two"
+            f"{context}: returns a {type(result).__name__}, not a transformers model or None; return the "
+            "model, or None"
         )
     scalars = [name for name, p in result.named_parameters() if p.dim() == 0 and name not in names]
     require(

@@ -106,8 +106,8 @@ class Lease:
             self._detect_takeover()
         if self._taken_by is not None:
             raise RunError(
-                f"output_dir: another run has started to write to {self._place} ({self._taken_by}), so "
-                "this run has stopped writing; choose another URL for one of the two runs"
+                f"output_dir: another run has started to write to {self._place} ({self._taken_by}), "
+                "so this run has stopped writing; use a separate output_dir for each run"
             )
 
     def _detect_takeover(self) -> Any:

@@ -67,7 +67,8 @@ class NodeWriters:
                 raise failure from error
             self.has_lost_a_process = True
             raise CheckpointError(
-                f"another node that writes the model has stopped ({to_one_line(error)[:200]})"
+                f"another node that writes the model has stopped ({to_one_line(error)[:200]}); read the "
+                "error of that node, and run the command again"
             ) from error
         if failure is not None:
             raise failure

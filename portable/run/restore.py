@@ -132,8 +132,7 @@ def _build_and_load_engine(
             )
         damaged.append((candidate, outcome if isinstance(outcome, DamagedError) else None))
     raise damaged[0][1] or RunError(
-        f"checkpoint.resume: another rank could not read {source}; check that every node can read the "
-        "checkpoint"
+        f"checkpoint.resume: another rank could not read {source}; read the error message of that rank"
     )
 
 
@@ -253,8 +252,7 @@ def _adopt_external(prepared: PreparedRun, source: AnyPath) -> AdoptedCheckpoint
         error = refusal
     if backend.reduce_any(error is not None):
         raise error or RunError(
-            f"checkpoint.resume: another rank could not read {source}; check that every node can read the "
-            "checkpoint"
+            f"checkpoint.resume: another rank could not read {source}; read the error message of that rank"
         )
     if adopted is not None:
         check_ranks_agree(backend, {f"the position of {source.name}": [adopted.step, adopted.samples]})

@@ -189,7 +189,9 @@ def test_full_state_dict_errors_name_reason(tmp_path: Path) -> None:
     assert "torch.nn.modules.linear.Linear" in said(nn.Linear(2, 2))
     assert "_rebuild_sparse" in said({"a": torch.eye(2).to_sparse()})
     conjugate = torch.randn(2, dtype=torch.complex64).conj()  # lazily: the stored bytes are not its value
-    assert "contains a lazily conjugated or negated tensor; save the tensor after" in said({"a": conjugate})
+    assert "contains a lazily conjugated or negated tensor, which is only supported after" in said(
+        {"a": conjugate}
+    )
     assert "'model.b' is a numpy array; save the array as" in said({"model": {"a": tensor, "b": np.ones(2)}})
     assert "one rank's part" in said({"a": tensor}, "pytorch_model_fsdp_rank0.bin")
     loop: dict[str, Any] = {"a": tensor}

@@ -229,7 +229,9 @@ def write_shard_checksums(folder: str | AnyPath, items: Mapping[str, Mapping[str
     folder = parse_path_or_url(folder)
     metadata = {name: isal_zlib.crc32((folder / name).read_bytes()) for name in list_metadata_files(folder)}
     if not metadata:
-        raise CheckpointError(f"{folder}: contains no DCP metadata")
+        raise CheckpointError(
+            f"{folder}: contains no DCP metadata; write the checkpoint before its checksums"
+        )
     document = {"version": _VERSION, "metadata": metadata, "items": items}
     write_new_file(folder / CHECKSUMS, (json.dumps(document) + "\n").encode())
 

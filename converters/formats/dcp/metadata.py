@@ -29,7 +29,7 @@ from portable.converters.containers.untrusted_values import (
     require_mapping,
     require_shape,
 )
-from portable.converters.errors import CheckpointError, DamagedCheckpointError
+from portable.converters.errors import CheckpointError, DamagedCheckpointError, UnsupportedCheckpointError
 from portable.converters.formats.dcp.checksums import Region, list_metadata_files, read_shard_checksums
 from portable.converters.limits import MAX_PATH, MAX_TENSOR_NAME
 from portable.converters.tensors.dtypes import FROM_TORCH
@@ -328,7 +328,9 @@ def _parse_tensor_properties(description: PickledInstance, key: str, location: s
     dtype = state[0] if isinstance(state, tuple) and state else None
     name = dtype.key.removeprefix("torch.") if isinstance(dtype, PickledGlobal) else "?"
     if name not in FROM_TORCH:
-        raise CheckpointError(f"{location}: {key!r} has the element type {name}, which is not supported")
+        raise UnsupportedCheckpointError(
+            f"{location}: {key!r} has the element type {name}, which is not supported"
+        )
     chunk_name = f"a chunk of {key!r}"
     extents = []
     for chunk in require_list(fields.get("chunks"), f"the list of chunks of {key!r}", location):

@@ -12,7 +12,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from portable.converters.containers.torchzip import StoredTensor
-from portable.converters.errors import CheckpointError, DamagedCheckpointError
+from portable.converters.errors import CheckpointError, DamagedCheckpointError, MixedCheckpointError
 from portable.converters.lazy_numpy import np
 from portable.converters.storage.byte_sources import FileSpan, SourceSlice
 from portable.converters.tensors.casting import round_to_dtype
@@ -134,9 +134,9 @@ def compare_with_module_weights(
             if same is None:
                 continue
             if not same:
-                raise CheckpointError(
+                raise MixedCheckpointError(
                     f"{location}: {share.complete_names[name]!r} differs from rank {share.ranks[rank]}'s "
-                    "optimizer states; the files are damaged, or from different runs or steps"
+                    "optimizer states"
                 )
             compared += 1
     return compared

@@ -6,7 +6,7 @@ import re
 from typing import TYPE_CHECKING, NamedTuple
 
 from portable.converters.containers.torchzip import StoredTensor
-from portable.converters.errors import CheckpointError, DamagedCheckpointError
+from portable.converters.errors import DamagedCheckpointError, UnsupportedCheckpointError
 from portable.converters.formats.deepspeed.rank_files import load_rank_file
 
 if TYPE_CHECKING:
@@ -54,10 +54,10 @@ def iter_layer_tensors(
     for name in files:
         location, match = str(folder.path / name), pattern.fullmatch(name)
         if match is None:
-            raise CheckpointError(f"{location}: {name_error}")
+            raise UnsupportedCheckpointError(f"{location}: {name_error}")
         for key, value in load_rank_file(folder, name).items():
             if not isinstance(key, str) or not isinstance(value, StoredTensor):
-                raise CheckpointError(f"{location}: does not contain the weights of a layer")
+                raise DamagedCheckpointError(f"{location}: does not contain the weights of a layer")
             yield LayerTensor(location, int(match[1]), key, value)
 
 

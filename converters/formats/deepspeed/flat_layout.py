@@ -21,7 +21,7 @@ from itertools import pairwise
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
-from portable.converters.errors import CheckpointError, DamagedCheckpointError
+from portable.converters.errors import DamagedCheckpointError
 from portable.converters.limits import MAX_COUNT
 from portable.converters.storage.byte_sources import ConcatenatedSources, SourceSlice
 from portable.converters.tensors.dtypes import get_itemsize
@@ -225,7 +225,7 @@ class Stage12GroupLayout:
             start += prod(shape) + gap
         self.used_numel = start
         if start > slice_numel * world_size:
-            raise CheckpointError(
+            raise DamagedCheckpointError(
                 f"{location}: the ranks have {slice_numel * world_size} elements of a group whose "
                 f"parameters have {start}"
             )
@@ -254,7 +254,7 @@ class Stage12GroupLayout:
         unpadded_lengths = [self.count_unpadded_elements(rank) for rank in range(self.world_size)]
         lengths = [piece.numel for piece in flat]
         if lengths not in (unpadded_lengths, [self.slice_numel] * self.world_size):
-            raise CheckpointError(
+            raise DamagedCheckpointError(
                 f"{self.location}: the ranks' slices of {suffix.lstrip('.') or 'a group'} do not have "
                 "the lengths of its parameters"
             )

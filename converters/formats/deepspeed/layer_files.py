@@ -20,7 +20,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from portable.converters.checkpoint import OptimizerState
-from portable.converters.errors import CheckpointError, DamagedCheckpointError
+from portable.converters.errors import DamagedCheckpointError, MixedCheckpointError
 from portable.converters.formats.deepspeed.checks import check_equal_copies, has_equal_rounded_sample
 from portable.converters.formats.deepspeed.expert_files import iter_layer_tensors
 from portable.converters.formats.deepspeed.rank_files import NamedWeights
@@ -133,10 +133,7 @@ class LayerFiles:
                 key for key in copies if name in buffers or has_equal_rounded_sample(tensor, unassigned[key])
             ]
             if copies and not fitting:
-                raise CheckpointError(
-                    f"{self.location}: {name!r} differs from the files of the layers; the files are from "
-                    "two runs or steps"
-                )
+                raise MixedCheckpointError(f"{self.location}: {name!r} differs from the files of the layers")
             for key in fitting:
                 del unassigned[key]
         return NamedWeights({**tensors, **unassigned}, aliases)

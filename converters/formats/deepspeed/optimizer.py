@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from portable.converters.checkpoint import OptimizerState, ParamGroups, Scalar
 from portable.converters.containers.pickle_reader import to_json_value
 from portable.converters.containers.torchzip import StoredTensor
-from portable.converters.errors import CheckpointError, DamagedCheckpointError
+from portable.converters.errors import DamagedCheckpointError, OptimizerStateError
 from portable.converters.formats.deepspeed.flat_layout import (
     GroupLayout,
     GroupOnRanks,
@@ -204,7 +204,7 @@ def _build_group_state(
             continue
         count = read_number(first, f"{ranks[0].location}: {state_name}")
         if count is None:
-            raise CheckpointError(
+            raise OptimizerStateError(
                 f"{ranks[0].location}: the optimizer state {state_name!r} is neither flat nor a number"
             )
         for rank, value in zip(ranks, values, strict=True):

@@ -26,7 +26,12 @@ from portable.converters.containers.untrusted_values import (
     require_names,
     require_shape,
 )
-from portable.converters.errors import CheckpointError, DamagedCheckpointError
+from portable.converters.errors import (
+    CheckpointError,
+    DamagedCheckpointError,
+    MixedCheckpointError,
+    UnsupportedCheckpointError,
+)
 from portable.converters.formats.deepspeed.flat_layout import (
     Fragment,
     Stage3GroupLayout,
@@ -191,7 +196,7 @@ def load_rank_file(folder: CheckpointFolder, name: str) -> dict[str, Any]:
     archive.check_not_renamed()
     content = archive.load_object(STANDINS, PREFIXES)
     if not isinstance(content, dict):
-        raise CheckpointError(f"{file.path}: is not a DeepSpeed file")
+        raise DamagedCheckpointError(f"{file.path}: is not a DeepSpeed file")
     return content
 
 
@@ -290,9 +295,11 @@ def read_model_file(folder: CheckpointFolder, name: str) -> ModelFile:
     location = str(folder.path / name)
     module = content.get("module")
     if not isinstance(module, (dict, type(None))) or not {"module", "buffer_names"} <= content.keys():
-        raise CheckpointError(f"{location}: is not a DeepSpeed model states file")
+        raise DamagedCheckpointError(f"{location}: is not a DeepSpeed model states file")
     if any(content.get(key) is not None for key in ("autoep_layers", "ds_autoep_layers")):
-        raise CheckpointError(f"{location}: expert parallel checkpoints of AutoEP are not supported")
+        raise UnsupportedCheckpointError(
+            f"{location}: expert parallel checkpoints of AutoEP are not supported"
+        )
     groups = content.get("param_shapes")
     if isinstance(groups, dict):
         groups = [groups]
@@ -427,9 +434,9 @@ def read_optim_file(folder: CheckpointFolder, name: str) -> OptimFile:
     location = str(folder.path / name)
     state = content.get("optimizer_state_dict")
     if not isinstance(state, dict):
-        raise CheckpointError(f"{location}: is not a DeepSpeed optimizer states file")
+        raise DamagedCheckpointError(f"{location}: is not a DeepSpeed optimizer states file")
     if "ds_zero_partition_groups" in state:
-        raise CheckpointError(f"{location}: expert parallel checkpoints are not supported")
+        raise UnsupportedCheckpointError(f"{location}: expert parallel checkpoints are not supported")
     config = content.get("ds_config")
     return OptimFile(location, state, content.get("ds_version"), config if isinstance(config, dict) else {})
 
@@ -493,7 +500,7 @@ def combine_with_model_states(
         if stage == 3 and name not in model.buffers and not prod(value.shape):
             if name in excluded and model.frozen_shapes is None:
                 continue
-            raise CheckpointError(f"{model.location}: lists {name!r}, whose values were not saved")
+            raise UnsupportedCheckpointError(f"{model.location}: lists {name!r}, whose values were not saved")
         tensors[name] = to_lazy_tensor(value, name)
     missing = next((name for name in model.buffers if name not in tensors and name not in aliases), None)
     if missing is not None:
@@ -609,9 +616,7 @@ def check_equal_records(location: str, description: str, ours: Any, first: Any) 
         CheckpointError: If the records differ, so the files are of two runs or steps.
     """
     if ours != first:
-        raise CheckpointError(
-            f"{location}: {description} differs from the first rank; the files are from two runs or steps"
-        )
+        raise MixedCheckpointError(f"{location}: {description} differs from the first rank")
 
 
 def require_contiguous(value: Any, location: str, *, any_shape: bool = False) -> StoredTensor:

@@ -12,7 +12,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from portable.converters.containers.pickle_reader import format_untrusted_value
-from portable.converters.errors import CheckpointError, DamagedCheckpointError
+from portable.converters.errors import (
+    CheckpointError,
+    DamagedCheckpointError,
+    MixedCheckpointError,
+    UnsupportedCheckpointError,
+)
 from portable.converters.formats import CheckpointPath, Format
 from portable.converters.formats.deepspeed.expert_files import ExpertFiles
 from portable.converters.formats.deepspeed.layer_files import LayerFiles, merge_stage_optimizers
@@ -101,10 +106,6 @@ def _explain_incomplete(source: CheckpointPath) -> str | None:
     return None
 
 
-_NO_ZERO = "tensor, pipeline and expert parallel checkpoints of runs without ZeRO are not supported"
-_NO_STATES = "the optimizer states of all ranks are missing"
-
-
 def _check_one_accelerate_model(path: AnyPath, tag_folder: AnyPath) -> None:
     """Check that Accelerate did not save several models.
 
@@ -140,7 +141,12 @@ def _open_deepspeed_checkpoint(source: CheckpointPath, path: AnyPath) -> Checkpo
     num_runs = _read_parallel_degree(path, names, model)
     if not names.optim:
         if names.has_model_per_rank or num_runs > 1 or model.is_pipeline or names.experts:
-            raise CheckpointError(f"{path}: {_NO_ZERO if model.group_shapes is None else _NO_STATES}")
+            if model.group_shapes is None:
+                raise UnsupportedCheckpointError(
+                    f"{path}: tensor, pipeline and expert parallel checkpoints of runs without ZeRO are not "
+                    "supported"
+                )
+            raise DamagedCheckpointError(f"{path}: the optimizer states of all ranks are missing")
         return open_unsharded_checkpoint(folder, model, source.path)
     models = [
         model,
@@ -219,11 +225,15 @@ def _read_parallel_degree(path: AnyPath, names: RankFileNames, model: ModelFile)
     """
     tensor_ranks, stages = model.parallel_degrees
     if names.experts and not model.content.get("num_experts"):
-        raise CheckpointError(f"{path / names.experts[0]}: is expert parallel, but {model.location} is not")
+        raise MixedCheckpointError(
+            f"{path / names.experts[0]}: is expert parallel, but {model.location} is not"
+        )
     if names.layers and not model.is_pipeline:
-        raise CheckpointError(f"{path / names.layers[0]}: is pipeline parallel, but {model.location} is not")
+        raise MixedCheckpointError(
+            f"{path / names.layers[0]}: is pipeline parallel, but {model.location} is not"
+        )
     if bool(names.experts) + (tensor_ranks > 1) + model.is_pipeline > 1:
-        raise CheckpointError(
+        raise UnsupportedCheckpointError(
             f"{path}: checkpoints that combine tensor, pipeline or expert parallel ranks are not supported"
         )
     kind, degree = ("pipeline", stages) if model.is_pipeline else ("tensor", tensor_ranks)

@@ -18,7 +18,13 @@ from typing import TYPE_CHECKING, Any
 from portable.converters.checkpoint import OptimizerState
 from portable.converters.containers.pickle_reader import to_json_value
 from portable.converters.containers.untrusted_values import get_list_or_empty, get_mapping_or_empty
-from portable.converters.errors import CheckpointError, DamagedCheckpointError, prefix_checkpoint_errors
+from portable.converters.errors import (
+    CheckpointError,
+    DamagedCheckpointError,
+    OptimizerStateError,
+    UnsupportedCheckpointError,
+    prefix_checkpoint_errors,
+)
 from portable.converters.formats.deepspeed.checks import check_equal_copies
 from portable.converters.formats.deepspeed.rank_files import NamedWeights, check_equal_records
 from portable.converters.limits import MAX_SETTINGS
@@ -56,7 +62,7 @@ class AutoTpLayout:
         self.num_ranks = degree
         self.info = to_json_value(info, limit=MAX_SETTINGS)
         if not isinstance(self.info, dict) or not isinstance(self.info.get(_REPLICATED), list):
-            raise CheckpointError(
+            raise UnsupportedCheckpointError(
                 f"{location}: tensor parallel ranks are supported only if their files record how the "
                 f"parameters are sharded ({INFO})"
             )
@@ -65,7 +71,7 @@ class AutoTpLayout:
         if partition_map is not None and (
             not isinstance(self.affine_maps, dict) or partition_map.get("version") != _VERSION
         ):
-            raise CheckpointError(
+            raise UnsupportedCheckpointError(
                 f"{location}: tensor parallel affine maps of another version are not supported"
             )
 
@@ -86,10 +92,10 @@ class AutoTpLayout:
             )
         key = f"^{re.escape(name)}$"
         if key in get_mapping_or_empty(self.info.get(_UNSUPPORTED)):
-            raise CheckpointError(f"{location}: is sharded in a way that DeepSpeed cannot merge")
+            raise UnsupportedCheckpointError(f"{location}: is sharded in a way that DeepSpeed cannot merge")
         if self.affine_maps is not None:
             if key not in self.affine_maps:
-                raise CheckpointError(
+                raise UnsupportedCheckpointError(
                     f"{location}: the checkpoint does not record how it is sharded (no affine map)"
                 )
             return self._merge_by_affine_map(name, self.affine_maps[key], parts, location)
@@ -98,7 +104,9 @@ class AutoTpLayout:
             for entry in get_list_or_empty(self.info.get(_SUB_PARAMS))
         ]
         if any(not isinstance(patterns, list) or key in patterns for patterns in sub_parameter_patterns):
-            raise CheckpointError(f"{location}: tensor parallel parts of sub-parameters are not supported")
+            raise UnsupportedCheckpointError(
+                f"{location}: tensor parallel parts of sub-parameters are not supported"
+            )
         if key in self.info[_REPLICATED]:
             check_equal_copies(parts, location)
             return parts[0]
@@ -210,7 +218,7 @@ def merge_rank_optimizers(runs: Sequence[SavedRun], layout: AutoTpLayout) -> Opt
     state: dict[str, dict[str, Tensor | Scalar]] = {}
     for run, rank_optimizer in zip(runs, ranks, strict=True):
         if rank_optimizer is None:
-            raise CheckpointError(
+            raise OptimizerStateError(
                 f"{run.first_model_file.location}: this tensor parallel rank has no optimizer"
             )
         check_equal_records(

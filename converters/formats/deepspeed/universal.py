@@ -20,7 +20,12 @@ from portable.converters.checkpoint import OptimizerState, Scalar
 from portable.converters.containers.pickle_reader import format_untrusted_value
 from portable.converters.containers.shard_index import check_rank_files_complete
 from portable.converters.containers.torchzip import StoredTensor, TorchZip
-from portable.converters.errors import CheckpointError, DamagedCheckpointError
+from portable.converters.errors import (
+    CheckpointError,
+    DamagedCheckpointError,
+    MixedCheckpointError,
+    UnsupportedCheckpointError,
+)
 from portable.converters.formats import CheckpointPath, Format
 from portable.converters.formats.deepspeed.checks import sample_rounds_to_weight
 from portable.converters.formats.deepspeed.flat_layout import Stage3GroupLayout, to_flat_piece
@@ -148,7 +153,7 @@ class _UniversalFiles:
         self.common_state = self._read_common_state()
         stage = self.common_state.get("zero_stage", 1)
         if type(stage) is not int or stage not in (1, 2, 3):
-            raise CheckpointError(f"{folder.path / COMMON}: the ZeRO stage is unknown")
+            raise UnsupportedCheckpointError(f"{folder.path / COMMON}: the ZeRO stage is unknown")
         self.stage: int = stage
         names = find_rank_files(folder.path)
         if names is None or not names.model:
@@ -165,19 +170,22 @@ class _UniversalFiles:
             *(name for files in parallel_files for name in files.values()),
         ]
         if parallel:
-            raise CheckpointError(
+            raise UnsupportedCheckpointError(
                 f"{folder.path / parallel[0]}: universal checkpoints of tensor, pipeline or expert parallel "
                 "runs are not supported"
             )
         ranks = names.model[0]
         if names.optim or names.has_model_per_rank != (self.stage == 3):
-            raise CheckpointError(f"{self.location}: contains files from a run with another ZeRO stage")
+            raise CheckpointError(
+                f"{self.location}: contains files from a run with another ZeRO stage; remove the files of "
+                "the other run"
+            )
         self.world_size = self._get_world_size()
         check_rank_files_complete(folder.path, ranks, self.world_size if self.stage == 3 else 1, "model")
         first, *others = ranks.values()
         self.model = read_model_file(folder, first)
         if self.model.group_shapes is None:
-            raise CheckpointError(f"{self.model.location}: has no param_shapes")
+            raise DamagedCheckpointError(f"{self.model.location}: has no param_shapes")
         self.models = read_model_files(folder, self.model, others)
         self.group_shapes: list[ParameterShapes] = self.model.group_shapes
         self.shapes: ParameterShapes = {
@@ -196,11 +204,11 @@ class _UniversalFiles:
         """
         common = load_zero_file(self.folder, COMMON)
         if not isinstance(common, dict):
-            raise CheckpointError(
+            raise DamagedCheckpointError(
                 f"{self.folder.path / COMMON}: is not the optimizer state of a universal checkpoint"
             )
         if "ds_zero_partition_groups" in common:
-            raise CheckpointError(
+            raise UnsupportedCheckpointError(
                 f"{self.folder.path / COMMON}: expert parallel checkpoints are not supported"
             )
         return common
@@ -295,7 +303,7 @@ class _UniversalFiles:
         allowed_keys = ("param", "cat_dim", NAME)
         extra = [key for key in content if key not in allowed_keys] if isinstance(content, dict) else []
         if extra:
-            raise CheckpointError(
+            raise UnsupportedCheckpointError(
                 f"{location}: was merged from tensor parallel ranks ({extra[0]}), which is not supported"
             )
         stored = require_contiguous(value, location, any_shape=True)
@@ -343,10 +351,7 @@ class _UniversalFiles:
                 sample_rounds_to_weight(to_flat_piece(master), start, copy, count - copy_start, copy_start)
                 is False
             ):
-                raise CheckpointError(
-                    f"{location}: the values differ from {copy_description}; the file is from another "
-                    "parameter or step"
-                )
+                raise MixedCheckpointError(f"{location}: the values differ from {copy_description}")
 
     def build_checkpoint(self, root: AnyPath) -> Checkpoint:
         """Build the checkpoint from all files."""

@@ -14,7 +14,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from portable.converters.containers.torchzip import StoredTensor
-from portable.converters.errors import CheckpointError, DamagedCheckpointError, OptimizerStateError
+from portable.converters.errors import DamagedCheckpointError, OptimizerStateError, UnsupportedCheckpointError
 from portable.converters.formats.deepspeed.checks import sample_rounds_to_weight
 from portable.converters.formats.deepspeed.flat_layout import (
     GroupOnRanks,
@@ -159,16 +159,18 @@ def _name_shaped_masters(
     )
     if isinstance(positions, int):
         count = "several ways" if positions else "no way"
-        raise CheckpointError(
-            f"{location}: the fp32 masters have no names, and can be matched to the weights in {count}; "
-            "masters of Muon have another order, which is not supported without ZeRO"
+        raise UnsupportedCheckpointError(
+            f"{location}: the fp32 masters have no names, and can be matched to the weights in {count} "
+            "(the order of Muon's masters is not supported without ZeRO)"
         )
     names_by_group = [[""] * len(group) for group in masters_by_group]
     tensors = {}
     for name, (group, index) in positions.items():
         master = masters_by_group[group][index]
         if sample_rounds_to_weight(to_flat_piece(master), 0, stored[name], prod(master.shape)) is False:
-            raise CheckpointError(f"{location}: the weight {name!r} differs from its rounded fp32 master")
+            raise DamagedCheckpointError(
+                f"{location}: the weight {name!r} differs from its rounded fp32 master"
+            )
         names_by_group[group][index] = name
         tensors[name] = to_lazy_tensor(master, name)
     return _Fp32Masters(tensors, names_by_group)
@@ -201,7 +203,7 @@ def _split_flat_masters(
             and sample_rounds_to_weight(flat_master, positions[group], stored[name], count)
         ]
         if len(fitting) > 1:
-            raise CheckpointError(
+            raise UnsupportedCheckpointError(
                 f"{location}: the weight {name!r} matches several entries of fp32_groups_flat"
             )
         for group in fitting:
@@ -212,7 +214,9 @@ def _split_flat_masters(
     if positions != [flat_master.numel for flat_master in flat_masters] or any(
         stored[name].shape in trained_shapes for name in frozen
     ):
-        raise CheckpointError(f"{location}: fp32_groups_flat does not match the weights unambiguously")
+        raise UnsupportedCheckpointError(
+            f"{location}: fp32_groups_flat does not match the weights unambiguously"
+        )
     layouts = [
         Stage12GroupLayout(group, [0] * len(group), 1, flat_master.numel, location)
         for group, flat_master in zip(shapes, flat_masters, strict=True)
@@ -255,5 +259,5 @@ def _build_flat_optimizer(
     ]
     built = build_zero_optimizer(1, [optim_file], layouts, shares)
     if built is None:
-        raise CheckpointError(f"{location}: the optimizer has no state")
+        raise OptimizerStateError(f"{location}: the optimizer has no state")
     return built

@@ -12,7 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from portable.converters.containers.pickle_reader import format_untrusted_value, to_json_value
 from portable.converters.containers.shard_index import check_rank_files_complete
-from portable.converters.errors import CheckpointError, DamagedCheckpointError
+from portable.converters.errors import (
+    DamagedCheckpointError,
+    MixedCheckpointError,
+    UnsupportedCheckpointError,
+)
 from portable.converters.formats.deepspeed.checks import compare_with_module_weights
 from portable.converters.formats.deepspeed.deferred_files import (
     MASTERS,
@@ -107,19 +111,20 @@ class SavedRun:
         self.bf16_optimizer = "zero_stage" not in first.state and MASTERS in first.state
         stage = 1 if self.bf16_optimizer else first.state.get("zero_stage")
         if type(stage) is not int or stage not in (1, 2, 3):
-            raise CheckpointError(f"{first.location}: unknown ZeRO stage {format_untrusted_value(stage)}")
+            raise UnsupportedCheckpointError(
+                f"{first.location}: unknown ZeRO stage {format_untrusted_value(stage)}"
+            )
         self.stage: int = stage
         if expert_files is not None and stage == 3:
-            raise CheckpointError(f"{location}: expert parallel checkpoints of ZeRO-3 are not supported")
+            raise UnsupportedCheckpointError(
+                f"{location}: expert parallel checkpoints of ZeRO-3 are not supported"
+            )
         self.partition_counts = get_partition_counts(first.state, first.location)
         self.world_size = max(self.partition_counts)
         check_rank_files_complete(folder.path, optim_names, self.world_size, "optimizer")
         self._read_zero_options(first)
         if per_rank_model != (self.stage == 3):
-            raise CheckpointError(
-                f"{location}: the model states are not of ZeRO stage {self.stage}; the files are from two "
-                "runs"
-            )
+            raise MixedCheckpointError(f"{location}: the model states are not of ZeRO stage {self.stage}")
         check_rank_files_complete(
             folder.path, model_names, self.world_size if self.stage == 3 else 1, "model"
         )
@@ -134,10 +139,12 @@ class SavedRun:
                 for rank, name in model_names.items()
             ]
         if self.first_model_file.group_shapes is None:
-            why = (
-                "; bf16 pipelines without ZeRO are not supported" if self.first_model_file.is_pipeline else ""
-            )
-            raise CheckpointError(f"{self.first_model_file.location}: has no param_shapes{why}")
+            if self.first_model_file.is_pipeline:
+                raise UnsupportedCheckpointError(
+                    f"{self.first_model_file.location}: has no param_shapes, and bf16 pipelines without ZeRO "
+                    "are not supported"
+                )
+            raise DamagedCheckpointError(f"{self.first_model_file.location}: has no param_shapes")
         self.group_shapes = self.first_model_file.group_shapes
         self.shares = [
             share for group in range(len(self.group_shapes)) for share in self._compute_shares(group)
@@ -284,12 +291,12 @@ class SavedRun:
         # With MiCS, each group of this many ranks has the complete model. All groups write the same files.
         self.uses_mics = type(shards) is int and shards > 0
         if self.uses_mics and (self.stage, self.world_size) != (3, shards):
-            raise CheckpointError(
+            raise UnsupportedCheckpointError(
                 f"{first.location}: MiCS checkpoints of {shards} shards with {self.world_size} ranks in a "
                 f"group, in stage {self.stage}, are not supported"
             )
         if self.zero_options.get("zero_quantized_nontrainable_weights") is True:
-            raise CheckpointError(f"{first.location}: quantized frozen weights are not supported")
+            raise UnsupportedCheckpointError(f"{first.location}: quantized frozen weights are not supported")
 
     def _check_files_of_one_run(self) -> None:
         """Compare the records of the optimizer states with the first file, and with the model states.
@@ -306,7 +313,7 @@ class SavedRun:
                 check_equal_records(model.location, record, value, first[record])
         count = model.get_counter("dp_world_size")
         if count is not None and (count % self.world_size if self.uses_mics else count != self.world_size):
-            raise CheckpointError(
+            raise MixedCheckpointError(
                 f"{model.location}: has a world size of {count}, but the optimizer states have "
                 f"{self.world_size}"
             )

@@ -77,7 +77,7 @@ class RankCopies:
                 raise DamagedCheckpointError(
                     f"{self.location}: is replicated, but the values of rank {next(iter(self.copies))} "
                     "and rank "
-                    f"{rank} differ; the checkpoint is damaged"
+                    f"{rank} differ"
                 )
         return first
 

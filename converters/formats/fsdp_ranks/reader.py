@@ -22,6 +22,7 @@ from portable.converters.containers.torchzip import StoredTensor
 from portable.converters.errors import (
     CheckpointError,
     DamagedCheckpointError,
+    MixedCheckpointError,
     OptimizerStateError,
     prefix_checkpoint_errors,
 )
@@ -197,7 +198,10 @@ class _FsdpRankFiles:
         for (rank, name), content in zip(files.items(), contents, strict=True):
             if not isinstance(content, dict):
                 location = str(self.folder.path / name)
-                raise CheckpointError(f"{location}: is not a state dict but a {type(content).__name__}")
+                raise CheckpointError(
+                    f"{location}: is not a state dict but a {type(content).__name__}; save the state_dict() "
+                    "of the model"
+                )
             yield rank, content
 
     def merge_rank_contents(self, kind: str) -> dict[Any, Any]:
@@ -306,9 +310,7 @@ def _merge_rank_into(
         elif key not in merged:
             merged[key] = value
         elif to_json_value(previous) != to_json_value(value):
-            raise CheckpointError(
-                f"{location}: the value of {name} differs between the ranks; the files may be from two runs"
-            )
+            raise MixedCheckpointError(f"{location}: the value of {name} differs between the ranks")
 
 
 def _replace_with_tensors(value: Any, parts_by_id: dict[int, RankParts]) -> Any:

@@ -21,7 +21,7 @@ from portable.converters.containers.pickle_reader import (
 )
 from portable.converters.containers.torchzip import MEMORY_FORMATS, TORCH_STANDINS, StoredTensor, TorchZip
 from portable.converters.containers.untrusted_values import get_attributes_or_empty
-from portable.converters.errors import CheckpointError, DamagedCheckpointError
+from portable.converters.errors import CheckpointError, DamagedCheckpointError, UnsupportedCheckpointError
 from portable.converters.formats.torch_save.optimizer import TensorLeaf, to_lazy_tensor
 from portable.converters.limits import MAX_COUNT
 from portable.converters.tensors.dtypes import FROM_TORCH
@@ -138,7 +138,9 @@ def locate_rank_parts(value: ShardedRecord, rank: int, location: str) -> list[Pl
     if value.class_name == _SHARDED_TENSOR:
         return _parse_recorded_parts(value, rank, location)
     if value.class_name != "DTensor":
-        raise CheckpointError(f"{location}: contains a {value.class_name[:60]}, which is not supported")
+        raise UnsupportedCheckpointError(
+            f"{location}: contains a {value.class_name[:60]}, which is not supported"
+        )
     state = value.state[1] if type(value.state) is tuple and len(value.state) == 2 else value.state
     spec = state.get("_spec") if isinstance(state, dict) else None
     local = state.get("_local_tensor") if isinstance(state, dict) else None
@@ -295,7 +297,9 @@ def _compute_local_extent(
             or type(dim) is not int
             or not -len(shape) <= dim < len(shape)
         ):
-            raise CheckpointError(f"{location}: the placement {kind[:60] or 'of a DTensor'} is not supported")
+            raise UnsupportedCheckpointError(
+                f"{location}: the placement {kind[:60] or 'of a DTensor'} is not supported"
+            )
         dim %= len(shape)
         if kind == "Shard":
             plain.append((axis, dim))
@@ -304,10 +308,12 @@ def _compute_local_extent(
             i for i in range(axis + 1, len(placements)) if _is_shard_of_dim(placements[i], dim, len(shape))
         ]
         if get_attributes_or_empty(placement).get("split_factor") != prod(sizes[i] for i in later):
-            raise CheckpointError(f"{location}: a strided placement on this mesh is not supported")
+            raise UnsupportedCheckpointError(f"{location}: a strided placement on this mesh is not supported")
         strided.append((axis, dim))
     if len({dim for _, dim in strided}) != len(strided):
-        raise CheckpointError(f"{location}: several strided placements on one dimension are not supported")
+        raise UnsupportedCheckpointError(
+            f"{location}: several strided placements on one dimension are not supported"
+        )
     offsets, remaining = [0] * len(shape), list(shape)
     for axis, dim in [*plain, *strided]:
         step = -(-remaining[dim] // sizes[axis])

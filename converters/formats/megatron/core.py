@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from portable.converters.checkpoint import Checkpoint
 from portable.converters.config_and_tokenizer_files import find_companions
 from portable.converters.containers.torchzip import TorchZip
-from portable.converters.errors import CheckpointError, OptimizerStateError, prefix_checkpoint_errors
+from portable.converters.errors import DamagedCheckpointError, OptimizerStateError, prefix_checkpoint_errors
 from portable.converters.formats import CheckpointPath, Format
 from portable.converters.formats.dcp.checksums import list_metadata_files
 from portable.converters.formats.dcp.reader import MEGATRON_COMMON_FILE, is_megatron_folder, open_tensors
@@ -59,7 +59,7 @@ def _open_torch_dist_checkpoint(source: CheckpointPath, path: AnyPath) -> Checkp
         STANDINS, PREFIXES
     )
     if not isinstance(common_state, dict):
-        raise CheckpointError(
+        raise DamagedCheckpointError(
             f"{path / MEGATRON_COMMON_FILE}: is not the common state of a Megatron-Core checkpoint"
         )
     companions = find_companions(path)
@@ -78,7 +78,7 @@ def _open_torch_dist_checkpoint(source: CheckpointPath, path: AnyPath) -> Checkp
                 merged[name] = tensor
                 continue
             if not tensor.shape or tensor.shape[0] != shape.num_layers:
-                raise CheckpointError(
+                raise DamagedCheckpointError(
                     f"{location}: {key} has shape {list(tensor.shape)}, but args has "
                     f"{shape.num_layers} layers"
                 )

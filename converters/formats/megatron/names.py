@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from portable.converters.containers.pickle_reader import PickledInstance, format_untrusted_value
-from portable.converters.errors import CheckpointError, DamagedCheckpointError
+from portable.converters.errors import CheckpointError, DamagedCheckpointError, UnsupportedCheckpointError
 from portable.converters.formats.megatron.settings import check_megatron_args
 from portable.converters.limits import MAX_LAYERS
 from portable.converters.storage.safe_open import read_json_object_or_empty
@@ -120,13 +120,13 @@ def read_model_shape(args: Any, config: AnyPath | None, location: str) -> Megatr
             may change the computation of the model. The message names the setting.
     """
     if not isinstance(args, dict):
-        raise CheckpointError(f"{location}: has no args, which describe the model")
+        raise UnsupportedCheckpointError(f"{location}: has no args, which describe the model")
 
     def read_number(name: str, default: Any = None) -> int:
         value = args.get(name)
         value = default if value is None else value
         if type(value) is not int or not 0 < value <= MAX_LAYERS:
-            raise CheckpointError(f"{location}: args has no {name}")
+            raise UnsupportedCheckpointError(f"{location}: args has no {name}")
         return value
 
     check_megatron_args(args, config, location)
@@ -134,7 +134,7 @@ def read_model_shape(args: Any, config: AnyPath | None, location: str) -> Megatr
     position, norm = args.get("position_embedding_type"), args.get("normalization", "LayerNorm")
     llama = gated and position == "rope" and norm == "RMSNorm"
     if not llama and (gated or position != "learned_absolute" or norm != "LayerNorm"):
-        raise CheckpointError(
+        raise UnsupportedCheckpointError(
             f"{location}: a Megatron model with swiglu={gated}, {format_untrusted_value(position)} positions "
             f"and {format_untrusted_value(norm)} is neither Llama- nor GPT-2-shaped"
         )
@@ -149,7 +149,8 @@ def read_model_shape(args: Any, config: AnyPath | None, location: str) -> Megatr
     num_tokens = _read_vocabulary_size(config) or (vocab_size if type(vocab_size) is int else None)
     if type(vocab_size) is int and num_tokens is not None and num_tokens < vocab_size:
         raise CheckpointError(
-            f"{location}: has vocab_size={vocab_size} in args, but vocab_size={num_tokens} in {config}"
+            f"{location}: has vocab_size={vocab_size} in args, but vocab_size={num_tokens} in {config}; "
+            "specify the config.json of this model with --config-from"
         )
     return MegatronShape(heads, groups, head, read_number("num_layers"), gated, not llama, num_tokens)
 
@@ -201,11 +202,11 @@ def convert_to_transformers(
             continue
         match = _LAYER.fullmatch(key)
         if match is None or match[2] not in inside:
-            raise CheckpointError(
+            raise UnsupportedCheckpointError(
                 f"{location}: {format_untrusted_value(key)} does not belong to a GPT-2- or Llama-shaped model"
             )
         if int(match[1]) >= shape.num_layers:
-            raise CheckpointError(
+            raise DamagedCheckpointError(
                 f"{location}: contains layer {match[1]}, but args has {shape.num_layers} layers"
             )
         conversion = (
@@ -246,7 +247,9 @@ def _convert_llama_tensor(
     if module == _FC1:
         half = tensor.shape[0] // 2
         if tensor.shape[0] % 2:
-            raise CheckpointError(f"{location}: {tensor.name} has an odd number of rows for a gated MLP")
+            raise DamagedCheckpointError(
+                f"{location}: {tensor.name} has an odd number of rows for a gated MLP"
+            )
         return {
             "mlp.gate_proj": slice_tensor(tensor, 0, 0, half),
             "mlp.up_proj": slice_tensor(tensor, 0, half, half),
@@ -288,7 +291,7 @@ def _split_fused_qkv(tensor: Tensor, shape: MegatronShape, location: str) -> lis
     queries = shape.num_heads // shape.num_query_groups
     group_rows = (queries + 2) * shape.head_dim
     if not tensor.shape or tensor.shape[0] != shape.num_query_groups * group_rows:
-        raise CheckpointError(
+        raise DamagedCheckpointError(
             f"{location}: {tensor.name} has shape {list(tensor.shape)}, which does not match "
             f"{shape.num_heads} heads of {shape.head_dim} rows in {shape.num_query_groups} groups"
         )
@@ -319,5 +322,8 @@ def _remove_vocabulary_padding(tensor: Tensor, shape: MegatronShape, location: s
     if count is None or not tensor.shape or count == tensor.shape[0]:
         return tensor
     if count > tensor.shape[0]:
-        raise CheckpointError(f"{location}: {tensor.name} has {tensor.shape[0]} rows for {count} tokens")
+        raise CheckpointError(
+            f"{location}: {tensor.name} has {tensor.shape[0]} rows for {count} tokens; specify the "
+            "config.json of this model with --config-from"
+        )
     return slice_tensor(tensor, 0, 0, count)

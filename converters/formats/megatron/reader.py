@@ -20,7 +20,9 @@ from portable.converters.containers.torchzip import StoredTensor, TorchZip
 from portable.converters.errors import (
     CheckpointError,
     DamagedCheckpointError,
+    MixedCheckpointError,
     OptimizerStateError,
+    UnsupportedCheckpointError,
     prefix_checkpoint_errors,
 )
 from portable.converters.formats.megatron import FILE, RANK, list_rank_folders
@@ -98,7 +100,9 @@ class MegatronRankFiles:
             match = RANK.fullmatch(name)
             assert match is not None
             if match["ep"]:
-                raise CheckpointError(f"{folder.path / name}: expert parallel checkpoints are not supported")
+                raise UnsupportedCheckpointError(
+                    f"{folder.path / name}: expert parallel checkpoints are not supported"
+                )
             position = RankPosition(int(match["pp"] or 0), int(match["tp"]))
             if position in folder_names:
                 raise DamagedCheckpointError(
@@ -119,7 +123,7 @@ class MegatronRankFiles:
         if len(folder_names) != self.pp_size * self.tp_size:
             raise CheckpointError(
                 f"{self.location}: contains {len(folder_names)} ranks, but args has {self.tp_size} x "
-                f"{self.pp_size}"
+                f"{self.pp_size}; remove the files of other runs"
             )
         others = sorted(folder_names.keys() - {_FIRST_RANK})
         self.content_by_rank = {
@@ -128,16 +132,15 @@ class MegatronRankFiles:
         }
         version = first.get("checkpoint_version", 0)
         if not isinstance(version, (int, float)) or version < 2:
-            raise CheckpointError(
+            raise UnsupportedCheckpointError(
                 f"{self.location}: was written by Megatron-LM with a checkpoint version before 2"
             )
         for position, content in self.content_by_rank.items():
             self._check_recorded_rank(position, get_megatron_args(content))
             for key in ("iteration", "checkpoint_version"):
                 if content.get(key) != first.get(key):
-                    raise CheckpointError(
-                        f"{self.folder.path / self.folder_names[position]}: {key} differs from the first "
-                        "rank; the files are from two runs or steps"
+                    raise MixedCheckpointError(
+                        f"{self.folder.path / self.folder_names[position]}: {key} differs from the first rank"
                     )
 
     def _check_recorded_rank(self, position: RankPosition, args: Any) -> None:
@@ -172,7 +175,7 @@ class MegatronRankFiles:
         """
         value = args.get(name, 1) if isinstance(args, dict) else None
         if type(value) is not int or not 0 < value < 1 << 16:
-            raise CheckpointError(f"{self.location}: args has no {name}")
+            raise UnsupportedCheckpointError(f"{self.location}: args has no {name}")
         return value
 
     def _load_rank_file(self, position: RankPosition) -> dict[str, Any]:
@@ -186,7 +189,7 @@ class MegatronRankFiles:
             raise DamagedCheckpointError(f"{self.location}: the file of the first rank is missing")
         content = TorchZip(self.folder.get_file(f"{name}/{FILE}")).load_object(STANDINS, PREFIXES)
         if not isinstance(content, dict):
-            raise CheckpointError(f"{self.folder.path / name}: is not a Megatron-LM checkpoint")
+            raise DamagedCheckpointError(f"{self.folder.path / name}: is not a Megatron-LM checkpoint")
         return content
 
     def build_checkpoint(self, source: CheckpointPath) -> Checkpoint:
@@ -233,7 +236,7 @@ class MegatronRankFiles:
         models = [content.get("model")] if "model" in content else []
         while not models or f"model{len(models)}" in content:
             if f"model{len(models)}" not in content:
-                raise CheckpointError(f"{location}: contains no model")
+                raise DamagedCheckpointError(f"{location}: contains no model")
             models.append(content[f"model{len(models)}"])
         return [_flatten_to_core_names(chunk, location) for chunk in models]
 
@@ -371,5 +374,5 @@ def _flatten_to_core_names(model: Any, location: str) -> dict[str, StoredTensor]
                 )
             tensors[name] = value
     if not tensors:
-        raise CheckpointError(f"{location}: contains no model tensors")
+        raise DamagedCheckpointError(f"{location}: contains no model tensors")
     return tensors

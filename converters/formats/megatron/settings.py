@@ -16,7 +16,7 @@ import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from portable.converters.containers.pickle_reader import PickledGlobal, format_untrusted_value
-from portable.converters.errors import CheckpointError
+from portable.converters.errors import CheckpointError, UnsupportedCheckpointError
 from portable.converters.options import is_unset
 from portable.converters.storage.safe_open import read_json_object_or_empty
 
@@ -120,7 +120,7 @@ def check_megatron_args(args: Mapping[str, Any], config: AnyPath | None, locatio
         is_off = is_unset(value) or value == 0
         is_supported = _READ.fullmatch(name) or _HARMLESS.fullmatch(name) or value in _ALLOWED.get(name, ())
         if not is_off and not is_supported:
-            raise CheckpointError(
+            raise UnsupportedCheckpointError(
                 f"{location}: a Megatron model with {name}={format_untrusted_value(value)} is not supported"
             )
     model_config = read_json_object_or_empty(config)

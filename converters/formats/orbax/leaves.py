@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from portable.converters.containers.ocdbt import MANIFEST, read_ocdbt_values
 from portable.converters.containers.pickle_reader import format_untrusted_value
 from portable.converters.containers.zarr import V2_HEADER_NAME, V3_HEADER_NAME
-from portable.converters.errors import CheckpointError, DamagedCheckpointError
+from portable.converters.errors import DamagedCheckpointError
 from portable.converters.limits import MAX_TENSOR_NAME, MAX_TREE_LIST
 from portable.converters.storage.byte_sources import read_json_object
 from portable.converters.storage.safe_open import header_contains
@@ -77,7 +77,7 @@ def read_tree_metadata(folder: CheckpointFolder) -> TreeMetadata:
     file = folder.get_file(METADATA)
     location = f"{file.path}"
     if file.nbytes > MAX_TREE_LIST:
-        raise CheckpointError(f"{location}: is too large ({file.nbytes:,} bytes)")
+        raise DamagedCheckpointError(f"{location}: is too large ({file.nbytes:,} bytes)")
     content = read_json_object(file)
     ocdbt, zarr3, complete = (
         content.get(name) for name in ("use_ocdbt", "use_zarr3", "store_array_data_equal_to_fill_value")

@@ -270,7 +270,10 @@ class _MaxTextModel:
         self.num_layers, self.vocab_size = self.sizes["L"], self.sizes["V"]
         self.pairs_adjacent = self._get_rope_type() == "llama3"
         if self.pairs_adjacent and self.sizes["D"] % 2:
-            raise CheckpointError(f"{location}: config.json has an odd head_dim, {self.sizes['D']}")
+            raise CheckpointError(
+                f"{location}: config.json has an odd head_dim, {self.sizes['D']}; specify the config.json of "
+                "this model with --config-from"
+            )
 
     def _get_rope_type(self) -> str:
         """Return the type of the rotary embedding as a string, which is `"None"` if the config has no type.
@@ -285,7 +288,7 @@ class _MaxTextModel:
         ):
             raise CheckpointError(
                 f"{self.location}: MaxText's models with {format_untrusted_value(kind)} positions are not "
-                "supported"
+                "supported; convert without config.json to keep MaxText's names"
             )
         return str(kind)
 
@@ -363,7 +366,7 @@ class _MaxTextModel:
             if layers[0] >= self.num_layers:
                 raise CheckpointError(
                     f"{self.location}: contains layer {layers[0]}, but config.json has "
-                    f"{self.num_layers} layers"
+                    f"{self.num_layers} layers; specify the config.json of this model with --config-from"
                 )
         kernel = destination in _SHAPES and len(_SHAPES[destination]) > 1
         self._check_shape(
@@ -388,7 +391,10 @@ class _MaxTextModel:
         """
         scalar = self.config.get("query_pre_attn_scalar", self.sizes["D"])
         if not isinstance(scalar, int | float) or not 0 < scalar < MAX_COUNT:
-            raise CheckpointError(f"{self.location}: config.json has no query_pre_attn_scalar")
+            raise CheckpointError(
+                f"{self.location}: config.json has no query_pre_attn_scalar; add query_pre_attn_scalar to "
+                "config.json"
+            )
         return float(np.sqrt(np.float32(scalar)))
 
     def _check_shape(self, path: Path, shape: Shape, sizes: str, layers: int | None = None) -> None:

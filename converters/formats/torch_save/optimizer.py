@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from portable.converters.checkpoint import OptimizerState, ParamGroups, Scalar
 from portable.converters.containers.pickle_reader import is_safe_index, to_json_value
 from portable.converters.containers.torchzip import StoredTensor
-from portable.converters.errors import CheckpointError, DamagedCheckpointError, OptimizerStateError
+from portable.converters.errors import DamagedCheckpointError, OptimizerStateError
 from portable.converters.limits import MAX_GROUP_TENSOR
 from portable.converters.names.canonical import find_plain_name
 from portable.converters.names.index_keys import (
@@ -124,7 +124,7 @@ def parse_param_groups(saved: Any, location: str) -> ParsedGroups:
     if not is_optimizer_state_dict(saved) or not all(
         isinstance(group, dict) for group in saved["param_groups"]
     ):
-        raise CheckpointError(f"{location}: is not an optimizer's state (no state and param_groups)")
+        raise OptimizerStateError(f"{location}: is not an optimizer's state (no state and param_groups)")
     groups: list[dict[Any, Any]] = saved["param_groups"]
     keys = [group.get("params") for group in groups]
     if not all(isinstance(group, (list, tuple)) for group in keys):
@@ -189,7 +189,7 @@ def _require_plain_name(parameter: str, tensors: Mapping[str, Tensor], location:
     """
     name = find_plain_name(parameter, tensors)
     if name not in tensors:
-        raise CheckpointError(f"{location}: contains state of {name!r}, which is not in the model")
+        raise OptimizerStateError(f"{location}: contains state of {name!r}, which is not in the model")
     return name
 
 
@@ -206,7 +206,7 @@ def _parse_parameter_state(values: Any, key: str, location: str) -> dict[str, Te
         if isinstance(value, (StoredTensor, Tensor, int, float)):
             state[str(state_name)] = value
         elif value is not None:
-            raise CheckpointError(
+            raise OptimizerStateError(
                 f"{location}: the state {str(state_name)!r} of {key!r} is neither a tensor nor a number"
             )
     return state

@@ -232,7 +232,10 @@ def _require_shard_tensors(file: CheckpointFile, saved: Any) -> dict[str, Stored
     if not isinstance(saved, dict) or not all(
         isinstance(key, str) and isinstance(value, StoredTensor) for key, value in saved.items()
     ):
-        raise CheckpointError(f"{file.path}: is not a shard of a state dict (a dict of tensors)")
+        raise CheckpointError(
+            f"{file.path}: is not a shard of a state dict (a dict of tensors); save the state_dict() of the "
+            "model"
+        )
     return saved
 
 
@@ -258,7 +261,9 @@ def split_state_dict(saved: Any, location: str) -> StateDictParts:
     """
     if not isinstance(saved, dict):
         description = "a single tensor" if isinstance(saved, StoredTensor) else f"a {type(saved).__name__}"
-        raise CheckpointError(f"{location}: is not a state dict but {description}")
+        raise CheckpointError(
+            f"{location}: is not a state dict but {description}; save the state_dict() of the model"
+        )
     if "shard_metadata" in saved:
         raise CheckpointError(
             f"{location}: is one rank's shard of a PyTorch/XLA FSDP checkpoint; specify the folder"
@@ -280,7 +285,10 @@ def split_state_dict(saved: Any, location: str) -> StateDictParts:
         path, value = pending.pop()
         remaining_values -= 1
         if remaining_values < 0 or len(path) > MAX_CONTAINER_DEPTH:
-            raise CheckpointError(f"{location}: nested too deeply or too large to be a state dict")
+            raise CheckpointError(
+                f"{location}: nested too deeply or too large to be a state dict; save the state_dict() of "
+                "the model"
+            )
         if isinstance(value, TensorLeaf):
             leaves[path] = value
         elif is_optimizer_state_dict(value):
@@ -288,7 +296,10 @@ def split_state_dict(saved: Any, location: str) -> StateDictParts:
         elif isinstance(value, dict):
             items = [(key, item) for key, item in value.items() if isinstance(key, (str, int))]
             if any(type(key) is int and abs(key) > MAX_KEY_IN_PATH for key, _ in items):
-                raise CheckpointError(f"{location}: a dict has integer keys too large for a state dict")
+                raise CheckpointError(
+                    f"{location}: a dict has integer keys too large for a state dict; save the state_dict() "
+                    "of the model"
+                )
             pending.extend(((*path, key), item) for key, item in reversed(items))
         elif isinstance(value, (list, tuple)):
             pending.extend(((*path, key), item) for key, item in reversed(list(enumerate(value))))
@@ -313,7 +324,7 @@ def split_state_dict(saved: Any, location: str) -> StateDictParts:
                 raise DamagedCheckpointError(f"{location}: two tensors have the name {name!r}")
             model[name] = stored
     if not model:
-        raise CheckpointError(f"{location}: contains no tensors")
+        raise CheckpointError(f"{location}: contains no tensors; specify a file that contains a model")
     return StateDictParts(model, optimizers, counters)
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from portable.converters.checkpoint import OptimizerState, ParamGroups, Scalar
 from portable.converters.containers.pickle_reader import to_json_value
 from portable.converters.containers.torchzip import StoredTensor
-from portable.converters.errors import CheckpointError, OptimizerStateError, prefix_checkpoint_errors
+from portable.converters.errors import MixedCheckpointError, OptimizerStateError, prefix_checkpoint_errors
 from portable.converters.formats.torch_save.optimizer import (
     find_moment_shape,
     parse_param_groups,
@@ -66,9 +66,7 @@ def build_xla_optimizer(
             for group in parse_param_groups(value, f"{file}: the optimizer").groups
         ]
         if list(value["state"]) != list(states) or settings != hyperparameters:
-            raise CheckpointError(
-                f"{file}: the optimizer differs from {location}; the file is from another run or step"
-            )
+            raise MixedCheckpointError(f"{file}: the optimizer differs from {location}")
     keys = _map_indices_to_keys(indices, groups, states, shapes, from_trainer, location)
     state: dict[str, Mapping[str, Tensor | Scalar]] = {}
     has_replicated_tensor = False
@@ -245,9 +243,7 @@ def _check_equal_on_ranks(parts: Sequence[tuple[str, Any]], description: str) ->
     expected = _to_comparable(first, location)
     for file, value in others:
         if _to_comparable(value, file) != expected:
-            raise CheckpointError(
-                f"{file}: {description} differs from {location}; the file is from another run or step"
-            )
+            raise MixedCheckpointError(f"{file}: {description} differs from {location}")
 
 
 def _to_comparable(value: Any, location: str) -> Any:
@@ -261,5 +257,5 @@ def _to_comparable(value: Any, location: str) -> Any:
     with prefix_checkpoint_errors(location):
         tensor = to_lazy_tensor(value, "a step")
         if tensor.numel > MAX_GROUP_TENSOR:
-            raise CheckpointError("a tensor instead of a number")
+            raise OptimizerStateError("a tensor instead of a number")
         return tensor.tolist()

@@ -21,7 +21,13 @@ from portable.converters.checkpoint import Checkpoint
 from portable.converters.config_and_tokenizer_files import find_companions, read_trainer_metadata
 from portable.converters.containers.shard_index import check_rank_files_complete
 from portable.converters.containers.torchzip import StoredTensor, TorchZip
-from portable.converters.errors import CheckpointError, DamagedCheckpointError, prefix_checkpoint_errors
+from portable.converters.errors import (
+    CheckpointError,
+    DamagedCheckpointError,
+    MixedCheckpointError,
+    UnsupportedCheckpointError,
+    prefix_checkpoint_errors,
+)
 from portable.converters.formats import CheckpointPath, Format
 from portable.converters.formats.torch_save.optimizer import to_lazy_tensor
 from portable.converters.formats.xla_fsdp.optimizer import build_xla_optimizer
@@ -167,7 +173,7 @@ def _load_rank_file(folder: CheckpointFolder, name: str) -> XlaRankFile:
     content = archive.load_object()
     metadata = content.pop(_METADATA, None) if isinstance(content, dict) else None
     if not isinstance(metadata, dict):
-        raise CheckpointError(f"{archive.location}: is not a rank file of XLA FSDP (no {_METADATA})")
+        raise DamagedCheckpointError(f"{archive.location}: is not a rank file of XLA FSDP (no {_METADATA})")
     rank, world = metadata.get("rank"), metadata.get("world_size")
     if type(rank) is not int or type(world) is not int or not 0 <= rank < world:
         raise DamagedCheckpointError(f"{archive.location}: damaged: {_METADATA} has no rank and world size")
@@ -197,7 +203,7 @@ def _sort_by_rank(files: list[XlaRankFile], kind: str, root: AnyPath) -> list[Xl
     for file in files:
         if kind in file.content:
             if file.world_size != files[0].world_size:
-                raise CheckpointError(
+                raise MixedCheckpointError(
                     f"{file.location}: has a world size of {file.world_size}, but {files[0].location} has "
                     f"{files[0].world_size}"
                 )
@@ -228,7 +234,8 @@ def _open_xla_fsdp_checkpoint(source: CheckpointPath, folder: CheckpointFolder) 
     unused_files = [file.location for file in files if not file.content.keys() & {"model", "optimizer"}]
     if not models or unused_files:
         raise CheckpointError(
-            f"{unused_files[0] if unused_files else root}: contains no model, only its {_METADATA}"
+            f"{unused_files[0] if unused_files else root}: contains no model, only its {_METADATA}; specify "
+            "a checkpoint that contains a model"
         )
     layouts = parse_layouts(
         [(file.location, file.metadata) for file in models], _require_model_table(models[0])
@@ -250,7 +257,9 @@ def _open_xla_fsdp_checkpoint(source: CheckpointPath, folder: CheckpointFolder) 
         shards = [(file.location, _require_model_table(file)[key]) for file in models]
         for name, tensor in _build_key_tensors(key, value, layouts.get(key), shards).items():
             if stored.setdefault(name, tensor) is not tensor:
-                raise CheckpointError(f"{models[0].location}: two parameters have the name {name!r}")
+                raise UnsupportedCheckpointError(
+                    f"{models[0].location}: two parameters have the name {name!r}"
+                )
         if key in layouts:
             shapes[key] = value.shape
     tensors = strip_common_prefixes(stored, location=str(root))
@@ -314,9 +323,7 @@ def _build_key_tensors(
         return {}
     for location, other in shards:
         if not isinstance(other, StoredTensor) or (other.dtype, other.shape) != (value.dtype, value.shape):
-            raise CheckpointError(
-                f"{location}: {str(key)!r} differs from rank 0; the files are from two runs or steps"
-            )
+            raise MixedCheckpointError(f"{location}: {str(key)!r} differs from rank 0")
     with prefix_checkpoint_errors(shards[0][0]):
         return {str(key): to_lazy_tensor(value, str(key))}
 

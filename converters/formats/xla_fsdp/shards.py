@@ -9,7 +9,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from portable.converters.containers.pickle_reader import format_untrusted_value
 from portable.converters.containers.torchzip import StoredTensor
 from portable.converters.containers.untrusted_values import require_mapping, require_shape
-from portable.converters.errors import CheckpointError, DamagedCheckpointError, prefix_checkpoint_errors
+from portable.converters.errors import (
+    DamagedCheckpointError,
+    UnsupportedCheckpointError,
+    prefix_checkpoint_errors,
+)
 from portable.converters.names.canonical import remove_wrapper_parts
 from portable.converters.storage.byte_sources import ConcatenatedSources, SourceSlice
 from portable.converters.tensors.dtypes import get_itemsize
@@ -103,7 +107,7 @@ def parse_layouts(
         else:
             layouts[key] = XlaFsdpLayout(shape, (FlatParameter(full_name, 0, shape),))
     if not layouts:
-        raise CheckpointError(f"{location}: contains no sharded parameter")
+        raise UnsupportedCheckpointError(f"{location}: contains no sharded parameter")
     for other, metadata in metadata_by_file:
         tables = _get_metadata_table(metadata, "shard_info", other).values()
         count = sum(len(require_mapping(table, "an entry of shard_info", other)) for table in tables)

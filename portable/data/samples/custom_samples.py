@@ -86,8 +86,8 @@ class CustomSamples(Samples):
             sample = self._records[number]
             if not isinstance(sample, Mapping) or not {"input_ids", "labels"} <= sample.keys():
                 raise UserError(
-                    f"{subject}: sample {number} is not a mapping with input_ids and labels; return a "
-                    "dictionary with these keys"
+                    f"{subject}: sample {number} is not a mapping with input_ids and labels; return a dict "
+                    "with input_ids and labels"
                 )
             arrays = {str(key): _to_sample_array(value) for key, value in sample.items()}
         ids = arrays["input_ids"]

@@ -861,7 +861,8 @@ def _parse_tools(row: Mapping[str, Any], location: str) -> list[Any] | None:
             continue
         if not (isinstance(value, list | tuple) and all(isinstance(tool, Mapping) for tool in value)):
             raise _build_record_error(
-                location, (f"{key} is not a list of JSON schemas; correct or remove the field")
+                location,
+                f"{key} is not a list of JSON schemas; use a list of functions with name and parameters",
             )
         tools[key] = list(value)
     if "functions" in tools:
@@ -1053,7 +1054,8 @@ def _normalize_tool_calls(value: Any, location: str, index: int) -> list[dict[st
         name = function.get("name") if isinstance(function, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(name, str) or not name.strip():
             raise _build_record_error(
-                location, (f"message {index + 1}: a tool call has no function name; add the name to the call")
+                location,
+                f"message {index + 1}: a tool call has no function name; add the name of the function",
             )
         arguments = _parse_json(function.get("arguments"), f"message {index + 1}: arguments", location)
         function = {**function, "arguments": {} if arguments is None else arguments}
@@ -1077,7 +1079,7 @@ def _parse_json(value: Any, name: str, location: str) -> Any:
         return json.loads(value) if value.strip() else None
     except (ValueError, RecursionError) as error:
         raise _build_record_error(
-            location, (f"{name} is not valid JSON ({to_one_line(error)}); correct the JSON")
+            location, f"{name} is not valid JSON ({to_one_line(error)}); correct the JSON"
         ) from error
 
 
