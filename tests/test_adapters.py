@@ -36,9 +36,17 @@ COMMON: dict[str, Any] = {
 
 
 def peft_losses(config: RunConfig, steps: int = STEPS, quantize: Any = None) -> Losses:
+    """Return the losses of :func:`train_with_peft`."""
+    return train_with_peft(config, steps, quantize)[0]
+
+
+def train_with_peft(config: RunConfig, steps: int = STEPS, quantize: Any = None) -> tuple[Losses, Any]:
     """Train the same run with only peft: one process, and the full batch at once.
 
     ``quantize(base, state)`` sets the values of the base model, and returns the other values.
+
+    Returns:
+        The losses, and the trained model of peft.
     """
     import peft
     import transformers
@@ -51,7 +59,7 @@ def peft_losses(config: RunConfig, steps: int = STEPS, quantize: Any = None) -> 
     engine = restore_run(run, None).engine  # only for its initial weights
     assert run.adapter is not None
     auto: Any = getattr(transformers, AUTO_CLASSES[config.model.task])
-    base = auto.from_config(run.model_config, attn_implementation="sdpa")
+    base = auto.from_config(run.model_config, attn_implementation=run.model_config._attn_implementation)
     state = engine.model.state_dict()
     state = quantize(base, state) if quantize else state
     with warnings.catch_warnings():
@@ -71,7 +79,7 @@ def peft_losses(config: RunConfig, steps: int = STEPS, quantize: Any = None) -> 
     optimizer = torch.optim.AdamW(
         [group for group in groups if group["params"]], lr=0.0, betas=(beta1, beta2), eps=config.train.eps
     )
-    return plain_steps(model, optimizer, run, steps)
+    return plain_steps(model, optimizer, run, steps), model
 
 
 def worst(ours: list[float], theirs: Losses) -> float:

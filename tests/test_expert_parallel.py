@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 import torch.distributed as dist
@@ -42,10 +43,12 @@ from tests.parity import Beside, loss_and_gradients, off, opened
 from tests.promises import record
 from tests.ranks import RankPool
 from tests.runs import TINY_MODEL, configured, leg, losses
+from tests.test_adapters import train_with_peft
 from tests.tiny_models import VOCABULARY, tiny_config
 from tests.views import assert_same_view, view
 
 TOLERANCE = 2e-6
+PEFT_TOLERANCE = 1e-6
 ROUTER_LOSS: dict[str, Any] = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
 MIXTURE: dict[str, Any] = {**TINY_MODEL, "num_experts_per_tok": 2}
 SHARED_EXPERTS: dict[str, Any] = {
@@ -72,6 +75,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_oss": {**MIXTURE, "num_local_experts": 8, "head_dim": 8, "sliding_window": 12},
     "glm4_moe": {**SHARED_EXPERTS, "head_dim": 8},
 }
+ADAPTER: dict[str, Any] = {
+    "adapter__type": "lora",
+    "adapter__r": 4,
+    "adapter__target_modules": ["o_proj"],
+    "adapter__target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+    "train__learning_rate": 5e-3,
+    "train__eps": 1e-4,  # Adam would amplify the rounding of small gradients
+}
 EXPERTS: dict[str, Any] = {"strategy": "full_shard", "expert_parallel_size": 2}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "2": (2, {}),
@@ -83,10 +94,18 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 PACKED: dict[str, Any] = {"data__packing": "documents", "train__steps": 12}
 
 
-def mixture(family: str, few: str = "", **changed: Any) -> dict[str, Any]:
-    """Return the config of a model. With ``few``, two groups of two ranks share one expert each."""
-    changed |= {"num_local_experts": 2} if few else {}
-    return {"model__config": {**FAMILIES[family], **changed, "model_type": family}}
+def mixture(family: str, variant: str = "", **changed: Any) -> dict[str, Any]:
+    """Return the settings of a model.
+
+    Args:
+        family: Key of :data:`FAMILIES`.
+        variant: ``few`` for two experts, so that two ranks share an expert. ``adapter`` for an adapter of the
+            experts.
+        changed: Changes of the model config.
+    """
+    changed |= {"num_local_experts": 2} if variant == "few" else {}
+    model = {"model__config": {**FAMILIES[family], **changed, "model_type": family}}
+    return {**model, **ADAPTER} if variant == "adapter" else model
 
 
 PARITY: list[Any] = [
@@ -104,12 +123,14 @@ CHOSEN = ("2 x 2", "4")
 """Layouts of the tests that always run. The others run with ``--all``, because these imply them."""
 
 
+def exhaustive_unless(chosen: bool) -> Any:
+    """Return the marks of a case, which runs only with ``--all`` unless it is chosen."""
+    return () if chosen else pytest.mark.exhaustive
+
+
 @pytest.mark.parametrize(
     ("family", "layout", "router"),
-    [
-        pytest.param(*case, marks=() if case[1] == CHOSEN[bool(case[2])] else pytest.mark.exhaustive)
-        for case in PARITY
-    ],
+    [pytest.param(*case, marks=exhaustive_unless(case[1] == CHOSEN[bool(case[2])])) for case in PARITY],
 )
 def test_expert_parallel_losses_equal_one_rank(
     family: str, layout: str, router: dict[str, Any], beside: Beside
@@ -141,6 +162,37 @@ COMPOSED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "SGD": ("2", "mixtral", {"train__optimizer": "sgd", "train__learning_rate": 0.1}),
     "average": ("2 x 2", "mixtral", {"train__ema": 0.9, "train__eval_ema": True}),
     "adapter": ("2", "mixtral", {"adapter__type": "lora", "adapter__target_modules": ["q_proj", "v_proj"]}),
+    "adapter of experts, recomputed": (
+        "2",
+        "gpt_oss, adapter",
+        {"memory__activation_checkpointing": "full", "adapter__target_modules": []},
+    ),
+    "adapter of experts, by default": ("2", "mixtral", {"adapter__type": "lora"}),
+    "adapter of experts, router loss": (
+        "2",
+        "mixtral, adapter",
+        {
+            "train__micro_batch_size": 1,
+            "model__config": mixture("mixtral", **ROUTER_LOSS)["model__config"],
+        },
+    ),
+    "adapter of experts, copied": (
+        "2",
+        "mixtral, adapter",
+        {"adapter__target_parameters": None, "adapter__modules_to_save": ["experts"]},
+    ),
+    "adapter of experts, gathered": ("gathered", "mixtral, adapter", {"adapter__use_rslora": True}),
+    "adapter of experts, weights on the host": (
+        "2 x 2",
+        "qwen3_moe, adapter",
+        {"memory__offload_params": "cpu", "train__weight_decay": 0.5},
+    ),
+    "adapter of experts, compiled": (
+        "2",
+        "qwen3_moe, adapter",
+        {"compile": True, "compile_backend": "aot_eager", "train__ema": 0.9, "train__eval_ema": True},
+    ),
+    "adapter of experts, update on the host": ("2", "mixtral, adapter", {"memory__offload_optimizer": "cpu"}),
     "one after another": ("2", "glm4_moe", {"model__experts": "eager"}),
     "padded": ("4", "mixtral", {"data__packing": False}),
     "all in one unit": ("2", "mixtral", {"fsdp__auto_wrap_policy": "no_wrap"}),
@@ -148,7 +200,10 @@ COMPOSED: dict[str, tuple[str, str, dict[str, Any]]] = {
 LAYOUT_KEYS = ("memory__", "compile", "context_parallel_size", "fsdp__")
 
 
-@pytest.mark.parametrize("case", COMPOSED)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=exhaustive_unless("adapter of experts" not in case)) for case in COMPOSED],
+)
 def test_expert_parallelism_composes(case: str, beside: Beside) -> None:
     layout, family, own = COMPOSED[case]
     size, settings = LAYOUTS[layout]
@@ -157,6 +212,54 @@ def test_expert_parallelism_composes(case: str, beside: Beside) -> None:
     alone = {key: value for key, value in given_settings.items() if not key.startswith(LAYOUT_KEYS)}
     actual, expected = beside.ranks(size, {**EXPERTS, **given_settings, **settings}), beside.one(alone)
     assert actual == pytest.approx(expected, rel=TOLERANCE, abs=TOLERANCE)
+
+
+ADAPTERS: list[tuple[str, str, dict[str, Any]]] = [
+    ("mixtral", "2 x 2", {}),
+    ("qwen3_moe", "2", {"adapter__use_rslora": True, "adapter__target_modules": []}),
+    ("gpt_oss", "2 x 2", {"adapter__target_parameters": ["experts.down_proj"]}),
+    (
+        "deepseek_v3",
+        "4",
+        {"adapter__trainable_token_indices": [97, 10]},
+    ),
+    ("glm4_moe", "2", {"adapter__target_modules": "all-linear"}),
+    ("mixtral", "2", {"adapter__r": 1}),
+    ("qwen3_moe", "HSDP", {"adapter__r": 3}),
+]
+
+
+@pytest.mark.parametrize(
+    ("family", "layout", "own"),
+    [pytest.param(*case, marks=exhaustive_unless(case is ADAPTERS[0])) for case in ADAPTERS],
+)
+def test_adapter_of_experts_equals_peft(
+    family: str, layout: str, own: dict[str, Any], beside: Beside, conversations: Path, tmp_path: Path
+) -> None:
+    """Losses, norms, and the saved adapter equal a loop with only peft on one rank."""
+    size, settings = LAYOUTS[layout]
+    given_settings = {
+        "precision": "fp32",
+        "data__packing": "documents",
+        "data__seq_len": 64,
+        "data__eval_fraction": 0,
+        "train__steps": 6,
+        "train__global_batch_size": 4,
+        "train__dropout": False,
+        **mixture(family, "adapter"),
+        **own,
+    }
+    config = configured(tmp_path / "alone", conversations, **given_settings)
+    expected, model = train_with_peft(config, 6)
+    actual = beside.ranks(size, {**EXPERTS, **given_settings, **settings}, tmp_path / "run")
+    values = [value for step in expected for value in step]
+    assert actual == pytest.approx(values, rel=PEFT_TOLERANCE)
+    record(actual, values, TOLERANCE)
+    saved = load_file(tmp_path / "run" / "final" / "adapter_model.safetensors")
+    trained = peft.get_peft_model_state_dict(model)
+    assert saved.keys() == trained.keys()
+    difference = torch.cat([(saved[name] - tensor).flatten() for name, tensor in trained.items()])
+    assert float(difference.abs().max()) < PEFT_TOLERANCE
 
 
 MOVES_AT, ENDS_AT = 6, 12
@@ -169,6 +272,14 @@ ENDS: dict[str, tuple[int, dict[str, Any]]] = {
     **{name: (size, {**EXPERTS, **settings}) for name, (size, settings) in LAYOUTS.items()},
     "3 x 2": (6, EXPERTS),
 }
+ADAPTER_MOVES: list[tuple[str, str, str]] = [
+    ("2 x 2", "single", "mixtral, adapter"),
+    ("zero3", "2", "qwen3_moe, adapter"),
+    ("2", "4", "mixtral, adapter"),
+    ("HSDP", "FSDP2", "gpt_oss, adapter"),
+    ("single", "3 x 2", "glm4_moe, adapter"),
+    ("3 x 2", "zero2", "deepseek_v3, adapter"),
+]
 MOVES: list[tuple[str, str, str]] = [
     ("2", "single", "mixtral"),
     ("2", "4", "mixtral"),
@@ -180,6 +291,7 @@ MOVES: list[tuple[str, str, str]] = [
     ("single", "3 x 2", "glm4_moe"),
     ("2 x 2", "single", "mixtral, few"),
     ("DDP", "2 x 2", "gpt_oss, few"),
+    *ADAPTER_MOVES,
 ]
 
 
@@ -224,7 +336,10 @@ def moves(engines: Engines, conversations: Path, tmp_path_factory: pytest.TempPa
     return Moves(engines, conversations, tmp_path_factory.mktemp)
 
 
-@pytest.mark.parametrize(("start", "end", "family"), MOVES)
+@pytest.mark.parametrize(
+    ("start", "end", "family"),
+    [pytest.param(*move, marks=exhaustive_unless(move not in ADAPTER_MOVES[1:])) for move in MOVES],
+)
 def test_expert_parallel_run_moves(start: str, end: str, family: str, moves: Moves, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(moves.begin(start, family), tmp_path / "run"))
     actual, expected = moves.run(end, family, folder, ENDS_AT), moves.losses_of_one(family)
@@ -257,6 +372,29 @@ def test_expert_parallel_checkpoint_and_final_model_equal_one_rank(
     one_rank, final, converted = (load_strictly(folder)(tokens).logits.detach() for folder in folders)
     assert torch.equal(final, converted)
     assert torch.allclose(final, one_rank, atol=1e-5 * float(one_rank.abs().max()), rtol=0)
+
+
+def test_adapter_of_experts_loads_and_merges(beside: Beside, tmp_path: Path) -> None:
+    """peft loads the final adapter and the converter merges it, with the logits of a run on one rank."""
+    base, single, actual = (tmp_path / name for name in ("base", "single", "experts"))
+    beside.ranks(1, {"strategy": "no_shard", **PACKED, **mixture("mixtral"), "train__steps": 1}, base)
+    source = {"model__config": {}, "model__name_or_path": str(base / "final")}
+    given_settings = {**PACKED, **ADAPTER, **source, "train__steps": 3, "train__micro_batch_size": 1}
+    beside.ranks(1, {"strategy": "no_shard", **given_settings}, single)
+    beside.ranks(4, {**EXPERTS, **given_settings}, actual)
+    views = [view(run / "checkpoints" / "step-000003") for run in (actual, single)]
+    assert_same_view(views[0], views[1], 1e-3)
+    merged = tmp_path / "merged"
+    assert convert([str(actual / "final"), str(merged), "--merge-into", str(base / "final")]) == 0
+    tokens = torch.arange(24)[None]
+    expected, adapted = (
+        peft.PeftModel.from_pretrained(load_strictly(base / "final"), run / "final").eval()(tokens).logits
+        for run in (single, actual)
+    )
+    scale = float(expected.detach().abs().max())
+    assert float((load_strictly(base / "final")(tokens).logits - expected).abs().max()) > 1e-3 * scale
+    for logits in (adapted, load_strictly(merged)(tokens).logits):
+        assert torch.allclose(logits, expected, atol=1e-5 * scale, rtol=0)
 
 
 def load_strictly(folder: Path) -> Any:
@@ -311,10 +449,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "precision": ({"precision": "fp16"}, "precision: fp16"),
     "optimizer": ({"train__optimizer": "adafactor"}, "train.optimizer: adafactor"),
     "search": ({"train__micro_batch_size": "auto"}, "train.micro_batch_size: auto"),
-    "adapter": (
-        {"adapter__type": "lora", "adapter__target_parameters": ["mlp.experts.gate_up_proj"]},
-        "adapter.target_parameters: .*",
-    ),
 }
 
 
@@ -328,15 +462,22 @@ def test_expert_parallelism_rejects_unsupported_settings(case: str, corpus: Path
 @pytest.mark.parametrize(
     ("given_settings", "message"),
     [
-        ({"model__config": TINY_MODEL}, "LlamaForCausalLM has no experts in stacked tensors"),
+        (
+            {"model__config": TINY_MODEL},
+            "^expert_parallel_size: LlamaForCausalLM has no experts",
+        ),
         (mixture("mixtral", num_local_experts=3), "the 3 experts of MixtralForCausalLM cannot be divided"),
-        ({**mixture("mixtral"), "adapter__type": "lora"}, "the adapter changes the experts"),
+        (
+            mixture("gpt_oss", "adapter") | {"adapter__target_parameters": ["experts.down_proj_bias"]},
+            "the adapter changes down_proj_bias of GptOssForCausalLM, which are not matrices",
+        ),
+        (mixture("mixtral", "adapter") | {"train__optimizer": "muon"}, "muon updates complete matrices"),
     ],
 )
 def test_expert_parallelism_rejects_unsupported_models(
     given_settings: dict[str, Any], message: str, corpus: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(UserError, match=f"^expert_parallel_size: .*{message}"):
+    with pytest.raises(UserError, match=message):
         inspect_run(configured(tmp_path, corpus, **EXPERTS, **given_settings))
 
 
@@ -345,6 +486,8 @@ def test_expert_parallel_ranks_divide_a_copy_of_the_parameters() -> None:
     assert compute_shard_group_size(config, 8, 4) == 4
     with pytest.raises(UserError, match=r"^expert_parallel_size: the 3 ranks .* groups of 2; use a divisor"):
         compute_shard_group_size(config, 6, 3)
+    with pytest.raises(UserError, match=r"^expert_parallel_size: a single rank .* a multiple of 2 ranks"):
+        compute_shard_group_size(config, 1, 1)
 
 
 def test_dry_run_lists_the_exchange_of_tokens(corpus: Path, tmp_path: Path) -> None:

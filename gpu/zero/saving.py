@@ -97,6 +97,9 @@ class ZeroSaver:
             state_dict["module"] = {
                 name: module_state[name] for name in module_state if name in self._stored_names
             }
+            # The list of buffers must not contain buffers of the frozen model, which are not stored.
+            buffers: list[str] = state_dict["buffer_names"]
+            state_dict["buffer_names"] = [name for name in buffers if name in self._stored_names]
         module, fragments = (state_dict.get(part) or {} for part in ("module", "frozen_param_fragments"))
         fragments.update({name: tensor for name, tensor in self._exact_frozen.items() if name in fragments})
         for name, tensor in {**fragments, **self._exact_frozen}.items():

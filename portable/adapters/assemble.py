@@ -119,7 +119,7 @@ def check_parallel_support(model: PreTrainedModel, config: RunConfig) -> None:
     if config.expert_parallel_size > 1:
         from portable.model.expert_exchange import check_expert_parallel_support
 
-        check_expert_parallel_support(model, config.expert_parallel_size)
+        check_expert_parallel_support(model, config.expert_parallel_size, config.train.optimizer)
 
 
 class InspectedRun(NamedTuple):

@@ -72,7 +72,6 @@ def check_expert_parallel(config: RunConfig) -> Iterator[SettingProblem]:
         "precision": config.precision == "fp16",
         "model.function": config.model.function is not None,
         "adapter.base": adapter.base in ("nf4", "int8"),
-        "adapter.target_parameters": bool(adapter.target_parameters),
         "train.optimizer": train.optimizer not in ("adamw", "sgd", "muon"),
         "train.micro_batch_size": train.micro_batch_size == "auto",
     }

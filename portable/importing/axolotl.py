@@ -106,7 +106,7 @@ def check_role_names(value: Any, _: ForeignFile) -> None:
 
 
 def note_or_refuse_plugins(value: Any, file: ForeignFile) -> None:
-    """Check ``plugins``: add a note to the file for each plugin with faster kernels, and refuse others."""
+    """Check ``plugins``: add a note for each plugin with faster kernels, and refuse unknown plugins."""
     for name in [
         str(item) for item in (value if isinstance(value, list) else [value]) if not is_off_or_empty(item)
     ]:
@@ -114,7 +114,7 @@ def note_or_refuse_plugins(value: Any, file: ForeignFile) -> None:
             file.add_note(
                 file.path, f"{name} has no effect: memory.loss_chunk_tokens saves the logits' memory"
             )
-        else:
+        elif "ExpertParallel" not in name:  # expert_parallel_size is a key of this plugin
             file.add_refusal(file.path, f"{format_short_value(name)} is not supported: {USE_CUSTOM_CODE}")
 
 
@@ -441,6 +441,13 @@ KEYS: ForeignKeys = {
         ("context_parallel_size", "sequence_parallel_degree"), SettingKey("context_parallel_size")
     ),
     "tensor_parallel_size": SettingKey("tensor_parallel_size"),
+    "expert_parallel_token_capacity": RefusedKey("no token is dropped; remove the key"),
+    "expert_parallel_*": IgnoredKey("tokens are exchanged with torch.distributed; remove the key"),
+    "experts_implementation": WordSettingKey(
+        "model.experts",
+        {name: name for name in ("eager", "batched_mm", "grouped_mm")},
+        hint="set model.experts to eager, batched_mm or grouped_mm",
+    ),
     **dict.fromkeys(("strict", "gpu_memory_limit"), IgnoredKey(IS_AUTOMATIC)),
     **dict.fromkeys(("torchdistx_path", "dp_shard_size", "fsdp_version"), IgnoredKey()),
 }

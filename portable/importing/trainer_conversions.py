@@ -229,6 +229,8 @@ def complete_run_settings(file: ForeignFile, num_devices: int) -> None:
             del values[key]
     if values.get("model.name_or_path") is None:
         file.set_default_setting("train.min_learning_rate_ratio", 0.0, f"default of {program.name}")
+    if values.get("expert_parallel_size") not in (None, 1):
+        file.set_default_setting("strategy", "full_shard", "expert parallelism needs FSDP2")
     has_warmup = bool(values.keys() & {"train.warmup_ratio", "train.warmup_steps"})
     for key, value in program.defaults.items():
         is_replaced = (

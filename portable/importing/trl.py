@@ -210,7 +210,12 @@ _MODEL: ForeignKeys = {
     "fp8": RefusedKey(ONLY_16_OR_32_BITS),
     "image_max_pixels": SettingKey("data.image_max_pixels"),
     "video_max_pixels": RefusedKey(NO_VIDEO),
-    "expert_parallel_size": SettingKey("expert_parallel_size"),
+    **dict.fromkeys(
+        ("expert_parallel_size", "expert_model_parallel_size"), SettingKey("expert_parallel_size")
+    ),
+    "expert_tensor_parallel_size": RefusedKey(
+        "each expert is complete on its rank; set expert_parallel_size, and remove the key", unless=(1,)
+    ),
     "tensor_model_parallel_size": SettingKey("tensor_parallel_size"),
     "pipeline_model_parallel_size": RefusedKey(
         "pipeline parallelism is not supported; set strategy to full_shard, and remove the key", unless=(1,)

@@ -4,6 +4,9 @@ transformers keeps the experts of a layer as stacked tensors ``[experts, ...]``.
 stacks. It sorts its tokens by their experts, sends each token to the rank of each of its experts, runs the
 forward pass of the experts on the tokens that it receives, and sends the results back. No token is dropped.
 
+peft adapts a stack with a ``ParamWrapper`` around the module (``adapter.target_parameters``), and nests the
+wrappers of several stacks. Its LoRA factors are stacks as well, and a rank has the factors of its experts.
+
 Source: Lepikhin et al., "GShard", arXiv:2006.16668.
 """
 
@@ -11,6 +14,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,9 +24,13 @@ from torch.distributed.tensor import DTensor
 from portable.errors import require
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor, nn
 
 KEY = "expert_parallel_size"
+_BASE_LAYER = ".base_layer"
+"""End of the name of a module that peft has wrapped."""
 _FORWARD_ARGUMENTS = ("tokens", "experts of each token", "weights of the experts")
 """Arguments of the ``forward`` of an expert module. Their names differ between models."""
 
@@ -49,21 +57,28 @@ def _is_expert_module(module: nn.Module) -> bool:
     )
 
 
-def check_expert_parallel_support(model: nn.Module, num_ranks: int) -> None:
+def check_expert_parallel_support(model: nn.Module, num_ranks: int, optimizer: str = "adamw") -> None:
     """Check that the experts of a model can be distributed over ranks.
 
     Args:
         model: The model with its adapter, on any device.
         num_ranks: Number of expert-parallel ranks.
+        optimizer: Value of ``train.optimizer``.
 
     Raises:
-        UserError: If the model has no experts in stacked tensors, if an adapter changes them, or if their
-            number is not a multiple of ``num_ranks``.
+        UserError: If the model has no experts in stacked tensors, if the adapter changes them in a way that
+            ranks cannot divide or the optimizer cannot update, or if their number is not a multiple of
+            ``num_ranks``.
     """
     modules, name = find_expert_modules(model), type(model).__name__
     require(
         bool(modules),
         f"{KEY}: {name} has no experts in stacked tensors that ranks can divide; set {KEY} to 1",
+    )
+    require(
+        optimizer != "muon" or not list_expert_factors(model),
+        "train.optimizer: muon updates complete matrices, but expert-parallel ranks divide the LoRA factors "
+        f"of experts; use adamw or sgd, or set {KEY} to 1",
     )
     for module_name, module in modules.items():
         count: Any = module.num_experts
@@ -72,20 +87,57 @@ def check_expert_parallel_support(model: nn.Module, num_ranks: int) -> None:
             f"{KEY}: the {count} experts of {name} cannot be divided among {num_ranks} ranks; use a divisor "
             f"of {count}",
         )
-        require(
-            not module_name.endswith(".base_layer"),
-            f"{KEY}: the adapter changes the experts of {name}, which is not supported; list only other "
-            f"modules in adapter.target_modules, or set {KEY} to 1",
-        )
+        for wrapper in find_parameter_wrappers(model, module_name):
+            stack = getattr(wrapper, "parameter_name", None)
+            require(
+                stack is not None and getattr(module, stack).dim() == 3,
+                f"{KEY}: the adapter changes {stack or 'the experts'} of {name}, which are not matrices of "
+                f"experts; list only matrices of experts in adapter.target_parameters, or set {KEY} to 1",
+            )
+
+
+def find_parameter_wrappers(model: nn.Module, module_name: str) -> list[nn.Module]:
+    """Return the wrappers of peft around an expert module, from the outermost to the innermost.
+
+    Args:
+        model: The model with its adapter.
+        module_name: Name of the expert module in ``model``.
+    """
+    wrappers: list[nn.Module] = []
+    while module_name.endswith(_BASE_LAYER):
+        module_name = module_name.removesuffix(_BASE_LAYER)
+        wrappers.insert(0, model.get_submodule(module_name))
+    return wrappers
+
+
+def list_expert_factors(model: nn.Module) -> dict[nn.Parameter, int]:
+    """List the LoRA factors of experts, each with the dimension that has one entry or block per expert."""
+    return {
+        layer.weight: dim
+        for name in find_expert_modules(model)
+        for wrapper in find_parameter_wrappers(model, name)
+        if hasattr(wrapper, "parameter_name")
+        for dim, layers in enumerate((wrapper.lora_A, wrapper.lora_B))
+        for layer in layers.values()  # type: ignore[operator]
+    }
 
 
 def install_expert_exchange(model: nn.Module) -> None:
     """Make the expert modules of a model exchange tokens, once their exchanges have a process group."""
-    for module in find_expert_modules(model).values():
-        exchange: Any = ExpertExchange(module)
+    for name, module in find_expert_modules(model).items():
+        wrappers = find_parameter_wrappers(model, name)
+        exchange: Any = ExpertExchange(module, wrappers)
         module.expert_exchange = exchange
         # The number of received tokens differs in each pass, and the compiler would treat it as a constant.
         module.forward = torch.compiler.disable(exchange.run)
+        for wrapper in wrappers:
+            # The exchange adds the LoRA updates itself: the method of peft needs all experts of a stack.
+            wrapper.forward = partial(_call_base_layer, wrapper)
+
+
+def _call_base_layer(wrapper: Any, *arguments: Any, **keywords: Any) -> Any:
+    """Call the module inside of a wrapper of peft."""
+    return wrapper.base_layer(*arguments, **keywords)
 
 
 def map_expert_exchanges(model: nn.Module) -> dict[nn.Module, ExpertExchange]:
@@ -99,13 +151,18 @@ class ExpertExchange:
 
     Args:
         module: The expert module.
+        wrappers: Wrappers of peft that adapt stacks of the module, from the outermost to the innermost.
 
     Attributes:
         group: Expert-parallel process group of this rank. None if this rank has all experts.
+        wrappers: Wrappers of peft, see above.
+        outermost: The outermost wrapper, or the expert module if there are no wrappers.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, wrappers: Sequence[nn.Module] = ()) -> None:
         self._module: Any = module
+        self.wrappers: list[Any] = list(wrappers)
+        self.outermost = self.wrappers[0] if self.wrappers else module
         self._signature = inspect.signature(module.forward)
         self.group: Any = None
 
@@ -120,7 +177,8 @@ class ExpertExchange:
         """
         module_class: Any = type(self._module)
         if self.group is None:
-            output: Tensor = module_class.forward(self._module, *arguments, **keywords)
+            experts_of_all_ranks = _LocalExperts(self._module, self.wrappers, self._module.num_experts)
+            output: Tensor = module_class.forward(experts_of_all_ranks, *arguments, **keywords)
             return output
         hidden, experts, weights = self._signature.bind(*arguments, **keywords).args
         plan = _plan_exchange(experts, self._module.num_experts, self.group)
@@ -133,7 +191,7 @@ class ExpertExchange:
                 for tensor in (received, received_weights, local_experts)
             )
         results = module_class.forward(
-            _LocalExperts(self._module, plan.num_local_experts),
+            _LocalExperts(self._module, self.wrappers, plan.num_local_experts),
             received,
             local_experts[:, None],
             received_weights[:, None],
@@ -143,23 +201,54 @@ class ExpertExchange:
 
 
 class _LocalExperts:
-    """Proxy of an expert module that has only the experts of this rank, as plain tensors.
+    """Proxy of an expert module that has only the experts of this rank, as plain tensors with LoRA updates.
 
     Args:
         module: The module. The proxy returns its other attributes.
+        wrappers: Wrappers of peft that adapt stacks of the module.
         num_experts: Number of experts of this rank.
     """
 
-    def __init__(self, module: nn.Module, num_experts: int) -> None:
+    def __init__(self, module: Any, wrappers: Sequence[Any], num_experts: int) -> None:
         self._module = module
         self.num_experts = num_experts
-        self.__dict__.update(
-            (name, stack.to_local() if isinstance(stack, DTensor) else stack)
-            for name, stack in module.named_parameters(recurse=False)
-        )
+        stacks = {name: _to_plain(stack) for name, stack in module.named_parameters(recurse=False)}
+        for wrapper in wrappers:
+            if not wrapper.disable_adapters:
+                stack = stacks[wrapper.parameter_name]
+                stacks[wrapper.parameter_name] = _add_lora_update(stack, wrapper, module.is_transposed)
+        self.__dict__.update(stacks)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
+
+
+def _to_plain(tensor: Tensor) -> Tensor:
+    """Return the part of a tensor on this expert-parallel rank, with gradients."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _add_lora_update(stack: Tensor, wrapper: Any, is_transposed: bool) -> Tensor:
+    """Add the LoRA updates of some experts to their stack, as ``ParamWrapper`` of peft does for all experts.
+
+    The rows of ``lora_A`` are sorted by expert. The columns of ``lora_B`` are sorted by rank, and the columns
+    of a rank by expert.
+
+    Args:
+        stack: Matrices of the experts, ``[experts, out, in]``, or ``[experts, in, out]`` if transposed.
+        wrapper: ``ParamWrapper`` of the stack, with the factors of the same experts.
+        is_transposed: Whether the matrices are transposed.
+    """
+    for adapter in wrapper.active_adapters:
+        down, up = _to_plain(wrapper.lora_A[adapter].weight), _to_plain(wrapper.lora_B[adapter].weight)
+        down = down.reshape(len(stack), -1, down.shape[-1])  # [experts, rank, in]
+        up = up.reshape(len(up), -1, len(stack)).permute(2, 0, 1)  # [experts, out, rank]
+        left, right = (down.transpose(1, 2), up.transpose(1, 2)) if is_transposed else (up, down)
+        with torch.autocast(stack.device.type, enabled=False):
+            stack = torch.baddbmm(
+                stack, left.to(stack.dtype), right.to(stack.dtype), alpha=wrapper.scaling[adapter]
+            )
+    return stack
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """Helper functions for code that works on the local shards of parameters.
 
 A sharded parameter is a ``DTensor`` that is sharded along dimension 0, as by FSDP2. It may be replicated over
-a second mesh dimension. Stacks of experts may be sharded twice. Other parameters are unsharded.
+a second mesh dimension. Stacks of experts and their LoRA factors may be sharded twice. Other parameters are
+unsharded.
 """
 
 from __future__ import annotations
@@ -112,6 +113,25 @@ def get_fsdp_sharding(parameter: Tensor) -> FsdpSharding:
     rows = shape[0] // math.prod(parameter.device_mesh.size(axis) for axis in others)
     placement: Any = parameter.placements[first]
     return FsdpSharding((rows, *shape[1:]), placement.dim)
+
+
+def list_shard_blocks(tensor: DTensor) -> list[tuple[slice, ...]]:
+    """List the parts of the global tensor that the shard of this rank consists of.
+
+    Usually, a shard is a single part. The second LoRA factor of experts has one part per rank of the adapter:
+    the shard concatenates some columns of each of these blocks.
+
+    Returns:
+        For each part, its slices of the global tensor, one for each dimension.
+    """
+    first = torch_internals.compute_shard_slices(tensor)
+    num_blocks = torch_internals.count_interleaved_blocks(tensor)
+    if num_blocks == 1:
+        return [first]
+    rows, columns = first
+    width, period = (columns.stop - columns.start) // num_blocks, tensor.shape[1] // num_blocks
+    starts = [columns.start + period * block for block in range(num_blocks)]
+    return [(rows, slice(start, start + width)) for start in starts]
 
 
 def _list_sharded_axes(parameter: Any) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from portable.checks import check_config
+from portable.config.rules import uses_zero_strategy
 from portable.errors import UserError, require
 from portable.planner import device_lookup
 from portable.planner.plan import Planner
@@ -60,7 +61,7 @@ def build_plan(config: RunConfig, target: PlanTarget, prices: dict[str, float] |
     """Compute the resources that a run requires on a target under each strategy, and recommend an option.
 
     If the run does not fit without offloading, options with an adapter and with context parallelism are
-    searched as well.
+    searched as well. For a mixture of experts, options with expert parallelism are always searched.
 
     Args:
         config: Config of the run, checked, with the backend of the target.
@@ -87,7 +88,8 @@ def build_plan(config: RunConfig, target: PlanTarget, prices: dict[str, float] |
     searches = target.device is not None and not _fits_without_offloading(best)
     adapter = _find_option_with_adapter(planner) if searches else None
     shared = _find_option_with_shared_sequences(planner) if searches else None
-    return Plan(planner, options, best, adapter, shared, work, price)
+    divided = _find_option_with_divided_experts(planner, best) if target.device is not None else None
+    return Plan(planner, options, best, adapter, shared, divided, work, price)
 
 
 def _fits_without_offloading(option: PlanOption | None) -> bool:
@@ -124,6 +126,37 @@ def _find_option_with_shared_sequences(planner: Planner) -> PlanOption | None:
             if option is not None:
                 return option
     return None
+
+
+def _find_option_with_divided_experts(planner: Planner, best: PlanOption | None) -> PlanOption | None:
+    """Find the option with expert parallelism within a node that sends the fewest bytes.
+
+    Args:
+        planner: Planner of the config.
+        best: Recommended option of the config, if any.
+
+    Returns:
+        The option. None if no option fits without offloading, if ``best`` fits without offloading and sends
+        fewer bytes, or if the config already has expert parallelism.
+    """
+    config, cluster = planner.config, planner.target.cluster
+    if config.expert_parallel_size > 1 or not planner.model.num_mixture_layers:
+        return None
+    is_fsdp = config.strategy != "no_shard" and not uses_zero_strategy(config)
+    strategy = config.strategy if is_fsdp else "full_shard"
+    options = [
+        _find_option_with_settings(
+            planner, {"expert_parallel_size": size, "strategy": strategy}, planner.meta_model
+        )
+        for size in range(2, min(cluster.per_node, cluster.devices) + 1)
+        if cluster.devices % size == 0
+    ]
+    fitting = [option for option in options if option is not None]
+    option = min(fitting, key=lambda option: option.communication_bytes, default=None)
+    if option is None or not _fits_without_offloading(best):
+        return option
+    assert best is not None
+    return option if option.communication_bytes < best.communication_bytes else None
 
 
 def _find_option_with_settings(

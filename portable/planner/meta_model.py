@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from portable.adapters.assemble import check_parallel_support
 from portable.errors import UserError, to_one_line
 from portable.model.context_parallel_support import count_attention_heads
-from portable.model.expert_exchange import find_expert_modules
+from portable.model.expert_exchange import find_expert_modules, list_expert_factors
 from portable.model.flops import compute_flops_per_token, count_parameters
 from portable.model.layers import find_transformer_layers
 from portable.model.parameter_groups import assign_parameter_groups
@@ -185,8 +185,10 @@ def build_inventory(
     unit_of = {id(p): i for i, unit in enumerate(units) for p in unit.parameters()}
     groups = assign_parameter_groups(model, train)
     cut = map_sharded_dims(model, sharing)
-    expert_modules = find_expert_modules(model).values()
-    expert_stacks = {id(stack) for module in expert_modules for stack in module.parameters(recurse=False)}
+    expert_modules = find_expert_modules(model)
+    expert_dims = {id(factor): dim for factor, dim in list_expert_factors(model).items()}
+    for module in expert_modules.values():
+        expert_dims |= {id(stack): 0 for stack in module.parameters(recurse=False)}
     tables = {id(parameter) for parameter in list_embedding_weights(model)}
     head: Any = model.get_output_embeddings()
     weights = tuple(
@@ -200,7 +202,7 @@ def build_inventory(
             unit_index=unit_of.get(id(parameter)),
             itemsize=parameter.itemsize,
             sharded_dim=cut.get(name),
-            is_expert_stack=id(parameter) in expert_stacks,
+            expert_dim=expert_dims.get(id(parameter)),
         )
         for name, parameter in model.named_parameters()
     )
@@ -213,7 +215,8 @@ def build_inventory(
         num_layers=int(getattr(text, "num_hidden_layers", len(layers))),
         vocab_size=int(getattr(text, "vocab_size", 0)),
         num_parameters=count_parameters(model),
-        experts_per_token=int(getattr(text, "num_experts_per_tok", None) or 1) if expert_stacks else 0,
+        experts_per_token=int(getattr(text, "num_experts_per_tok", None) or 1) if expert_modules else 0,
+        num_mixture_layers=len(expert_modules),
     )
 
 

@@ -42,8 +42,10 @@ class ParameterEntry:
     """Dimension along which tensor-parallel ranks split the parameter. None if each rank has the complete
     parameter.
     """
-    is_expert_stack: bool = False
-    """Whether the parameter is a stack of experts, which expert-parallel ranks divide."""
+    expert_dim: int | None = None
+    """Dimension that expert-parallel ranks divide, for a stack of experts or a LoRA factor of experts. None
+    for other parameters.
+    """
 
     @cached_property
     def num_elements(self) -> int:
@@ -81,6 +83,8 @@ class ModelInventory:
     """
     experts_per_token: int = 0
     """Number of experts that process a token in each layer of a mixture. 0 if the model has no experts."""
+    num_mixture_layers: int = 0
+    """Number of layers with stacked experts."""
     unit_error: str | None = None
     """Error message that explains why FSDP cannot split the model into units. None if FSDP can split it."""
 
@@ -116,11 +120,14 @@ class ModelInventory:
         """
         if ranks == 1:
             return self
-        weights = (
-            replace(w, shape=(w.shape[0] // ranks, *w.shape[1:])) if w.is_expert_stack else w
-            for w in self.weights
-        )
-        return replace(self, weights=tuple(weights))
+
+        def cut_weight(weight: ParameterEntry) -> ParameterEntry:
+            shape = [
+                size // ranks if dim == weight.expert_dim else size for dim, size in enumerate(weight.shape)
+            ]
+            return replace(weight, shape=tuple(shape))
+
+        return replace(self, weights=tuple(map(cut_weight, self.weights)))
 
     def count_elements_by_part(
         self, part: Literal["layer", "unit"], *, only_trained: bool = False

@@ -124,6 +124,8 @@ class PlanOption:
     """
     context_parallel_size: int = 1
     """Value of ``context_parallel_size``."""
+    expert_parallel_size: int = 1
+    """Value of ``expert_parallel_size``."""
 
     def format_config_yaml(self, config: RunConfig) -> str:
         """Format the settings of this option as YAML lines that the user can copy into the config file.
@@ -233,9 +235,18 @@ class Planner:
         )
         saved = self._checkpoint + footprint.also_saved
         disk = footprint.disk * ranks
-        sent, sharing = int(max(links, network)), config.context_parallel_size
         return PlanOption(
-            setting, micro_batch, recompute, device_bytes, host, disk, saved, sent, fits, sharing
+            setting,
+            micro_batch,
+            recompute,
+            device_bytes,
+            host_bytes=host,
+            disk_bytes=disk,
+            checkpoint_bytes=saved,
+            communication_bytes=int(max(links, network)),
+            fits=fits,
+            context_parallel_size=config.context_parallel_size,
+            expert_parallel_size=config.expert_parallel_size,
         )
 
     def _get_footprint(self, config: RunConfig) -> Footprint:

@@ -34,6 +34,8 @@ class Plan:
             option, or if none was searched because `best` fits without offloading.
         shared: Option that fits without offloading because it has a larger `context_parallel_size`. None
             under the same conditions as `adapter`.
+        divided: Option that has a larger `expert_parallel_size`, and therefore sends fewer bytes than `best`
+            or fits without offloading. None if there is no such option.
         work: Amount of training. None if it is unknown.
         price: Price of a device per hour. None if it is unknown.
     """
@@ -43,6 +45,7 @@ class Plan:
     best: PlanOption | None
     adapter: PlanOption | None = None
     shared: PlanOption | None = None
+    divided: PlanOption | None = None
     work: TrainingWork | None = None
     price: float | None = None
 
@@ -91,6 +94,7 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
         "best": plan.best and _option_to_json(plan.best) | {"reason": explain_choice(plan)},
         "with_adapter": plan.adapter and _option_to_json(plan.adapter),
         "with_shared_sequences": plan.shared and _option_to_json(plan.shared),
+        "with_divided_experts": plan.divided and _option_to_json(plan.divided),
         "options": [_option_to_json(option) for option in plan.options],
     }
 
@@ -100,6 +104,7 @@ def _option_to_json(option: PlanOption) -> dict[str, Any]:
     return {
         **asdict(option.setting),
         "context_parallel_size": option.context_parallel_size,
+        "expert_parallel_size": option.expert_parallel_size,
         "micro_batch_size": option.micro_batch,
         "activation_checkpointing": option.recompute,
         "device_bytes": {**asdict(option.device_bytes), "total": option.device_bytes.total},
@@ -261,8 +266,8 @@ def describe_option(option: PlanOption) -> str:
 def explain_choice(plan: Plan) -> str:
     """Explain in a few sentences why the best option is recommended, and how to reduce the memory further.
 
-    If there is no best option, explain why nothing fits. Options with an adapter or with context parallelism
-    are mentioned if the plan has them.
+    If there is no best option, explain why nothing fits. Options with an adapter, with context parallelism or
+    with expert parallelism are mentioned if the plan has them.
 
     Args:
         plan: Plan whose device is known.
@@ -276,12 +281,18 @@ def explain_choice(plan: Plan) -> str:
     if plan.shared is not None:
         name = f"context_parallel_size {plan.shared.context_parallel_size}, the smallest that fits"
         others.insert(0, (name, plan.shared))
+    if plan.divided is not None:
+        name = f"expert_parallel_size {plan.divided.expert_parallel_size}"
+        others.insert(0, (name, plan.divided))
     for name, other in others:
         if other is None:
             continue
         instead += f".\nWith {name}, {describe_option(other)} takes {format_bytes(other.device_bytes.total)}"
         if changes := list_changed_settings(planner, other):
             instead += " with " + " and ".join(changes)
+        if other is plan.divided:
+            instead += f", and a device sends {format_bytes(other.communication_bytes)} a step"
+            instead += "" if best is None else f" instead of {format_bytes(best.communication_bytes)}"
     if best is None:
         least = min(plan.options, key=lambda option: option.device_bytes.total)
         return (

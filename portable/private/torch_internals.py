@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
     from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.placement_types import Placement
 
 _torch = GuardedPackage("torch", "2.15.0")
 
@@ -49,11 +50,41 @@ def build_dtensor_like(
 
 @_torch.explain_missing_names("checkpoints under strategy full_shard")
 def compute_shard_slices(tensor: DTensor) -> tuple[slice, ...]:
-    """Compute the slices of the global tensor that this rank's shard covers, one for each dimension."""
+    """Compute the slices of the global tensor that this rank's shard covers, one for each dimension.
+
+    The placement must not be interleaved. See :func:`build_interleaved_placement`.
+    """
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
+
+
+@_torch.explain_missing_names("adapter.target_parameters with expert_parallel_size")
+def build_interleaved_placement(dim: int, num_blocks: int) -> Placement:
+    """Build a placement that divides a dimension into blocks, and shards each block over the ranks.
+
+    The shard of a rank is the concatenation of its parts of all blocks.
+
+    Args:
+        dim: The sharded dimension.
+        num_blocks: Number of blocks. Each block is a multiple of the number of ranks.
+    """
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    return _StridedShard(dim, split_factor=num_blocks)
+
+
+@_torch.explain_missing_names("checkpoints under strategy full_shard")
+def count_interleaved_blocks(tensor: DTensor) -> int:
+    """Return the number of blocks if the last axis has an interleaved placement, otherwise 1.
+
+    See :func:`build_interleaved_placement`. The placements of FSDP2 on other axes are not interleaved.
+    """
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    placement = tensor.placements[-1]
+    return int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
 
 
 build_storage_prefix = _torch.wrap_private_function(

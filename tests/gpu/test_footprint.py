@@ -169,6 +169,11 @@ EXPERTS: dict[str, Any] = {
     "expert_parallel_size": 2,
     "model__config": {**MODEL, "model_type": "mixtral", "num_local_experts": 6, "intermediate_size": 88},
 }
+EXPERT_ADAPTER: dict[str, Any] = {
+    **LORA,
+    "adapter__target_modules": ["q_proj"],
+    "adapter__target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+}
 CASES = [
     (1, "full_shard", {}),
     (2, "no_shard", {}),
@@ -196,6 +201,8 @@ CASES = [
     (4, "full_shard", {**EXPERTS, "train__optimizer": "muon"}),
     (4, "hybrid_shard", {**EXPERTS, "fsdp__shard_group_size": 2}),
     (4, "full_shard", {**EXPERTS, "model__config": {**EXPERTS["model__config"], "num_local_experts": 2}}),
+    (4, "full_shard", {"precision": "bf16", **EXPERTS, **EXPERT_ADAPTER}),
+    (2, "full_shard", {**EXPERTS, **EXPERT_ADAPTER}),
 ]
 
 

@@ -50,7 +50,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
             "fsync",
             ".final.new",
             74,
-            "cannot be written: No space left on device; the run is complete: run the same command",
+            "No space left on device; free some space on the disk; the run is complete: run the same command",
         ),
         (
             "fsync",

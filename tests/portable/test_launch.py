@@ -23,7 +23,7 @@ from portable.ranks.launch import launch_ranks
 from portable.reporting.metrics import read_metrics
 from portable.run.rank import run_rank
 from tests.ranks import free_port, wait_for
-from tests.runs import configured, flags, tiny
+from tests.runs import TINY_MODEL, configured, flags, tiny
 from tests.zygote import Zygote
 
 AT_MOST = 300  # seconds, for waits that would otherwise never end
@@ -231,16 +231,35 @@ KILLED_ONCE: dict[str, Any] = {
 }
 
 
+EXCHANGING: dict[str, Any] = {
+    "strategy": "full_shard",
+    "expert_parallel_size": 2,
+    "model__config": {**TINY_MODEL, "model_type": "mixtral", "num_local_experts": 4},
+    "adapter__type": "lora",
+    "train__global_batch_size": 8,
+}
+
+
 @pytest.mark.slow
-def test_killed_rank_ends_other_ranks_without_launcher(tmp_path: Path, corpus: Path, zygote: Zygote) -> None:
-    settings = tiny(tmp_path / "run", corpus, **KILLED_ONCE, train__steps=100_000)
+@pytest.mark.parametrize(
+    ("size", "more"),
+    [(3, {}), pytest.param(4, EXCHANGING, marks=pytest.mark.exhaustive)],
+    ids=["3", "experts"],
+)
+def test_killed_rank_ends_other_ranks_without_launcher(
+    size: int, more: dict[str, Any], tmp_path: Path, corpus: Path, zygote: Zygote
+) -> None:
+    settings = tiny(tmp_path / "run", corpus, **{**KILLED_ONCE, "train__steps": 100_000, **more})
     settings["train.micro_batch_size"] = 2
     note, port = tmp_path / "note", str(free_port())
-    shared = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "KILLED_ONCE": str(note)}
-    ranks = [zygote.start("portable-train", *flags(settings), RANK=str(rank), **shared) for rank in range(3)]
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "KILLED_ONCE": str(note)}
+    shared["WORLD_SIZE"] = str(size)
+    ranks = [
+        zygote.start("portable-train", *flags(settings), RANK=str(rank), **shared) for rank in range(size)
+    ]
     errors = [rank.communicate(timeout=AT_MOST)[1] for rank in ranks]
     assert time.time() - note.stat().st_mtime < 10
-    assert [rank.returncode for rank in (ranks[0], ranks[2])] == [1, 1]
+    assert [rank.returncode for rank in (ranks[0], *ranks[2:])] == [1] * (size - 1)
     assert errors[0].splitlines()[-1].startswith(f"error: rank 1 on {socket.gethostname()} failed first: ")
     assert "Traceback" not in "".join(errors) and "error" not in errors[2]
 

@@ -45,6 +45,22 @@ LARGE = {
     "num_key_value_heads": 8,
     "max_position_embeddings": 4096,
 }
+MIXTURE = {
+    "model_type": "qwen3_moe",
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+}
+"""Qwen3-30B-A3B."""
 WRONG = ("--fsdp.transformer_layer_cls_to_wrap", '["GPT2Block"]', "--device", "h100")
 """Layers that the model does not have."""
 Plan = Callable[..., Any]
@@ -119,6 +135,33 @@ def test_plan_suggests_adapter_if_full_training_does_not_fit(plan: Plan) -> None
     assert {**best, "reason": None} == {**alone["best"], "reason": None} and alone["with_adapter"] is None
     said = " ".join(plan(*argv, "2", model=LARGE, told=True).split())
     assert f"With an adapter (adapter.type lora), {best['strategy']} takes" in said
+
+
+def test_plan_suggests_expert_parallelism_for_a_mixture(plan: Plan) -> None:
+    """The bytes of Qwen3-30B-A3B are computed by hand for 64 devices in groups of 8."""
+    argv = ["--device", "h100", "--devices", "64", "--data.seq_len", "4096", "--precision", "bf16"]
+    argv += ["--train.global_batch_size", "64", "--memory.activation_checkpointing", "full"]
+    argv += ["--strategy", "full_shard"]
+    whole = plan(*argv, model=MIXTURE)
+    divided = whole["with_divided_experts"]
+    assert (divided["strategy"], divided["expert_parallel_size"]) == ("shard_grad_op", 8)
+    experts = 48 * 128 * 3 * 2048 * 768
+    others = whole["parameters"] - experts
+    # Each parameter is gathered in bf16 and its gradient is reduced in fp32. A layer sends its tokens six
+    # times: to the experts and back in the forward pass, in the recomputation, and in the backward pass.
+    exchanged = 6 * 48 * (4096 * 8 * 2048 * 2) * 7 / 8
+    expected = (2 + 4) * (others * 63 / 64 + experts / 8 * 7 / 8) + exchanged
+    assert divided["communication_bytes"] == pytest.approx(expected, rel=1e-3)
+    gathered = (2 + 4) * whole["parameters"] * 63 / 64
+    assert whole["best"]["communication_bytes"] == pytest.approx(gathered, rel=1e-3)
+    alone = plan(*argv, "--expert_parallel_size", "8", model=MIXTURE)
+    assert {**divided, "reason": None} == {**alone["best"], "reason": None}
+    assert alone["with_divided_experts"] is None and alone["hours"] == whole["hours"]
+    said = " ".join(plan(*argv, model=MIXTURE, told=True).split())
+    assert (
+        "With expert_parallel_size 8, shard_grad_op takes 20.3 GiB, and a device sends 57.7 GiB a step"
+        in said
+    )
 
 
 def test_plan_offloads_to_disk_last(plan: Plan) -> None:

@@ -48,10 +48,14 @@ def check_expert_groups(config: RunConfig, shard_group_size: int) -> None:
     """
     size = config.expert_parallel_size
     if shard_group_size % size:
-        ranks = "the only rank" if shard_group_size == 1 else f"the {shard_group_size} ranks"
+        if shard_group_size == 1:
+            raise UserError(
+                f"expert_parallel_size: a single rank cannot be divided into groups of {size}; start a "
+                f"multiple of {size} ranks, or set expert_parallel_size to 1"
+            )
         raise UserError(
-            f"expert_parallel_size: {ranks} of one copy of the parameters cannot be divided into groups of "
-            f"{size}; use a divisor of {shard_group_size}, or another number of ranks"
+            f"expert_parallel_size: the {shard_group_size} ranks with a copy of the parameters cannot be "
+            f"divided into groups of {size}; use a divisor of {shard_group_size}, or another number of ranks"
         )
 
 
@@ -116,10 +120,10 @@ def compute_sharded_footprint(model: ModelInventory, config: RunConfig, cluster:
     parameters = gradients = moments = 0
     for weight in model.weights:
         shape = weight.shape
-        shards, is_divided = group_size, expert_size > 1 and weight.is_expert_stack
-        if is_divided:
+        shards = group_size
+        if expert_size > 1 and weight.expert_dim is not None:
             shards = expert_group_size
-            if choose_expert_shard_dim(shape, shards) == 1:
+            if weight.expert_dim == 0 and choose_expert_shard_dim(shape, shards) == 1:
                 shape = (shape[0] * shape[1], *shape[2:])
         rows = -(-shape[0] // shards) if shape else 1  # rank 0's shard along dim 0, padding included
         shard_elements = rows * (weight.num_elements // max(1, shape[0]) if shape else 1)
@@ -141,14 +145,14 @@ def compute_sharded_footprint(model: ModelInventory, config: RunConfig, cluster:
         host = 2 * gradients + moments
     gathers = 1 if config.strategy in STRATEGIES_KEPT_AFTER_FORWARD else 2
     num_replicas = cluster.devices // tensor_parallel_size // group_size
-    layers = [w for w in model.weights if expert_size == 1 or not w.is_expert_stack]
+    layers = [w for w in model.weights if expert_size == 1 or w.expert_dim is None]
     per_pass = _compute_sharding_traffic(layers, gathers * compute, group_size)
     expert_pass = 0.0
     if expert_size > 1:
         # Experts are units inside of the layers, so a recomputed layer gathers them once more.
         is_recomputed = config.memory.activation_checkpointing != "none" and gathers == 2
         expert_pass = _compute_sharding_traffic(
-            [w for w in model.weights if w.is_expert_stack],
+            [w for w in model.weights if w.expert_dim is not None],
             (gathers + is_recomputed) * compute,
             expert_group_size,
         )
@@ -225,9 +229,8 @@ def _compute_expert_exchange(model: ModelInventory, config: RunConfig) -> _Exper
     assert micro != "auto"
     tokens = micro * data.sequences_per_sample * data.max_sequence_length // config.context_parallel_size
     layer_bytes = tokens * model.experts_per_token * model.hidden_size * COMPUTE_BYTES[config.precision]
-    layers = {w.name.rpartition(".")[0] for w in model.weights if w.is_expert_stack}
     exchanges = 4 if config.memory.activation_checkpointing == "none" else 6
-    return _ExpertExchange(2 * layer_bytes, exchanges * len(layers) * layer_bytes / size)
+    return _ExpertExchange(2 * layer_bytes, exchanges * model.num_mixture_layers * layer_bytes / size)
 
 
 def _compute_tensor_parallel_traffic(model: ModelInventory, config: RunConfig) -> Traffic:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.distributed.tensor import DTensor
 
 from portable.converters import Tensor as StoredTensor
 from portable.model.weight_sources import copy_into_tensor
 from portable.optim.custom_optimizer import CustomOptimizer
+from portable.optim.local_shards import list_shard_blocks
 from portable.optim.stored_state import cast_number, check_state_entry, to_plain_group
 from portable.optim.weight_average import AVERAGE_KEY
-from portable.private import torch_internals
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -108,5 +109,15 @@ def fill_local_shard(target: Tensor, source: ReadableTensor) -> None:
     """Read ``source`` into ``target``. If ``target`` is a DTensor, only its local shard is read."""
     if not isinstance(target, DTensor):
         copy_into_tensor(target, source)
-    elif (shard := target.to_local()).numel():
-        copy_into_tensor(shard, source, torch_internals.compute_shard_slices(target))
+        return
+    shard = target.to_local()
+    if not shard.numel():
+        return
+    blocks = list_shard_blocks(target)
+    if len(blocks) == 1:
+        copy_into_tensor(shard, source, blocks[0])
+        return
+    # Read the complete rows of a LoRA factor once, because each block is only a small part of each row.
+    rows = shard.detach().new_empty(len(shard), target.shape[1])
+    copy_into_tensor(rows, source, (blocks[0][0], slice(0, target.shape[1])))
+    shard.detach().copy_(torch.cat([rows[:, columns] for _, columns in blocks], dim=1))

@@ -10,12 +10,14 @@ receives the content of the tables from one rank after the other, and assembles 
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from portable.checkpoint.store import start_background_call
@@ -29,12 +31,17 @@ from portable.converters.writers.dcp_tables import (
 from portable.engines.background_saving import BackgroundWriteHandle, copy_state_to_host
 from portable.engines.fsdp.shard_writer import PlannedItem, WriterProcess, write_and_sync, write_shards
 from portable.errors import to_one_line
+from portable.optim.local_shards import list_shard_blocks
+from portable.private import torch_internals
 from portable.ranks.collectives import get_or_create_background_group
 from portable.terminal import silence_checkpoint_warnings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
+
+    from torch.distributed.checkpoint.metadata import MetadataIndex
+    from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
     from portable.backend import SaveHandle
     from portable.converters.writers.dcp_tables import RankTable, TableRecord
@@ -84,7 +91,7 @@ class DcpSaver:
         group = self._process_group  # a collective: create it before a thread needs it
         if background and self._planner is None:
             state = copy_state_to_host(state)
-        planner = (self._planner or DefaultSavePlanner)()
+        planner = (self._planner or _BlockPlanner)()
 
         def write() -> None:
             process = self._writer_process if background else None
@@ -99,6 +106,52 @@ class DcpSaver:
     def close(self) -> None:
         """End the separate process that writes large shard files, if it was started."""
         self._writer_process.close()
+
+
+class _BlockPlanner(DefaultSavePlanner):
+    """DCP planner that also saves shards that consist of several parts of a tensor.
+
+    See :func:`portable.optim.local_shards.list_shard_blocks`. DCP assumes that a shard is a single part.
+    """
+
+    def create_local_plan(self) -> SavePlan:
+        plan = super().create_local_plan()
+        items = [part for item in plan.items for part in self._split_item(item)]
+        return replace(plan, items=items)
+
+    def _split_item(self, item: WriteItem) -> list[WriteItem]:
+        """Split the item of a shard into one item for each part."""
+        tensor, data = self.state_dict[item.index.fqn], item.tensor_data
+        if data is None or not _has_several_parts(tensor):
+            return [item]
+        chunks = [
+            ChunkStorageMetadata(
+                torch.Size(part.start for part in block), torch.Size(part.stop - part.start for part in block)
+            )
+            for block in list_shard_blocks(tensor)
+        ]
+        return [
+            replace(
+                item,
+                index=replace(item.index, offset=chunk.offsets),
+                tensor_data=replace(data, chunk=chunk),
+            )
+            for chunk in chunks
+        ]
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        """Return the data of an item."""
+        tensor = self.state_dict[index.fqn]
+        if index.offset is None or not _has_several_parts(tensor):
+            return super().lookup_object(index)
+        blocks = list_shard_blocks(tensor)
+        number = [columns.start for _, columns in blocks].index(index.offset[1])
+        return tensor.to_local().chunk(len(blocks), dim=1)[number]
+
+
+def _has_several_parts(value: Any) -> bool:
+    """Return whether a value of a state dict is a tensor whose shard consists of several parts."""
+    return isinstance(value, DTensor) and torch_internals.count_interleaved_blocks(value) > 1
 
 
 def write_dcp_checkpoint(

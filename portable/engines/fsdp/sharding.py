@@ -309,8 +309,10 @@ def _shard_units(
 
 
 def _place_experts(stack: nn.Parameter, *, ranks: int) -> Shard:
-    """Return the placement of a distributed stack of experts on the shard axis."""
+    """Return the placement of a distributed stack of experts, or of a LoRA factor, on the shard axis."""
     assert isinstance(stack, DTensor)
+    if stack.placements[0] != Shard(0):  # a LoRA factor whose columns are divided by expert
+        return Shard(0)
     return Shard(choose_expert_shard_dim(stack.to_local().shape, ranks))
 
 
