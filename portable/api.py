@@ -193,7 +193,9 @@ def train(
 
     code = run_invocation(Invocation(config, nproc=nproc))
     if code not in (EXIT_DONE, EXIT_STOPPED):
-        raise RunError(f"{config.output_dir}: the run ended with exit code {code}; read the log of the run")
+        raise RunError(
+            f"{config.output_dir}: the run ended with exit code {code}; see the error message above"
+        )
     return Result(parse_place_setting("output_dir", config.output_dir), stopped=code == EXIT_STOPPED)
 
 
@@ -238,7 +240,10 @@ def plan(
     from portable.planner.build_plan import build_plan, resolve_target
 
     check_config(config)
-    require(price_per_hour is None or device is not None, "price_per_hour: requires device; set both")
+    require(
+        price_per_hour is None or device is not None,
+        ("price_per_hour: has no effect without device; set both"),
+    )
     config, target = resolve_target(
         config, device=device, devices=devices, device_memory=device_memory, host_memory=host_memory
     )

@@ -219,7 +219,7 @@ def compute_total_steps(config: RunConfig, samples: int) -> int:
     steps = config.train.epochs * samples / config.train.global_batch_size
     if not steps <= MAX_STEPS:
         raise UserError(
-            f"train.epochs: {config.train.epochs:g} epochs of {samples} samples are more steps than "
-            "supported; lower train.epochs, or set train.steps"
+            f"train.epochs: {config.train.epochs:g} epochs of {samples} samples result in more steps than "
+            "are supported; lower train.epochs, or set train.steps"
         )
     return max(1, math.ceil(steps))

@@ -213,8 +213,8 @@ class Run:
             scalar = isinstance(value, torch.Tensor) and value.dim() == 0 and not is_shard(value)
             if not isinstance(name, str) or not (scalar or isinstance(value, int | float)):
                 raise TypeError(
-                    f"log({{{name!r}: {value!r:.60}}}): a value must be a number or a scalar tensor, and its "
-                    "name a string; call full_tensor() on a DTensor"
+                    f"log({{{name!r}: {value!r:.60}}}): the name must be a string, and the value a number "
+                    "or a scalar tensor; convert the value (first call full_tensor() on a DTensor)"
                 )
         self.pending_values.update(values)
 

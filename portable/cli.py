@@ -191,14 +191,16 @@ def run_invocation(invocation: Invocation) -> int:
 def _check_train_options(invocation: Invocation) -> None:
     """Raise UserError if options contradict each other, or if the file of ``--json`` must not be written."""
     if invocation.json is not None and not invocation.eval_only:
-        raise UserError("--json: writes the values of an evaluation; add --eval-only")
+        raise UserError(
+            "--json: writes the values of an evaluation, but this command trains; add --eval-only"
+        )
     if invocation.json is not None and not Path(invocation.json).absolute().parent.is_dir():
         raise UserError(f"--json: {invocation.json}: the folder does not exist; create the folder first")
     if invocation.json is not None and Path(invocation.json).is_dir():
-        raise UserError(f"--json: {invocation.json}: is a folder; name a file, such as values.json")
+        raise UserError(f"--json: {invocation.json}: is a folder; specify a file, such as values.json")
     if invocation.json is not None and not _may_overwrite(Path(invocation.json)):
         raise UserError(
-            f"--json: {invocation.json}: exists, but does not contain an evaluation; name another file"
+            f"--json: {invocation.json}: exists, but does not contain an evaluation; specify another file"
         )
     if invocation.json is not None and invocation.dry_run:
         raise UserError(
@@ -206,7 +208,7 @@ def _check_train_options(invocation: Invocation) -> None:
         )
     if invocation.profile and invocation.eval_only:
         raise UserError(
-            "--profile: records training steps, but --eval-only takes none; remove one of the two"
+            "--profile: records training steps, but --eval-only does not train; remove one of the two"
         )
     if invocation.show_data is not None and (
         invocation.profile or invocation.eval_only or invocation.dry_run or invocation.replay is not None

@@ -142,14 +142,15 @@ def parse_plugin_spec(text: str) -> PluginSpec:
         try:
             call = ast.parse(f"_({arguments_text})", mode="eval").body
             if not isinstance(call, ast.Call) or call.args:
-                raise ValueError("pass arguments by name")
+                raise ValueError("pass all arguments by name")
             for keyword in call.keywords:
                 if keyword.arg is None:
-                    raise ValueError("pass arguments by name")
+                    raise ValueError("pass all arguments by name")
                 arguments[keyword.arg] = ast.literal_eval(keyword.value)
         except (SyntaxError, ValueError, RecursionError) as error:
             raise ValueError(
-                f"{text!r}: the arguments are not of the form name=value with plain values: {error}"
+                f"{text!r}: the arguments do not have the form name=value with plain values ({error}); "
+                "correct the arguments"
             ) from error
     return PluginSpec(match["module"], match["name"], arguments)
 
@@ -272,7 +273,8 @@ def _find_object(context: str, spec: PluginSpec) -> Any:
         except AttributeError as error:
             public = [name for name in dir(target) if not name.startswith("_")]
             raise UserError(
-                f"{context}: {spec.module} has no {spec.name}{format_name_suggestion(part, public)}"
+                f"{context}: {spec.module} has no "
+                f"{spec.name}{format_name_suggestion(part, public) or '; correct the name'}"
             ) from error
     return target
 
@@ -360,7 +362,10 @@ def _create_object(context: str, target: Any, arguments: Mapping[str, Any]) -> A
     except (UserError, RunError):
         raise
     except (Exception, SystemExit) as error:  # custom code may raise anything
-        raise UserError(f"{context}: cannot be created ({_describe_error_in_user_code(error)})") from error
+        raise UserError(
+            f"{context}: cannot be created ({_describe_error_in_user_code(error)}); correct the code or the "
+            "arguments"
+        ) from error
 
 
 def _check_arguments(context: str, target: Any, arguments: Mapping[str, Any], *, all_of_them: bool) -> None:
@@ -381,7 +386,10 @@ def _check_arguments(context: str, target: Any, arguments: Mapping[str, Any], *,
     except TypeError as error:
         takes = list(inspect.signature(target).parameters)
         wrong = next((name for name in arguments if name not in takes), "")
-        raise UserError(f"{context}: {to_one_line(error)}{format_name_suggestion(wrong, takes)}") from error
+        raise UserError(
+            f"{context}: "
+            f"{to_one_line(error)}{format_name_suggestion(wrong, takes) or '; correct the arguments'}"
+        ) from error
     except ValueError:  # Python cannot determine the signature
         pass
 
@@ -552,8 +560,8 @@ def register_object(
         if not _is_plain(value):
             raise UserError(
                 f"{argument_name}: {getattr(target, '__name__', target)}: {name} is a "
-                f"{type(value).__name__}; use numbers, text, and lists or mappings of these, which can be "
-                "sent to the ranks"
+                f"{type(value).__name__}, which cannot be sent to the ranks; use numbers, strings, lists "
+                "or mappings"
             )
     module, name = target.__module__, target.__qualname__
     if module == "__main__" or "<locals>" in name or "<lambda>" in name:
@@ -729,7 +737,7 @@ def install_notebook_modules(sources: Mapping[str, str]) -> None:
             del sys.modules[name]
             raise UserError(
                 "a function or class of the notebook cannot be defined in a rank "
-                f"({_describe_error_in_user_code(error)})"
+                f"({_describe_error_in_user_code(error)}); move the function or class to a module"
             ) from error
 
 

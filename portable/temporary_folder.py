@@ -193,8 +193,8 @@ def open_or_build_cache_folder(
             result = open_cached(folder)
     if result is None:
         raise RunError(
-            f"data.cache_dir: {folder}: is damaged directly after it was written; choose a folder on "
-            "another disk"
+            f"data.cache_dir: {folder}: was damaged immediately after it had been written; choose a folder "
+            "on another disk"
         )
     return result
 
@@ -233,6 +233,6 @@ def _lock_for_writing(folder: Path, *, resumes: bool) -> Iterator[Path]:
             shutil.rmtree(draft, ignore_errors=True)
     except (OSError, NotImplementedError) as error:
         raise UserError(
-            f"data.cache_dir: cannot write in {folder.parent} ({to_one_line(error)}); choose a writable "
+            f"data.cache_dir: cannot write to {folder.parent} ({to_one_line(error)}); choose a writable "
             "folder"
         ) from error

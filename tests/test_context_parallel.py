@@ -75,9 +75,9 @@ def test_context_parallel_losses_equal_one_rank(
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "length": ({"data__seq_len": 63}, "data.seq_len 63 cannot be divided"),
-    "task": ({"model__task": "masked-lm"}, "model.task masked-lm needs complete sequences"),
-    "noise": ({"train__neftune_noise_alpha": 5.0}, "train.neftune_noise_alpha 5 needs complete sequences"),
+    "length": ({"data__seq_len": 63}, "data.seq_len: 63 is not divisible"),
+    "task": ({"model__task": "masked-lm"}, "model.task: masked-lm needs complete sequences"),
+    "noise": ({"train__neftune_noise_alpha": 5.0}, "train.neftune_noise_alpha: 5 needs complete sequences"),
 }
 
 
@@ -93,12 +93,15 @@ def test_context_parallel_rejects_settings_that_need_full_sequences(
 @pytest.mark.parametrize(
     ("changed", "told"),
     [
-        ({"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 48}, "3 heads .3 of keys."),
-        ({"model_type": "gpt_oss", "num_local_experts": 2}, "runs with eager"),
+        (
+            {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 48},
+            "3 attention heads .3 key-value heads.",
+        ),
+        ({"model_type": "gpt_oss", "num_local_experts": 2}, "uses eager"),
         ({"model_type": "afmoe", "output_router_logits": True}, "the router loss .* needs complete"),
         ({"model_type": "mixtral", "output_router_logits": True}, "the router loss .* without padding"),
         ({"model_type": "falcon", "num_kv_heads": 4}, "attention that cannot be divided among ranks"),
-        ({"model_type": "mamba"}, "runs with eager"),
+        ({"model_type": "mamba"}, "uses eager"),
         ({"model_type": "bert", "is_decoder": False}, "attends in both directions|not known to keep"),
     ],
 )

@@ -442,13 +442,13 @@ def test_pretrained_experts_are_read_by_the_ranks_that_have_them(
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "DDP": ({"strategy": "no_shard"}, "strategy no_shard"),
-    "ZeRO": ({"strategy": "zero2"}, "strategy zero2"),
-    "backend": ({"backend": "xla"}, "backend xla"),
-    "layers": ({"tensor_parallel_size": 2}, "tensor_parallel_size 2"),
-    "precision": ({"precision": "fp16"}, "precision fp16"),
-    "optimizer": ({"train__optimizer": "adafactor"}, "train.optimizer adafactor"),
-    "search": ({"train__micro_batch_size": "auto"}, "train.micro_batch_size auto"),
+    "DDP": ({"strategy": "no_shard"}, "strategy: no_shard"),
+    "ZeRO": ({"strategy": "zero2"}, "strategy: zero2"),
+    "backend": ({"backend": "xla"}, "backend: xla"),
+    "layers": ({"tensor_parallel_size": 2}, "tensor_parallel_size: 2"),
+    "precision": ({"precision": "fp16"}, "precision: fp16"),
+    "optimizer": ({"train__optimizer": "adafactor"}, "train.optimizer: adafactor"),
+    "search": ({"train__micro_batch_size": "auto"}, "train.micro_batch_size: auto"),
 }
 
 

@@ -82,5 +82,5 @@ def test_packing_of_images_is_off_for_other_models(model_type: str) -> None:
 
 
 def test_concatenated_images_are_rejected() -> None:
-    with pytest.raises(UserError, match=r"data\.packing true would cut images; set data\.packing"):
+    with pytest.raises(UserError, match=r"data\.packing: true would split images; set data\.packing"):
         checked(None, {"data": {"source": "a.jsonl", "format": "messages", "images": True, "packing": True}})

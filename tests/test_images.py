@@ -737,7 +737,7 @@ def test_backend_without_images_is_rejected(
 ) -> None:
     source = write_jsonl(tmp_path / "records.jsonl", [ask(GOOD)])
     with pytest.raises(
-        UserError, match=f"backend {backend} does not support images .*; use backend cuda or cpu"
+        UserError, match=f"backend: {backend} does not support images .*; set backend to cuda or cpu"
     ):
         image_run(tmp_path, qwen, source, backend=backend, data__images=True, data__format="messages")
 
@@ -1154,7 +1154,8 @@ def test_images_of_several_folders_need_a_root(pictures: Path, qwen: Path, tmp_p
         record = ask(image("a.png"), reply=name)
         sources.append(str(write_jsonl(tmp_path / name / "records.jsonl", [record])))
     with pytest.raises(
-        UserError, match=r"a path, but the files of the source are in several folders; set data\.image_root"
+        UserError,
+        match=r"a local path, but the files of the source are in several folders; set data\.image_root",
     ):
         build(qwen, tuple(sources), tmp_path)
     data = build(qwen, tuple(sources), tmp_path, image_root=str(tmp_path / "two"))

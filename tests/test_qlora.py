@@ -140,8 +140,8 @@ def refused(settings: dict[str, Any], folder: Path, corpus: Path) -> str:
     ("settings", "message"),
     [
         ({"strategy": "zero2"}, "adapter.base: nf4 is not supported with strategy zero2"),
-        ({"adapter__use_dora": True}, "adapter.use_dora does not work with adapter.base nf4"),
-        ({"compile": True}, "compile does not work with adapter.base nf4"),
+        ({"adapter__use_dora": True}, "adapter.use_dora: does not work with adapter.base: nf4"),
+        ({"compile": True}, "compile: does not work with adapter.base: nf4"),
         (
             {"model__config": {"model_type": "gpt2", "n_embd": 48, "n_layer": 1, "n_head": 4}},
             "adapter.base: GPT2LMHeadModel has no linear layers to store in nf4",

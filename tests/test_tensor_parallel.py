@@ -107,15 +107,15 @@ def test_shard_group_size_with_tensor_parallelism_across_nodes() -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "DDP": ({"strategy": "no_shard"}, "strategy no_shard"),
-    "ZeRO": ({"strategy": "zero3"}, "strategy zero3"),
-    "backend": ({"backend": "xla"}, "backend xla"),
-    "sequences": ({"context_parallel_size": 2}, "context_parallel_size 2"),
-    "precision": ({"precision": "fp16"}, "precision fp16"),
-    "optimizer": ({"train__optimizer": "muon"}, "train.optimizer muon"),
-    "task": ({"model__task": "masked-lm"}, "model.task masked-lm"),
-    "search": ({"train__micro_batch_size": "auto"}, "train.micro_batch_size auto"),
-    "compiled": ({"compile": True}, "compile true"),
+    "DDP": ({"strategy": "no_shard"}, "strategy: no_shard"),
+    "ZeRO": ({"strategy": "zero3"}, "strategy: zero3"),
+    "backend": ({"backend": "xla"}, "backend: xla"),
+    "sequences": ({"context_parallel_size": 2}, "context_parallel_size: 2"),
+    "precision": ({"precision": "fp16"}, "precision: fp16"),
+    "optimizer": ({"train__optimizer": "muon"}, "train.optimizer: muon"),
+    "task": ({"model__task": "masked-lm"}, "model.task: masked-lm"),
+    "search": ({"train__micro_batch_size": "auto"}, "train.micro_batch_size: auto"),
+    "compiled": ({"compile": True}, "compile: true"),
 }
 
 
@@ -152,7 +152,7 @@ def test_tensor_parallel_rejects_unsupported_adapters(
     given: dict[str, Any], corpus: Path, tmp_path: Path
 ) -> None:
     given = {"tensor_parallel_size": 2, "strategy": "full_shard", "adapter__type": "lora", **given}
-    with pytest.raises(UserError, match=r"^tensor_parallel_size: an adapter may train only LoRA"):
+    with pytest.raises(UserError, match=r"^tensor_parallel_size: with an adapter, only LoRA"):
         inspect_run(configured(tmp_path, corpus, **given))
 
 

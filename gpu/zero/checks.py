@@ -26,15 +26,14 @@ def check_adapter(config: RunConfig) -> Iterator[SettingProblem]:
     if base in ("nf4", "int8"):
         yield SettingProblem(
             ("adapter.base", "strategy"),
-            f"adapter.base: {base} is not supported with strategy {strategy}, which casts weights; set "
-            "strategy "
-            "to full_shard",
+            f"adapter.base: {base} is not supported with strategy {strategy}, which casts the weights; set "
+            "strategy to full_shard",
         )
     if config.adapter.trainable_token_indices and strategy == "zero3":
         yield SettingProblem(
             ("adapter.trainable_token_indices", "strategy"),
-            "adapter.trainable_token_indices does not work with strategy zero3, under which no rank has the "
-            "complete embedding table; use full_shard",
+            "adapter.trainable_token_indices: does not work with strategy zero3, because no rank has the "
+            "complete embedding table; set strategy to full_shard",
         )
     if base == "fp32" and config.precision in ("bf16", "fp16"):
         yield SettingProblem(
@@ -51,27 +50,28 @@ def check_memory(config: RunConfig) -> Iterator[SettingProblem]:
     if memory.loss_chunk_tokens not in ("auto", 0):
         yield SettingProblem(
             ("memory.loss_chunk_tokens", "strategy"),
-            f"memory.loss_chunk_tokens {memory.loss_chunk_tokens} does not work with strategy {strategy}; "
+            f"memory.loss_chunk_tokens: {memory.loss_chunk_tokens} does not work with strategy {strategy}; "
             "set memory.loss_chunk_tokens to auto",
         )
     if memory.offload_params != "none" and strategy != "zero3":
         yield SettingProblem(
             ("memory.offload_params", "strategy"),
-            f"memory.offload_params {memory.offload_params} needs sharded parameters, but strategy "
-            f"{strategy} replicates them; use zero3",
+            f"memory.offload_params: {memory.offload_params} needs sharded parameters, but strategy "
+            f"{strategy} replicates them; set strategy to zero3",
         )
     if memory.offload_optimizer == "nvme" and strategy != "zero3":
         yield SettingProblem(
             ("memory.offload_optimizer", "strategy"),
-            f"memory.offload_optimizer nvme needs strategy zero3, not {strategy}; use cpu, or zero3",
+            f"memory.offload_optimizer: nvme needs strategy zero3, but the strategy is {strategy}; set "
+            "memory.offload_optimizer to cpu, or strategy to zero3",
         )
     for name, value in config.fsdp:
         if value is not None:
             key = f"fsdp.{name}"
             yield SettingProblem(
                 (key, "strategy"),
-                f"{format_setting_with_value(config, key)} has no effect with DeepSpeed's strategy "
-                f"{strategy}; remove {key}, or use full_shard",
+                f"{format_setting_with_value(config, key)} has no effect with strategy {strategy}; remove "
+                f"{key}, or set strategy to full_shard",
             )
 
 
@@ -88,8 +88,7 @@ def find_problems(config: RunConfig, *, late: bool, has_cuda: bool) -> Iterator[
     if not has_cuda and config.precision == "fp16":
         yield SettingProblem(
             ("precision", "backend", "strategy"),
-            f"precision fp16 does not work with DeepSpeed's strategy {config.strategy} on backend cpu; "
-            "use fp32 or bf16",
+            f"precision: fp16 does not work with strategy {config.strategy} on backend cpu; use fp32 or bf16",
         )
     if optimizer not in ZERO_OPTIMIZERS and not is_plugin_name(optimizer):
         yield SettingProblem(
@@ -109,20 +108,20 @@ def check_parameters(config: RunConfig) -> Iterator[SettingProblem]:
     if _is_swapping(config) and config.train.micro_batch_size == "auto":
         yield SettingProblem(
             ("train.micro_batch_size",),
-            "train.micro_batch_size: auto would write the complete state to nvme for each tried size; "
-            "set train.micro_batch_size to a number",
+            "train.micro_batch_size: auto would write the complete state to nvme for each size that it "
+            "tries; set train.micro_batch_size to a number",
         )
     if config.compile and config.strategy == "zero3":
         yield SettingProblem(
             ("compile", "strategy"),
-            "compile: is not supported with strategy zero3, which gathers and frees parameters inside "
-            "the layers; use zero2 or full_shard",
+            "compile: is not supported with strategy zero3, which gathers and frees parameters inside the "
+            "layers; set strategy to zero2 or full_shard",
         )
     if config.train.has_frozen_patterns and config.memory.offload_params == "nvme":
         yield SettingProblem(
             ("memory.offload_params",),
-            "memory.offload_params: DeepSpeed does not save frozen parameters that are offloaded to "
-            "nvme; use cpu, or train all parameters",
+            "memory.offload_params: DeepSpeed does not save frozen parameters that are offloaded to nvme; "
+            "set memory.offload_params to cpu, or train all parameters",
         )
 
 
@@ -143,18 +142,20 @@ def check_nvme(config: RunConfig) -> Iterator[SettingProblem]:
     """Yield the settings that do not work if parameters or optimizer state are offloaded to nvme."""
     key, optimizer = "train.optimizer", config.train.optimizer
     offloading = "memory.offload_optimizer"
-    reason = f"does not work with {offloading} or offload_params nvme"
+    reason = f"does not work with {offloading}: nvme or memory.offload_params: nvme"
     if config.train.ema is not None:
-        yield SettingProblem(("train.ema", offloading), f"train.ema: {reason}; use cpu")
+        yield SettingProblem(("train.ema", offloading), f"train.ema: {reason}; offload to cpu instead")
     if optimizer == "muon":
         yield SettingProblem(
             (key, offloading),
-            f"{key}: muon {reason}, which swaps the parts of a matrix separately; use cpu",
+            f"{key}: muon {reason}, because DeepSpeed swaps the parts of a matrix separately; offload to "
+            "cpu instead",
         )
     if is_plugin_name(optimizer):
         yield SettingProblem(
             (key, offloading),
-            f"{key}: {optimizer}: {reason}, because only DeepSpeed can read the swapped values; use cpu",
+            f"{key}: {optimizer}: {reason}, because only DeepSpeed can read the swapped values; offload to "
+            "cpu instead",
         )
 
 

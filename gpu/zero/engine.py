@@ -148,8 +148,8 @@ def build_engine(
     require(
         stage != 2 or not experts or rank_info.world_size == 1,
         f"strategy: zero2 does not support {type(model).__name__}: it reduces gradients as they are "
-        "computed, and their order depends on the experts that each rank's tokens choose; "
-        "use zero1, zero3 or full_shard",
+        "computed, and their order depends on the experts that each rank's tokens choose; use strategy "
+        "zero1, zero3 or full_shard",
     )
     if stage == 3:
         # DeepSpeed gathers a leaf module as one unit, and fills missing gradients with zeros.
@@ -160,8 +160,8 @@ def build_engine(
             require(
                 not (repeated := find_modules_called_repeatedly(model, leaves)),
                 f"strategy: zero3 does not support {type(model).__name__}: one forward pass calls "
-                f"{', '.join(repeated[:1])} several times, whose gradients DeepSpeed would reduce once per "
-                "call; use zero1 or full_shard",
+                f"{', '.join(repeated[:1])} several times, and DeepSpeed would reduce its gradients once "
+                "per call; use strategy zero1 or full_shard",
             )
             deepspeed.utils.set_z3_leaf_modules(model, list({type(module) for module in leaves}))
         _materialize_partitioned(deepspeed, model, settings, rank_info.device, compute)

@@ -53,17 +53,17 @@ def check_swapping(config: RunConfig, deepspeed: Any) -> None:
     path = _get_nvme_folder(config)
     try:
         require(path.exists(), f"{_KEY}: {path} does not exist; create the folder, or use another folder")
-        require(path.is_dir(), f"{_KEY}: {path} is not a folder; name a folder on a local disk")
+        require(path.is_dir(), f"{_KEY}: {path} is not a folder; specify a folder on a local disk")
         with tempfile.TemporaryFile(dir=path):
             pass
     except (OSError, ValueError) as error:
         raise UserError(
-            f"{_KEY}: {path} is not writable ({to_one_line(error)}); name a writable folder"
+            f"{_KEY}: {path} is not writable ({to_one_line(error)}); specify a writable folder"
         ) from error
     kind = find_filesystem_type(path)
     require(
         kind not in _RAM_DISKS,
-        f"{_KEY}: {path} is in memory ({kind}), so offloading to this folder saves no memory; name a "
+        f"{_KEY}: {path} is in memory ({kind}), so offloading to this folder saves no memory; specify a "
         "folder on a disk",
     )
     check_async_io(deepspeed)
@@ -106,8 +106,8 @@ def check_free_space(config: RunConfig, required_bytes: int) -> None:
     free = shutil.disk_usage(disk).free
     require(
         free >= required_bytes,
-        f"{_KEY}: {disk} has {format_bytes(free)} free, but this run swaps {format_bytes(required_bytes)} "
-        "to it; free some space, or use another disk",
+        f"{_KEY}: {disk} has {format_bytes(free)} free, but this run needs {format_bytes(required_bytes)} "
+        "for swapping; free some space, or use another disk",
     )
 
 

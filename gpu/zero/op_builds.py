@@ -44,7 +44,9 @@ def wait_for_op_build(op_name: str) -> None:
             and time.time() - _get_last_change_time(lock.parent) > ABANDONED_BUILD_SECONDS
         ):
             lock.unlink(missing_ok=True)
-            print_status(f"note: removed {lock}, which a killed build of DeepSpeed's {op_name} left")
+            print_status(
+                f"note: removed {lock}, which an interrupted build of DeepSpeed's {op_name} had left"
+            )
             return
         if not has_warned and time.monotonic() - start_time > _PATIENCE:
             has_warned = True

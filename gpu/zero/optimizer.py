@@ -52,15 +52,15 @@ def check_zero_optimizer(config: RunConfig, document: DeepSpeedDocument | None) 
     )
     require(
         tested,
-        f"{document.name}: zero_allow_untested_optimizer false: DeepSpeed has not tested "
+        f"{document.name}: zero_allow_untested_optimizer is false, but DeepSpeed has not tested "
         f"{config.train.optimizer} with ZeRO; use adamw, or set zero_allow_untested_optimizer to true",
     )
     if not _is_cpu_adam_forced(config, document):
         return
     require(
         config.train.optimizer == "adamw",
-        f"{document.name}: {_KEY} true: DeepSpeed's CPU optimizer is AdamW, not {config.train.optimizer}; "
-        f"set {_KEY} to false",
+        f"{document.name}: {_KEY} is true, but DeepSpeed's CPU optimizer is AdamW, not "
+        f"{config.train.optimizer}; set {_KEY} to false",
     )
     from deepspeed.ops.op_builder import CPUAdamBuilder
 
@@ -71,8 +71,8 @@ def check_zero_optimizer(config: RunConfig, document: DeepSpeedDocument | None) 
             builder.load()
     except Exception as error:
         raise UserError(
-            f"{document.name}: {_KEY} true: DeepSpeed's cpu_adam cannot be built ({to_one_line(error)}); "
-            f"install a C++ compiler and ninja, or set {_KEY} to false"
+            f"{document.name}: {_KEY} is true, but DeepSpeed's cpu_adam cannot be built "
+            f"({to_one_line(error)}); install a C++ compiler and ninja, or set {_KEY} to false"
         ) from error
 
 

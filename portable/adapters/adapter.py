@@ -153,7 +153,8 @@ class Adapter:
             self._quantized_layers[f"{name}.bits"] = layer
         require(
             bool(self._quantized_layers),
-            f"adapter.base: {type(model).__name__} has no linear layers to store in {kind}; use auto",
+            f"adapter.base: {type(model).__name__} has no linear layers to store in {kind}; set "
+            "adapter.base to auto",
         )
 
     def map_base_weights(self, weights: Mapping[str, ReadableTensor]) -> dict[str, ReadableTensor]:
@@ -200,7 +201,9 @@ class Adapter:
         if lost_names:
             modules = lost_names[0].split(".")[-3:-1]
             remedy = (
-                "make it part of a module" if not modules else f"add {modules[0]} to adapter.modules_to_save"
+                "make the parameter part of a module"
+                if not modules
+                else f"add {modules[0]} to adapter.modules_to_save"
             )
             raise UserError(
                 f"adapter: {self._run.model.name_or_path} has no {lost_names[0]}, which would be "
@@ -263,8 +266,8 @@ class Adapter:
             require(
                 tuple(tensors[key].shape) == self._shapes[name] and tensors[key].dtype in _FLOAT_DTYPES,
                 f"adapter.name_or_path: {folder}: {key} has shape {list(tensors[key].shape)} and dtype "
-                f"{tensors[key].dtype}, but the model has shape {list(self._shapes[name])}; use an "
-                "adapter of this model",
+                f"{tensors[key].dtype}, but the model needs floating-point values of shape "
+                f"{list(self._shapes[name])}; use an adapter of this model",
             )
         return _SourceAdapter(folder, stored_adapter, of_base)
 
@@ -355,8 +358,8 @@ class Adapter:
             saved_value, run_value = getattr(stored_adapter.config, theirs), getattr(self.config, name)
             require(
                 saved_value == run_value,
-                f"checkpoint.resume: {checkpoint.root} was trained with {name} {saved_value}, not "
-                f"{run_value}; set adapter.config to its adapter_config.json",
+                f"checkpoint.resume: {checkpoint.root} was trained with {name}: {saved_value}, but this "
+                f"run has {name}: {run_value}; set adapter.config to its adapter_config.json",
             )
         live_names = {saved: name for name, saved in self._saved_names.items()}
         adapter = stored_adapter.checkpoint
@@ -366,7 +369,7 @@ class Adapter:
         )
         require(
             not mismatched_names,
-            f"checkpoint.resume: {checkpoint.root} was trained with other target_modules or another r "
+            f"checkpoint.resume: {checkpoint.root} was trained with a different target_modules or r "
             f"({to_printable(mismatched_names[0]) if mismatched_names else ''}); set adapter.config to its "
             "adapter_config.json",
         )
@@ -440,9 +443,8 @@ class Adapter:
         )
         require(
             stored_identity.get("base") == self.identity["base"],
-            f"checkpoint.resume: {source} belongs to another base model than "
-            f"{self._run.model.name_or_path}, whose weights differ; use the base model that the adapter "
-            "was trained on",
+            f"checkpoint.resume: {source} was trained on another base model: the weights of "
+            f"{self._run.model.name_or_path} differ; use the base model that the adapter was trained on",
         )
         stored_config, run_config = stored_identity.get("config"), self.identity["config"]
         stored_config = stored_config if isinstance(stored_config, dict) else {}
@@ -458,7 +460,8 @@ class Adapter:
             )
         require(
             not changed,
-            f"checkpoint.resume: {source} belongs to another adapter ({', '.join(changed)}); {remedy}",
+            f"checkpoint.resume: {source} belongs to an adapter with other settings "
+            f"({', '.join(changed)}); {remedy}",
         )
 
 
@@ -520,7 +523,7 @@ def inject_adapter(
     except (ValueError, TypeError, NotImplementedError, AttributeError) as error:
         reason = to_one_line(error)
         raise UserError(
-            f"adapter: {type(model).__name__}: {reason}; change the settings of the section adapter"
+            f"adapter: {type(model).__name__}: {reason}; change the settings in section adapter"
         ) from error
     _prepare_trained_tokens(model, tied, grown_from)
     transformers_internals.require_reformer_input_gradients(model)
@@ -809,13 +812,14 @@ def _resolve_target_names(
             settings.exclude_modules = None
             require(
                 bool(settings.target_modules),
-                f"adapter.layers: the model has no linear layers in {list(layers)}; use layer numbers from 0",
+                f"adapter.layers: the layers {list(layers)} have no linear modules; use the numbers of "
+                "existing layers, counted from 0",
             )
     elif isinstance(targets, str):
         require(
             layers is None,
-            "adapter.layers: needs a list of names in adapter.target_modules; put the layers into the "
-            "regular expression",
+            "adapter.layers: does not work with a regular expression in adapter.target_modules; remove "
+            "adapter.layers, and select the layers in the regular expression",
         )
         try:
             matches = [name for name in modules if matcher.fullmatch(targets, name)]
@@ -850,7 +854,7 @@ def _resolve_target_names(
     ):
         require(
             not (chosen and used),
-            f"adapter.{setting} does not work with adapter.target_parameters; remove one of the two",
+            f"adapter.{setting}: does not work with adapter.target_parameters; remove one of the two",
         )
 
 
@@ -888,9 +892,9 @@ def _check_names_exist(
             tails = {tail for tail in tails if not tail.isdigit()}
             similar_names = find_similar_names(name, sorted(tails), max_results=3)
             hint = (
-                f"the nearest are {', '.join(similar_names)}"
+                f"use a name that it has, such as {', '.join(similar_names)}"
                 if similar_names
-                else f"it has {_format_last_components(suggested)}"
+                else f"use a name that it has ({_format_last_components(suggested)})"
             )
             raise UserError(f"adapter.{key}: the model has no {name}; {hint}")
 
@@ -970,8 +974,8 @@ def _prepare_trained_tokens(model: PreTrainedModel, tied: bool, num_base_rows: i
             trained[table] = tokens = layer.token_indices[ADAPTER_NAME]
             require(
                 max(tokens) < count and len(set(tokens)) == len(tokens),
-                f"adapter.trainable_token_indices: the tokens of {table} are 0 to {count - 1}, and each "
-                f"may be listed only once; correct {tokens}",
+                f"adapter.trainable_token_indices: the token ids of {table} must be distinct numbers from "
+                f"0 to {count - 1}; correct {tokens}",
             )
     if num_base_rows is None:
         return
@@ -1067,7 +1071,7 @@ def _choose_frozen_dtype(config: RunConfig) -> torch.dtype:
     require(
         dtype in (compute, torch.float32),
         f"adapter.base: {config.adapter.base} does not work with precision {config.precision}, which has "
-        "another compute dtype; use auto or fp32",
+        "another compute dtype; set adapter.base to auto or fp32",
     )
     return dtype
 

@@ -189,7 +189,7 @@ def replace_runs_by_exports(config: RunConfig) -> RunConfig:
             require(
                 (folder / FINAL_FOLDER).is_dir(),
                 f"{key}: {folder} is a run without {FINAL_FOLDER}/, which checkpoint.export writes; "
-                f"complete the run, or write a folder for {key} with: portable-convert {folder} OUT",
+                f"complete the run, or export it with portable-convert {folder} OUT and set {key} to OUT",
             )
             changes[key] = str(folder / FINAL_FOLDER)
     config = config.replaced(changes) if changes else config
@@ -279,7 +279,7 @@ def _read_peft_config(path: Path, key: str, folder: Path | None) -> dict[str, An
         raise UserError(f"{key}: {path}: no such file; use an adapter in peft's format") from error
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(
-            f"{key}: {path}: cannot be read ({to_one_line(error)}); use an intact file"
+            f"{key}: {path}: cannot be read ({to_one_line(error)}); restore the file, or use another adapter"
         ) from error
     require(isinstance(document, dict), f"{key}: {path}: is not a mapping; use peft's {CONFIG_FILE}")
     settings: dict[str, Any] = document
@@ -381,7 +381,7 @@ def build_peft_config(config: RunConfig, revision: str | None, modules_to_save: 
             revision=revision,
         )
     except (ValueError, TypeError) as error:
-        raise UserError(f"adapter: {to_one_line(error)}") from error
+        raise UserError(f"adapter: {to_one_line(error)}; change the settings in section adapter") from error
 
 
 def to_peft_document(config: Any) -> dict[str, Any]:

@@ -195,7 +195,7 @@ def _match_weights_to_model(external: ExternalCheckpoint, model: nn.Module) -> M
         if tensors[name].shape != tuple(tensor.shape):
             raise _build_resume_error(
                 external,
-                f"has {name} of shape {list(tensors[name].shape)}, but the model has shape "
+                f"has {name} with shape {list(tensors[name].shape)}, but its shape in the model is "
                 f"{list(tensor.shape)}",
                 remedy,
             )
@@ -334,7 +334,7 @@ class _ResumeMatcher:
                 if value is None or (tensor.dim() and shape != tuple(tensor.shape)):
                     raise _build_resume_error(
                         self.external,
-                        f"has {', '.join(sorted(values))} for {name}, but train.optimizer {kind} needs "
+                        f"has {', '.join(sorted(values))} for {name}, but train.optimizer: {kind} needs "
                         f"{', '.join(sorted(wanted))}",
                         self._suggest_other_optimizer(values),
                     )
@@ -378,7 +378,8 @@ class _ResumeMatcher:
                 if isinstance(theirs, bool | int) and bool(theirs) != ours and not without_effect:
                     raise _build_resume_error(
                         self.external,
-                        f"was trained with {name} {bool(theirs)}, which train.optimizer {kind} does not have",
+                        f"was trained with {name}: {bool(theirs)}, which train.optimizer: {kind} does not "
+                        "support",
                         _suggest_weights_only(self.external),
                     )
 
@@ -394,7 +395,7 @@ class _ResumeMatcher:
         differing = [(key, theirs, ours) for key, theirs, ours in differing if not _is_close(theirs, ours)]
         unset = [(key, theirs) for key, theirs, _ in differing if not self.config.is_set(key)]
         if unset:
-            wanted = ", ".join(f"{key} {format_short_value(value)}" for key, value in unset)
+            wanted = ", ".join(f"{key}: {format_short_value(value)}" for key, value in unset)
             raise _build_resume_error(
                 self.external,
                 f"was trained with {wanted}, but this run has other defaults",

@@ -501,7 +501,10 @@ class CheckpointStore(Generic[P]):
             self._folders_to_delete = [folder for folder in self._folders_to_delete if folder != save.final]
             self.delete_old_checkpoints(save.best_steps)
         except RetriesExhaustedError as error:  # only a warning, because this checkpoint is complete
-            print_status(f"warning: older checkpoints are not deleted yet: {to_one_line(error)}")
+            print_status(
+                f"warning: older checkpoints could not be deleted ({to_one_line(error)}); the next save "
+                "tries again"
+            )
 
 
 def _rename_to_final(save: _PendingSave[P], entries: ManifestEntries) -> None:

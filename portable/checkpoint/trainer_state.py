@@ -80,7 +80,7 @@ class TrainerState:
                 )
             state = cls(**values)._check_types_and_ranges()
             if (folder_step := parse_checkpoint_step(folder.name)) is not None and folder_step != state.step:
-                raise ValueError(f"step is {state.step}")
+                raise ValueError(f"the recorded step is {state.step}")
             return state
         except FileNotFoundError as error:
             raise UserError(f"{path}: is missing; use the folder of a checkpoint of this program") from error
@@ -104,7 +104,7 @@ class TrainerState:
             if getattr(self, name) < least:
                 raise ValueError(f"{name} is {getattr(self, name)}")
         if not isinstance(self.schedule.get("total_steps"), int):
-            raise TypeError("schedule has no total_steps")
+            raise TypeError("schedule has no integer total_steps")
         return self
 
     def verify_files(self, folder: AnyPath, rank: int = 0, world_size: int = 1) -> str | None:

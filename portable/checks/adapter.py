@@ -24,31 +24,31 @@ def check_adapter(config: RunConfig) -> Iterator[SettingProblem]:
     if changed_names and not has_adapter(config):
         yield SettingProblem(
             (f"adapter.{changed_names[0]}", "adapter.type"),
-            f"adapter.{changed_names[0]} has no effect without adapter.type; set adapter.type to lora",
+            f"adapter.{changed_names[0]}: has no effect without adapter.type; set adapter.type to lora",
         )
     if adapter.type == "ia3":
         for name in changed_names:
             if name not in IA3_ADAPTER_SETTINGS:
                 yield SettingProblem(
                     (f"adapter.{name}", "adapter.type"),
-                    f"adapter.{name} is for lora, not for adapter.type ia3; remove adapter.{name}",
+                    f"adapter.{name}: is for LoRA, but adapter.type is ia3; remove adapter.{name}",
                 )
     if changed_names and config.train.has_frozen_patterns:
         yield SettingProblem(
             ("train.trainable", "train.frozen"),
-            "train.trainable and train.frozen do not work with an adapter, which freezes all other "
-            "weights; use adapter.modules_to_save and adapter.layers",
+            "train.trainable, train.frozen: do not work with an adapter, which freezes all other weights; "
+            "use adapter.modules_to_save and adapter.layers instead",
         )
     if adapter.config is not None and adapter.name_or_path is not None:
         yield SettingProblem(
             ("adapter.config", "adapter.name_or_path"),
-            f"adapter.config {adapter.config} and adapter.name_or_path are both set, but an adapter has its "
-            "own config; remove adapter.config",
+            f"adapter.config: {adapter.config} has no effect with adapter.name_or_path, because that "
+            "adapter has its own config; remove adapter.config",
         )
     if export == "merged" and not has_adapter(config):
         yield SettingProblem(
             ("checkpoint.export", "adapter.type"),
-            "checkpoint.export merged has no effect without adapter.type; set checkpoint.export to true",
+            "checkpoint.export: merged has no effect without adapter.type; set checkpoint.export to true",
         )
     if export == "merged" and adapter.type is not None and config.model.name_or_path is None:
         yield SettingProblem(
@@ -65,8 +65,8 @@ def check_adapter(config: RunConfig) -> Iterator[SettingProblem]:
     if not adapter.target_modules and not adapter.target_parameters:
         yield SettingProblem(
             ("adapter.target_modules", "adapter.target_parameters"),
-            "adapter.target_modules is empty, which is only allowed with adapter.target_parameters; "
-            "list modules in adapter.target_modules",
+            "adapter.target_modules: is empty, which is allowed only with adapter.target_parameters; list "
+            "the names of modules in adapter.target_modules",
         )
     if uses_zero_strategy(config):
         yield from import_engine_module(config.strategy, "checks").check_adapter(config)
@@ -75,6 +75,6 @@ def check_adapter(config: RunConfig) -> Iterator[SettingProblem]:
             if config.get(key):
                 yield SettingProblem(
                     (key, "adapter.base"),
-                    f"{key} does not work with adapter.base {adapter.base}; set {key} to false, or "
+                    f"{key}: does not work with adapter.base: {adapter.base}; set {key} to false, or "
                     "adapter.base to auto",
                 )

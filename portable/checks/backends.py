@@ -23,18 +23,19 @@ def check_cuda_only_settings(config: RunConfig, *, is_resolved: bool) -> Iterato
     if config.precision == "tf32":
         yield SettingProblem(
             ("precision", "backend"),
-            f"precision tf32 is a mode of NVIDIA GPUs, not of backend {config.backend}; use fp32 or bf16",
+            f"precision: tf32 is a mode of NVIDIA GPUs, but the backend is {config.backend}; set precision "
+            "to fp32 or bf16",
         )
     if config.model.attention not in ("sdpa", "eager"):
         yield SettingProblem(
             ("model.attention", "backend"),
-            f"model.attention {config.model.attention} needs backend cuda, not {config.backend}; use sdpa",
+            f"model.attention: {config.model.attention} needs backend cuda, but the backend is "
+            f"{config.backend}; set model.attention to sdpa",
         )
     if is_resolved and config.log.memory_snapshot:
         yield SettingProblem(
             ("log.memory_snapshot",),
-            "log.memory_snapshot: torch records only the allocations of GPUs; set log.memory_snapshot to "
-            "false",
+            "log.memory_snapshot: PyTorch records only allocations on GPUs; set log.memory_snapshot to false",
         )
 
 
@@ -43,6 +44,6 @@ def check_strategy_without_zero(config: RunConfig) -> Iterator[SettingProblem]:
     if uses_zero_strategy(config):
         yield SettingProblem(
             ("strategy", "backend"),
-            f"strategy {config.strategy} needs DeepSpeed, which does not run on backend {config.backend}; "
-            "use full_shard",
+            f"strategy: {config.strategy} needs DeepSpeed, which does not run on backend {config.backend}; "
+            "set strategy to full_shard",
         )

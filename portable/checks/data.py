@@ -51,18 +51,19 @@ def check_data(config: RunConfig) -> Iterator[SettingProblem]:
     if data.packing and task in PADDED_TASKS:
         yield SettingProblem(
             ("data.packing", "model.task"),
-            f"{format_setting_with_value(config, 'data.packing')} does not work with model.task {task}; set "
-            "data.packing to false",
+            f"{format_setting_with_value(config, 'data.packing')} does not work with model.task: {task}; "
+            "set data.packing to false",
         )
     if data.packing == "documents" and task == "masked-lm":
         yield SettingProblem(
             ("data.packing", "model.task"),
-            "data.packing documents is for model.task causal-lm, not masked-lm; set data.packing to false",
+            "data.packing: documents is for model.task: causal-lm, not for masked-lm; set data.packing to "
+            "false",
         )
     if data.vocab_size is not None and data.tokenizer is not None:
         yield SettingProblem(
             ("data.vocab_size", "data.tokenizer"),
-            f"data.vocab_size {data.vocab_size} is for a tokenizer trained on the source, but "
+            f"data.vocab_size: {data.vocab_size} is for a tokenizer that is trained on the source, but "
             "data.tokenizer is set; remove one of the two",
         )
     for key, only_task in TASK_BY_SETTING.items():
@@ -70,7 +71,7 @@ def check_data(config: RunConfig) -> Iterator[SettingProblem]:
         if task != only_task and is_not_default(config, key) and not is_text:
             yield SettingProblem(
                 (key, "model.task"),
-                f"{format_setting_with_value(config, key)} is for model.task {only_task}, not {task}; "
+                f"{format_setting_with_value(config, key)} is for model.task: {only_task}, not for {task}; "
                 f"remove {key}",
             )
     yield from _check_format(config)
@@ -79,8 +80,8 @@ def check_data(config: RunConfig) -> Iterator[SettingProblem]:
     if data.source is None and not data.sources and task in PADDED_TASKS:
         yield SettingProblem(
             ("data.source", "model.task"),
-            f"data.source is null, but the default source has only text, and model.task is {task}; set "
-            "data.source",
+            "data.source: is not set, but the default source has only text, which does not suit "
+            f"model.task: {task}; set data.source",
         )
 
 
@@ -97,50 +98,50 @@ def _check_format(config: RunConfig) -> Iterator[SettingProblem]:
             if config.get(key):
                 yield SettingProblem(
                     (key, "data.source"),
-                    f"{format_setting_with_value(config, key)} is for conversations, but data.source has "
-                    f"texts; remove {key}",
+                    f"{format_setting_with_value(config, key)} is for conversations, but data.format is "
+                    f"text; remove {key}",
                 )
         if train_on in ("assistant", "completion", "last_assistant"):
             yield SettingProblem(
                 ("data.train_on", "data.format"),
-                f"data.train_on {train_on} is for conversations, not for data.format text; remove one of "
+                f"data.train_on: {train_on} is for conversations, but data.format is text; remove one of "
                 "the two",
             )
     if data.truncation != "end" and data.packing is True and data.format != "auto":
         yield SettingProblem(
             ("data.truncation", "data.packing"),
-            f"data.truncation {data.truncation} has no effect with data.packing true, which does not "
+            f"data.truncation: {data.truncation} has no effect with data.packing: true, which does not "
             "truncate texts; remove one of the two",
         )
     if data.format == "preference":
         if config.train.loss is None:
             yield SettingProblem(
                 ("data.format",),
-                "data.format preference needs a loss of pairs; set train.loss to dpo, ipo, simpo, orpo or a "
-                "custom loss",
+                "data.format: preference needs a preference loss; set train.loss to dpo, ipo, simpo, orpo "
+                "or a custom loss",
             )
         for key in ("data.packing", "data.split_turns", "data.roles_to_train"):
             if config.get(key):
                 yield SettingProblem(
                     (key, "data.format"),
-                    f"{format_setting_with_value(config, key)} does not work with data.format preference; "
-                    "remove it",
+                    f"{format_setting_with_value(config, key)} does not work with data.format: preference; "
+                    f"remove {key}",
                 )
         if train_on not in (None, "completion"):
             yield SettingProblem(
                 ("data.train_on", "data.format"),
-                f"data.train_on {train_on} does not work with data.format preference; remove data.train_on",
+                f"data.train_on: {train_on} does not work with data.format: preference; remove data.train_on",
             )
     if train_on == "completion" and data.split_turns:
         yield SettingProblem(
             ("data.train_on", "data.split_turns"),
-            "data.train_on completion does not work with data.split_turns; set data.train_on to assistant",
+            "data.train_on: completion does not work with data.split_turns; set data.train_on to assistant",
         )
     if train_on == "completion" and data.format in ("messages", "sharegpt"):
         yield SettingProblem(
             ("data.train_on", "data.format"),
-            f"data.train_on completion does not work with data.format {data.format}; set data.train_on to "
-            "assistant",
+            f"data.train_on: completion does not work with data.format: {data.format}; set data.train_on "
+            "to assistant",
         )
 
 
@@ -150,17 +151,17 @@ def _check_images(config: RunConfig) -> Iterator[SettingProblem]:
     if data.packing is True:
         yield SettingProblem(
             ("data.images", "data.packing"),
-            "data.packing true would cut images; set data.packing to documents or false",
+            "data.packing: true would split images; set data.packing to documents or false",
         )
     if data.truncation == "start":
         yield SettingProblem(
             ("data.images", "data.truncation"),
-            "data.truncation start does not work with images; set data.truncation to end or drop",
+            "data.truncation: start does not work with images; set data.truncation to end or drop",
         )
     if data.format in ("text", "preference", "samples"):
         yield SettingProblem(
             ("data.images", "data.format"),
-            f"data.images true is for conversations, not for data.format {data.format}; remove data.images",
+            f"data.images: true is for conversations, not for data.format: {data.format}; remove data.images",
         )
     for key, has_problem in {
         "data.stream": any(source.stream for source in get_training_sources(data).values()),
@@ -170,13 +171,13 @@ def _check_images(config: RunConfig) -> Iterator[SettingProblem]:
     }.items():
         if has_problem:
             yield SettingProblem(
-                ("data.images", key), f"{key} does not work with images in conversations; remove {key}"
+                ("data.images", key), f"{key}: does not work with images in conversations; remove {key}"
             )
     if config.backend in ("xla", "tpu"):
         yield SettingProblem(
             ("data.images", "backend"),
-            f"backend {config.backend} does not support images in conversations, whose numbers of pixels "
-            "differ between batches; use backend cuda or cpu, or remove the images",
+            f"backend: {config.backend} does not support images in conversations, because the number of "
+            "pixels differs between batches; set backend to cuda or cpu, or remove the images",
         )
 
 
@@ -186,13 +187,14 @@ def check_columns(config: RunConfig) -> Iterator[SettingProblem]:
     if columns and packing:
         yield SettingProblem(
             ("data.columns", "data.packing"),
-            f"data.columns selects a number for each record, but data.packing {format_value(packing)} "
-            "joins records; set data.packing to false",
+            "data.columns: selects a column with one number per record, but data.packing: "
+            f"{format_value(packing)} joins records; set data.packing to false, or remove the column",
         )
     if columns and config.train.loss is None:
         yield SettingProblem(
             ("data.columns",),
-            "data.columns is for a custom loss; set train.loss, or remove data.columns",
+            "data.columns: a column of numbers is only for a custom loss; set train.loss, or remove the "
+            "column",
         )
     for name in columns:
         if name in RESERVED_COLUMN_NAMES:
@@ -213,31 +215,31 @@ def check_sources(config: RunConfig) -> Iterator[SettingProblem]:
         stream = f"{streams[0]}.stream"
         if config.model.task != "causal-lm":
             yield SettingProblem(
-                (stream, "model.task"), f"{stream} works only with model.task causal-lm; remove {stream}"
+                (stream, "model.task"), f"{stream}: works only with model.task: causal-lm; remove {stream}"
             )
         for key in ("train.epochs", "train.eval_every_epochs", "checkpoint.every_epochs"):
             if config.get(key) is not None:
                 yield SettingProblem(
                     (key, stream),
-                    f"{key} needs the length of the data, which is unknown with {stream}; use a "
-                    "setting that counts steps",
+                    f"{key}: needs the length of the data, which is unknown with {stream}; use a setting "
+                    "that counts steps instead",
                 )
         if config.data.eval_fraction and not config.data.sources:
             yield SettingProblem(
                 ("data.eval_fraction", "data.stream"),
-                "data.eval_fraction holds out no part of a stream (data.stream); set data.eval_fraction to "
-                "0, and set data.eval",
+                "data.eval_fraction: cannot hold out a part of a stream (data.stream); set "
+                "data.eval_fraction to 0, and data.eval to separate data",
             )
     for key, source in sources.items():
         if source.roles_to_train and source.train_on not in (None, "assistant"):
             yield SettingProblem(
                 (f"{key}.train_on", f"{key}.roles_to_train"),
-                f"{key}.train_on {source.train_on} does not work with {key}.roles_to_train; remove one of "
+                f"{key}.train_on: {source.train_on} does not work with {key}.roles_to_train; remove one of "
                 "the two",
             )
     for key in streams:
         if sources[key].max_samples is not None:
             yield SettingProblem(
                 (f"{key}.max_samples", f"{key}.stream"),
-                f"{key}.max_samples does not work with {key}.stream; use fewer files, or lower train.steps",
+                f"{key}.max_samples: does not work with {key}.stream; use fewer files, or lower train.steps",
             )

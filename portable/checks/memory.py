@@ -25,8 +25,8 @@ def check_deepspeed_config_is_used(config: RunConfig) -> Iterator[SettingProblem
     if config.deepspeed.config is not None and overrides and not uses_zero_strategy(config):
         yield SettingProblem(
             ("deepspeed.config", "strategy"),
-            f"deepspeed.config has no effect with strategy {config.strategy}; use zero1, zero2 or zero3 "
-            "(no_shard for stage 0), or remove deepspeed.config",
+            f"deepspeed.config: has no effect with strategy {config.strategy}; set strategy to zero1, "
+            "zero2 or zero3 (no_shard for stage 0), or remove deepspeed.config",
         )
 
 
@@ -35,7 +35,7 @@ def check_compile_mode(config: RunConfig) -> Iterator[SettingProblem]:
     if is_not_default(config, "compile_mode") and is_not_default(config, "compile_backend"):
         yield SettingProblem(
             ("compile_mode", "compile_backend"),
-            f"compile_mode {config.compile_mode} is for inductor, not for compile_backend "
+            f"compile_mode: {config.compile_mode} is for inductor, not for compile_backend: "
             f"{config.compile_backend}; remove one of the two",
         )
 
@@ -48,14 +48,14 @@ def check_memory_settings(config: RunConfig) -> Iterator[SettingProblem]:
         if config.get(key) == "nvme" and memory.nvme_path is None:
             yield SettingProblem(
                 (key, "memory.nvme_path"),
-                f"{key} nvme needs memory.nvme_path; set memory.nvme_path to a folder on a local disk",
+                f"{key}: nvme needs memory.nvme_path; set memory.nvme_path to a folder on a local disk",
             )
     # Accept nvme_path with a DeepSpeed JSON, because the JSON may enable offloading and only the backend
     # reads it.
     if memory.nvme_path is not None and not offloads_to_nvme and config.deepspeed.config is None:
         yield SettingProblem(
             ("memory.nvme_path",),
-            f"memory.nvme_path {memory.nvme_path} is set, but nothing is offloaded to nvme; set "
+            f"memory.nvme_path: {memory.nvme_path} is set, but nothing is offloaded to nvme; set "
             "memory.offload_optimizer or memory.offload_params to nvme, or remove memory.nvme_path",
         )
     yield from _check_offloaded_activations(config)
@@ -102,24 +102,24 @@ def check_fsdp_settings(config: RunConfig) -> Iterator[SettingProblem]:
     if fsdp.shard_group_size is not None and config.strategy not in HYBRID_STRATEGIES:
         yield SettingProblem(
             ("fsdp.shard_group_size", "strategy"),
-            f"fsdp.shard_group_size {fsdp.shard_group_size} needs strategy hybrid_shard or "
-            f"hybrid_shard_zero2, not {config.strategy}; remove fsdp.shard_group_size, or change the "
-            "strategy",
+            f"fsdp.shard_group_size: {fsdp.shard_group_size} needs strategy hybrid_shard or "
+            f"hybrid_shard_zero2, but the strategy is {config.strategy}; remove fsdp.shard_group_size, or "
+            "change strategy",
         )
     if policy == "size_based_wrap" and fsdp.min_num_params is None:
         yield SettingProblem(
             ("fsdp.auto_wrap_policy", "fsdp.min_num_params"),
-            "fsdp.auto_wrap_policy size_based_wrap needs fsdp.min_num_params; set fsdp.min_num_params",
+            "fsdp.auto_wrap_policy: size_based_wrap needs fsdp.min_num_params; set fsdp.min_num_params",
         )
     if fsdp.min_num_params is not None and policy not in (None, "size_based_wrap"):
         yield SettingProblem(
             ("fsdp.min_num_params", "fsdp.auto_wrap_policy"),
-            f"fsdp.min_num_params {fsdp.min_num_params} is for size_based_wrap, not for "
-            f"fsdp.auto_wrap_policy {policy}; remove fsdp.min_num_params",
+            f"fsdp.min_num_params: {fsdp.min_num_params} is for size_based_wrap, but fsdp.auto_wrap_policy "
+            f"is {policy}; remove fsdp.min_num_params",
         )
     if fsdp.transformer_layer_cls_to_wrap is not None and policy not in (None, "transformer_based_wrap"):
         yield SettingProblem(
             ("fsdp.transformer_layer_cls_to_wrap", "fsdp.auto_wrap_policy"),
-            "fsdp.transformer_layer_cls_to_wrap is for transformer_based_wrap, not for "
-            f"fsdp.auto_wrap_policy {policy}; remove fsdp.transformer_layer_cls_to_wrap",
+            "fsdp.transformer_layer_cls_to_wrap: is for transformer_based_wrap, but fsdp.auto_wrap_policy "
+            f"is {policy}; remove fsdp.transformer_layer_cls_to_wrap",
         )

@@ -20,10 +20,10 @@ def check_paths_are_local(config: RunConfig) -> Iterator[SettingProblem]:
         if is_url(config.get(key)):
             name = parse_hub_page_url(config.get(key))
             remedy = "copy the files to a local folder" if name is None else f"use the name {name}"
-            yield SettingProblem((key,), f"{key} must be a hub id or a local folder, not a URL; {remedy}")
+            yield SettingProblem((key,), f"{key}: must be a hub id or a local folder, not a URL; {remedy}")
     for key in ("data.cache_dir", "checkpoint.staging_dir", "memory.nvme_path"):
         if is_url(config.get(key)):
-            reason = f"{key} must be a local folder, not a URL; name a folder on a disk of this machine"
+            reason = f"{key}: must be a local folder, not a URL; specify a folder on a disk of this machine"
             yield SettingProblem((key,), reason)
 
 
@@ -36,8 +36,8 @@ def check_model_source(config: RunConfig) -> Iterator[SettingProblem]:
     if name is not None and "model_type" in model_config:
         yield SettingProblem(
             ("model.config", "model.name_or_path"),
-            "model.config and model.name_or_path are both set; set one of the two, or leave model_type "
-            "out of model.config to change keys of the named model's config",
+            "model.config and model.name_or_path are both set; set only one of the two, or leave "
+            "model_type out of model.config to change keys of the named model's config",
         )
     if name is None and config.model.config is None:
         yield SettingProblem(
@@ -47,7 +47,7 @@ def check_model_source(config: RunConfig) -> Iterator[SettingProblem]:
     if name is None and not isinstance(model_config.get("model_type"), str):
         yield SettingProblem(
             ("model.config.model_type",),
-            "model.config.model_type is missing; set model.config.model_type to a model type of "
+            "model.config.model_type: is missing; set model.config.model_type to a model type of "
             "transformers, such as llama or bert",
         )
 
@@ -57,8 +57,8 @@ def check_attention_precision(config: RunConfig) -> Iterator[SettingProblem]:
     if "flash" in config.model.attention and config.precision in ("fp32", "tf32"):
         yield SettingProblem(
             ("model.attention", "precision"),
-            f"model.attention {config.model.attention} computes in 16 bits, not in precision "
-            f"{config.precision}; use sdpa, or precision bf16",
+            f"model.attention: {config.model.attention} computes in 16 bits, but the precision is "
+            f"{config.precision}; set model.attention to sdpa, or precision to bf16",
         )
 
 

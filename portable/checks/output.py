@@ -31,7 +31,7 @@ def check_resume_counters(config: RunConfig) -> Iterator[SettingProblem]:
         if config.get(key) is not None and config.checkpoint.resume in ("auto", "never"):
             yield SettingProblem(
                 (key, "checkpoint.resume"),
-                f"{key} {config.get(key)} is for another program's checkpoint, but checkpoint.resume is "
+                f"{key}: {config.get(key)} is for another program's checkpoint, but checkpoint.resume is "
                 f"{config.checkpoint.resume}; remove {key}",
             )
 
@@ -42,7 +42,8 @@ def check_hub_settings(config: RunConfig) -> Iterator[SettingProblem]:
     if push is not None and config.checkpoint.export is False:
         yield SettingProblem(
             ("hub.push", "checkpoint.export"),
-            f"hub.push {push} uploads the result of checkpoint.export; set checkpoint.export to true",
+            f"hub.push: {push} uploads the model that checkpoint.export writes, but checkpoint.export is "
+            "false; set checkpoint.export to true",
         )
     for key in ("hub.repo", "hub.private"):
         if push is None and is_not_default(config, key):
@@ -62,7 +63,7 @@ def check_has_evaluation(config: RunConfig) -> Iterator[SettingProblem]:
     if train.early_stopping_patience is None and is_not_default(config, "train.early_stopping_threshold"):
         yield SettingProblem(
             ("train.early_stopping_threshold", "train.early_stopping_patience"),
-            f"train.early_stopping_threshold {train.early_stopping_threshold:g} has no effect without "
+            f"train.early_stopping_threshold: {train.early_stopping_threshold:g} has no effect without "
             "train.early_stopping_patience; set train.early_stopping_patience",
         )
     if not config.data.eval and config.data.eval_fraction == 0:
@@ -70,8 +71,8 @@ def check_has_evaluation(config: RunConfig) -> Iterator[SettingProblem]:
             if config.get(key):
                 yield SettingProblem(
                     (key, "data.eval_fraction"),
-                    f"{format_setting_with_value(config, key)} needs an evaluation, but data.eval_fraction "
-                    "is 0; set data.eval",
+                    f"{format_setting_with_value(config, key)} needs an evaluation, but there is no "
+                    "evaluation data; set data.eval or data.eval_fraction",
                 )
 
 
@@ -81,7 +82,7 @@ def check_best_checkpoint(config: RunConfig) -> Iterator[SettingProblem]:
     if checkpoint.export_best and checkpoint.keep_best is None:
         yield SettingProblem(
             ("checkpoint.export_best",),
-            "checkpoint.export_best needs a retained checkpoint; set checkpoint.keep_best to 1",
+            "checkpoint.export_best: the best checkpoint is not kept; set checkpoint.keep_best to 1",
         )
     compares_evaluations = train.early_stopping_patience or checkpoint.export_best or checkpoint.keep_best
     for key in ("checkpoint.best_metric", "checkpoint.best_mode"):
@@ -95,6 +96,6 @@ def check_best_checkpoint(config: RunConfig) -> Iterator[SettingProblem]:
     if train.early_stopping_patience is not None and not evaluates:
         yield SettingProblem(
             ("train.early_stopping_patience",),
-            f"train.early_stopping_patience {train.early_stopping_patience} needs evaluations during "
+            f"train.early_stopping_patience: {train.early_stopping_patience} needs evaluations during "
             "training; set train.eval_every",
         )

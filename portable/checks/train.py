@@ -18,8 +18,8 @@ def check_run_length(config: RunConfig) -> Iterator[SettingProblem]:
     if train.epochs is not None and train.steps is not None:
         yield SettingProblem(
             ("train.epochs", "train.steps"),
-            f"train.epochs {train.epochs:g} and train.steps {train.steps} both give the length of the "
-            "schedule; set one of the two",
+            f"train.epochs: {train.epochs:g} and train.steps: {train.steps} both set the length of the "
+            "schedule; set only one of the two",
         )
     if train.epochs is None and train.steps is None:
         yield SettingProblem(
@@ -29,14 +29,14 @@ def check_run_length(config: RunConfig) -> Iterator[SettingProblem]:
     if train.eval_every_epochs is not None and train.eval_every is not None:
         yield SettingProblem(
             ("train.eval_every_epochs", "train.eval_every"),
-            f"train.eval_every_epochs {train.eval_every_epochs:g} and train.eval_every {train.eval_every} "
-            "are both set; set one of the two",
+            f"train.eval_every_epochs: {train.eval_every_epochs:g} and train.eval_every: "
+            f"{train.eval_every} are both set; set only one of the two",
         )
     if checkpoint.every_epochs is not None and checkpoint.every_steps is not None:
         yield SettingProblem(
             ("checkpoint.every_epochs", "checkpoint.every_steps"),
-            f"checkpoint.every_epochs {checkpoint.every_epochs:g} and checkpoint.every_steps "
-            f"{checkpoint.every_steps} are both set; set one of the two",
+            f"checkpoint.every_epochs: {checkpoint.every_epochs:g} and checkpoint.every_steps: "
+            f"{checkpoint.every_steps} are both set; set only one of the two",
         )
 
 
@@ -54,7 +54,7 @@ def check_loss_and_ema(config: RunConfig) -> Iterator[SettingProblem]:
         for key in ("train.eval_ema", "checkpoint.export_ema"):
             if config.get(key):
                 yield SettingProblem(
-                    (key,), f"{key} needs an average of the weights; set train.ema, for example to 0.999"
+                    (key,), f"{key}: needs an average of the weights; set train.ema, for example to 0.999"
                 )
 
 
@@ -173,13 +173,13 @@ def check_batch_sizes(config: RunConfig) -> Iterator[SettingProblem]:
     if train.stop_after is not None and train.steps is not None and train.stop_after > train.steps:
         yield SettingProblem(
             ("train.stop_after", "train.steps"),
-            f"train.stop_after {train.stop_after} exceeds train.steps {train.steps}, after which the run "
-            "ends; lower or remove train.stop_after",
+            f"train.stop_after: {train.stop_after} exceeds train.steps ({train.steps}), after which the "
+            "run ends; lower or remove train.stop_after",
         )
     micro_batch = train.micro_batch_size
     if micro_batch != "auto" and micro_batch > train.global_batch_size:
         yield SettingProblem(
             ("train.micro_batch_size", "train.global_batch_size"),
-            f"train.micro_batch_size {micro_batch} exceeds train.global_batch_size "
-            f"{train.global_batch_size}; lower train.micro_batch_size",
+            f"train.micro_batch_size: {micro_batch} exceeds train.global_batch_size "
+            f"({train.global_batch_size}); lower train.micro_batch_size",
         )

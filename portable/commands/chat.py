@@ -153,10 +153,10 @@ class ChatModel:
         pieces = text.split(self.image_processor.placeholder)
         if len(pieces) != len(images) + 1:
             raise UserError(
-                f"{_IMAGE_COMMAND}: the rendered conversation has {len(pieces) - 1} times "
-                f"{self.image_processor.placeholder!r}, the placeholder of an image, but "
-                f"{format_count(len(images), 'image')}; start a new conversation with /reset, and leave the "
-                "placeholder out of messages"
+                f"{_IMAGE_COMMAND}: the rendered conversation contains the image placeholder "
+                f"{self.image_processor.placeholder!r} {format_count(len(pieces) - 1, 'time')}, but has "
+                f"{format_count(len(images), 'image')}; start a new conversation with /reset, and do not "
+                "write the placeholder in messages"
             )
         try:
             replacements = [self.image_processor.compute_replacement(image.size) for image in images]
@@ -240,7 +240,10 @@ class ChatModel:
             stop.set()
             thread.join()
         if failures:
-            raise RunError(f"RUN: the model could not answer: {to_one_line(failures[0])}") from failures[0]
+            raise RunError(
+                f"RUN: the model could not generate an answer ({to_one_line(failures[0])}); start a shorter "
+                "conversation, or use another model"
+            ) from failures[0]
 
     def _find_end_tokens(self) -> list[int]:
         """Find the ids of all tokens that end an answer.
@@ -381,9 +384,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = build_chat_parser().parse_args(argv)
     try:
         if not 1 <= arguments.max_tokens <= 1 << 20:
-            raise UserError(f"--max-tokens: {arguments.max_tokens} is out of range; use 1 to {1 << 20}")
+            raise UserError(
+                f"--max-tokens: {arguments.max_tokens} is out of range; use a number from 1 to {1 << 20}"
+            )
         if arguments.temperature is not None and not 0 <= arguments.temperature <= 100:
-            raise UserError(f"--temperature: {arguments.temperature} is out of range; use 0 to 100")
+            raise UserError(
+                f"--temperature: {arguments.temperature} is out of range; use a number from 0 to 100"
+            )
         folder = find_exported_model(arguments.run)
         with show_loading_message():
             chat = ChatModel(folder, arguments.device)
@@ -420,7 +427,7 @@ def _run_conversation(chat: ChatModel, folder: Path, arguments: argparse.Namespa
     torch.manual_seed(arguments.seed)
     system = [] if arguments.system is None else [{"role": "system", "content": arguments.system}]
     if system and not chat.has_template:
-        raise UserError("--system: the tokenizer has no chat template; leave out --system")
+        raise UserError("--system: the tokenizer has no chat template; remove --system")
     messages: list[Message] = list(system)
     images: list[ImageFile] = []
     num_shown = 0  # images in messages
@@ -475,7 +482,8 @@ def _read_image(chat: ChatModel, path: str) -> ImageFile:
         return read_image_file(Path(path).expanduser())
     except (ValueError, RuntimeError) as error:  # RuntimeError if the home of a user is not known
         raise UserError(
-            f"{_IMAGE_COMMAND}: cannot read {to_one_line(path)[:200]!r} ({error}); give the path of an image"
+            f"{_IMAGE_COMMAND}: cannot read {to_one_line(path)[:200]!r} ({error}); specify the path of an "
+            "image"
         ) from error
 
 

@@ -170,8 +170,8 @@ def _parse_shard_part(text: str) -> ShardPart:
     match = re.fullmatch(r"(\d+)/(\d+)", text)
     if match is None or not 1 <= int(match[1]) <= int(match[2]):
         raise UserError(
-            f"--part: {text!r} is not a part such as 2/8; specify the number of this machine and the "
-            "number of machines"
+            f"--part: {text!r} does not have the form MACHINE/MACHINES; specify the number of this machine "
+            "and the number of all machines, such as 2/8"
         )
     return ShardPart(int(match[1]), int(match[2]))
 

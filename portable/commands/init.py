@@ -184,7 +184,7 @@ def write_starter_config(argv: Sequence[str]) -> int:
         }
         text, size_note = _fit_to_device(text, options.device[0], cheaper, has_data=options.data is not None)
     text = f"# yaml-language-server: $schema={get_config_folder().joinpath('schema.json')}\n{text}"
-    write_new_file(file, text, "give another name")
+    write_new_file(file, text, "use another name")
     command = f"  portable-train --config {shlex.quote(str(file))}"
     print_line(f"wrote {file}{size_note}; edit it, then\n{command} --dry-run\n{command}")
     if options.model is not None and not size_note:

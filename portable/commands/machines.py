@@ -145,8 +145,8 @@ def _check_can_launch(
     for kind in machines:
         require(
             install is not None or not kind.device.name.startswith("mi"),
-            f"--device: {kind.device.name} is an AMD GPU, but the torch that pip installs is for NVIDIA "
-            "GPUs; add --install with a torch for ROCm",
+            f"--device: {kind.device.name} is an AMD GPU, but by default pip installs PyTorch for NVIDIA "
+            "GPUs; add --install with a PyTorch for ROCm",
         )
     require(
         is_url(output_dir) or target == "slurm",
@@ -161,8 +161,8 @@ def _check_can_launch(
         unsafe_match = unquoted.search(text)
         require(
             unsafe_match is None,
-            f"{key}: {text}: contains {unsafe_match and unsafe_match[0]!r}, which would need quotes; "
-            "choose another name",
+            f"{key}: {text}: contains {unsafe_match and unsafe_match[0]!r}, which would need quotes in the "
+            "generated file; choose another name",
         )
 
 
@@ -215,7 +215,7 @@ def write_launch_file(
     if not config.checkpoint.saves_during_training:
         print_status(
             "note: checkpoint.every_steps: no checkpoint is saved during training, and not every machine "
-            "announces that it will stop"
+            "gives a warning before it stops; set checkpoint.every_steps"
         )
     values = _build_template_values(target, config, config_file, machines, install, spot=spot)
     if install is None and target != "slurm":
@@ -231,7 +231,7 @@ def write_launch_file(
         "selected": bool(values["selector"]),
     }
     text = fill_template(template.read_text("utf-8"), values | {"file": out.name}, conditions)
-    write_new_file(out, text, "delete it first")
+    write_new_file(out, text, "remove the file first")
     return out
 
 
@@ -252,7 +252,9 @@ def write_new_file(path: Path, text: str, remedy: str) -> None:
     except FileExistsError as error:
         raise UserError(f"init: {path} already exists; {remedy}") from error
     except OSError as error:
-        raise UserError(f"init: {path}: cannot be written: {error.strerror or error}") from error
+        raise UserError(
+            f"init: {path}: cannot be written ({error.strerror or error}); use another path"
+        ) from error
 
 
 def fill_template(text: str, values: Mapping[str, str], conditions: Mapping[str, bool]) -> str:
@@ -407,11 +409,12 @@ def _build_template_values(
     first = machines[0]
     require(
         len(machines) == 1 or target in _MULTI_DEVICE_PROGRAMS,
-        f"--device: --for {target} supports only one kind of machine; specify only one",
+        f"--device: --for {target} supports only one kind of machine; specify one kind of device",
     )
     require(
         len({kind.num_nodes for kind in machines}) == 1,
-        "--device: all kinds of machines need the same number of machines; change the counts",
+        "--device: the numbers of machines differ between the kinds of devices; change the counts of "
+        "devices so that every kind needs the same number of machines",
     )
     output_dir = str(config.output_dir)
     secrets = ("HF_TOKEN", *_BUCKET_SECRETS.get(output_dir.partition("://")[0], ()))

@@ -46,8 +46,8 @@ def print_samples(resolved: ResolvedRun, num_samples: int) -> int:
     assemble_model(config, model_config, special_tokens, data.tokenizer, data)
     if not data.tokenized_sources:
         raise UserError(
-            "--show-data: shows how texts become samples, but data.source gives finished samples; remove "
-            "--show-data"
+            "--show-data: shows how texts become samples, but data.source contains finished samples; "
+            "remove --show-data"
         )
     for warning in data.sizes.warnings:
         print_status(f"warning: {warning}")

@@ -59,7 +59,7 @@ class Section(BaseModel):
             for text in _iter_strings(value):
                 if _FORBIDDEN_CHARACTERS.search(text):
                     raise ValueError(
-                        "contains a NUL character or half a surrogate pair; remove this character"
+                        "contains a NUL character or an unpaired surrogate; remove this character"
                     )
         return value
 
@@ -106,21 +106,24 @@ def _to_plain(value: object, depth: int = 0) -> object:
         ValueError: If the value contains another type, or is nested too deeply.
     """
     if depth > _MAX_DEPTH:
-        raise ValueError("nested too deeply")
+        raise ValueError("is nested too deeply; use fewer levels")
     if isinstance(value, dict):
         return {_to_text_key(key): _to_plain(item, depth + 1) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_to_plain(item, depth + 1) for item in value]
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    raise ValueError(f"contains a {type(value).__name__}, which YAML cannot express")
+    raise ValueError(
+        f"contains a {type(value).__name__}, which YAML cannot represent; use numbers, strings, booleans, "
+        "lists and mappings"
+    )
 
 
 def _to_text_key(key: object) -> str:
     """Convert a key of a mapping to text. Raises ``ValueError`` for a type that YAML keys cannot have."""
     if key is None or isinstance(key, bool | int | float | str):
         return str(key)
-    raise ValueError(f"has a key of type {type(key).__name__}")
+    raise ValueError(f"has a key of type {type(key).__name__}; use strings as keys")
 
 
 def _convert_mapping_to_plain_values(value: object) -> object:
@@ -176,8 +179,9 @@ def _expand_path(value: object) -> object:
         longest_name_bytes = max(map(len, path.split(b"/")))
         if longest_name_bytes > _MAX_NAME_BYTES or len(path) > _MAX_PATH_BYTES:
             raise ValueError(
-                f"is too long for a path: {len(path)} bytes, with a name of {longest_name_bytes}; use at "
-                f"most {_MAX_PATH_BYTES}, and {_MAX_NAME_BYTES} for each name"
+                f"is too long: the path has {len(path)} bytes, and its longest name has "
+                f"{longest_name_bytes} bytes; use at most {_MAX_PATH_BYTES} bytes for the path, and "
+                f"{_MAX_NAME_BYTES} bytes for each name"
             )
     return text
 
@@ -235,7 +239,9 @@ OrPlugIn = WrapValidator(_accept_code_or_name, json_schema_input_type=str)
 def _validate_compile_backend_name(value: str) -> str:
     """Check that a string has the form of a backend's name, and return it. Raises ``ValueError`` if not."""
     if re.fullmatch(r"[A-Za-z_][\w.-]*", value) is None:
-        raise ValueError(f"{value[:40]!r} is not a name; use a backend of torch, such as inductor")
+        raise ValueError(
+            f"{value[:40]!r} is not a valid name; use the name of a torch.compile backend, such as inductor"
+        )
     return value
 
 

@@ -116,7 +116,7 @@ def expand_path(flag: str, path: str) -> str:
     try:
         return expand_user_and_variables(path)
     except CheckpointError as error:
-        raise UserError(f"{flag} {error}") from error
+        raise UserError(f"{flag}: {error}") from error
 
 
 class _FlagParser:
@@ -181,7 +181,8 @@ class _FlagParser:
         elif setting.may_be_path and earlier_options.get(name, value) != value:
             # Otherwise the first value would be ignored without a message.
             raise UserError(
-                f"{flag} is specified twice, as {earlier_options[name]} and as {value}; remove one of the two"
+                f"{flag}: is specified twice, as {earlier_options[name]} and as {value}; remove one of the "
+                "two"
             )
         earlier_options[name] = value
 
@@ -211,7 +212,7 @@ class _FlagParser:
             setting := self._setting_fields.get(name.removeprefix("no_"))
         ) is not None and setting.accepts_type(bool):
             if inline_words is not None:
-                raise UserError(f"{flag} takes no value; use --{setting.key} {inline_words[0]}")
+                raise UserError(f"{flag}: takes no value; use --{setting.key} {inline_words[0]}")
             name, value = setting.key, False
         elif keys.find_open_mapping(self._schema, name):
             words = self._pop_value_words(1) if inline_words is None else inline_words
@@ -253,13 +254,13 @@ class _FlagParser:
         """
         if name in keys.get_section_descriptions(self._schema):
             keys_in_section = [key for key in self._setting_fields if key.startswith(f"{name}.")]
-            hint = (
-                format_remedy_hint(name)
-                or f"; set a key in it, such as --{keys_in_section[0]}; --help {name} lists them"
+            hint = format_remedy_hint(name) or (
+                f"; set a key in this section, such as --{keys_in_section[0]}, or list its keys with "
+                f"--help {name}"
             )
-            return f"{flag} is a section{hint}"
+            return f"{flag}: is a section{hint}"
         flags = [*self._setting_fields, *(option.replace("_", "-") for option in self._option_fields)]
-        hint = format_key_hint(name, flags, "--") or "; --help lists them"
+        hint = format_key_hint(name, flags, "--") or "; run --help to list the flags"
         return f"unknown flag {flag if flag.isprintable() else repr(flag)}{hint}"
 
 
@@ -273,7 +274,7 @@ def _check_has_value(words: list[str], flag: str, allowed_values: str, *, may_be
         may_be_empty: Whether an empty word is a valid value. If not, an empty shell variable is an error.
     """
     if not words or not (may_be_empty or any(map(str.strip, words))):
-        raise UserError(f"{flag} needs a value: {allowed_values}")
+        raise UserError(f"{flag}: needs a value; specify {allowed_values}")
 
 
 def _describe_stray_word(token: str) -> str:
@@ -281,10 +282,13 @@ def _describe_stray_word(token: str) -> str:
     if token.endswith((".yaml", ".yml")):
         return f"unexpected argument {token!r}; use --config for a config file"
     if token.startswith("-") and token != "--":
-        return f"unknown flag {token}; flags have two dashes, such as --train.steps; --help lists them"
+        return (
+            f"unknown flag {token}; flags have two dashes, such as --train.steps; run --help to list the "
+            "flags"
+        )
     if token in ("train", "run"):
         return f"unexpected argument {token!r}; leave out {token!r}, as in portable-train --config run.yaml"
-    return f"unexpected argument {token!r}; write settings as --train.steps 20; --help lists them"
+    return f"unexpected argument {token!r}; write settings as --train.steps 20; run --help to list the flags"
 
 
 def _is_flag(token: str) -> bool:

@@ -67,9 +67,9 @@ def render_help(
     if topic and topic != ALL_SETTINGS_TOPIC:
         hint = (
             format_key_hint(topic, [*settings, *section_descriptions])
-            or "; --help without a name lists the sections"
+            or "; run --help without a name to list the sections"
         )
-        raise UserError(f"--help: no setting named {topic!r}{hint}")
+        raise UserError(f"--help: there is no setting {topic!r}{hint}")
     if not topic:
         return _format_command_overview(section_descriptions, settings, options_schema, usage, width)
     parts = [

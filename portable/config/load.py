@@ -133,9 +133,9 @@ def _read_source(source: ConfigSource, line_offset: int) -> _SourceContent:
     path = FilePath(flags.expand_path("--config", source)) if isinstance(source, str) else source
     document = read_yaml_file(path)
     if document.value is None:
-        raise UserError(f"{path}: the config is empty; leave out --config to use the defaults")
+        raise UserError(f"{path}: the config is empty; add settings, or remove --config to use the defaults")
     if not isinstance(document.value, dict):
-        raise UserError(f"{path}: a config must be a mapping of settings, such as train: {{steps: 100}}")
+        raise UserError(f"{path}: is not a mapping of settings; write settings such as train: {{steps: 100}}")
     origins = {key: Origin(f"{path}:{line}", line_offset + line) for key, line in document.lines.items()}
     return _SourceContent(document.value, origins)
 
@@ -218,7 +218,8 @@ class _MergedSettings:
             key, earlier_value = ".".join(path), format_short_value(target[path[-1]])
             raise UserError(
                 f"{origin.text} sets {key} to {format_short_value(value)}, but "
-                f"{earlier.text if earlier else '--config'} sets it to {earlier_value}; remove one of the two"
+                f"{earlier.text if earlier else '--config'} sets the same key to {earlier_value}; remove "
+                "one of the two"
             )
         target[path[-1]] = value
         self.origins.setdefault(path, origin)

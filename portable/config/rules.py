@@ -60,10 +60,10 @@ def format_value(value: Any) -> str:
 
 
 def format_setting_with_value(config: RunConfig, key: str) -> str:
-    """Return a key, followed by its value if this is a string or a number, such as ``train.steps 20``."""
+    """Return a key with its value if this is a string or a number, such as ``train.steps: 20``."""
     value = config.get(key)
     is_word_or_number = isinstance(value, str | int | float) and not isinstance(value, bool)
-    return f"{key} {format_value(value)}" if is_word_or_number else key
+    return f"{key}: {format_value(value)}" if is_word_or_number else f"{key}:"
 
 
 def is_not_default(config: RunConfig, key: str) -> bool:

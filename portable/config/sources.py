@@ -159,7 +159,7 @@ def check_data_sources(data: DataConfig) -> Iterator[SettingProblem]:
         unweighted = next(name for name in list_training_source_names(data) if name not in weighted)
         yield SettingProblem(
             ("data.sources",),
-            f"data.sources: {weighted[0]} has a weight and {unweighted} has none; set a weight, or "
+            f"data.sources: {weighted[0]} has a weight, but {unweighted} does not; set a weight, or "
             "epochs, for all sources",
         )
     if weighted and not any(source.weight for source in data.sources):
@@ -170,8 +170,8 @@ def check_data_sources(data: DataConfig) -> Iterator[SettingProblem]:
         if name in (list_training_source_names(data) or (HELD_OUT_SOURCE,)) and data.eval_fraction != 0:
             yield SettingProblem(
                 (key, "data.eval_fraction"),
-                f"{key}: the part that data.eval_fraction holds out has this name; choose another name, or "
-                "set data.eval_fraction to 0",
+                f"{key}: has the name of the part that data.eval_fraction holds out; choose another name, "
+                "or set data.eval_fraction to 0",
             )
     yield from _check_weight_schedule(data)
 

@@ -120,14 +120,13 @@ def read_config_text(path: AnyPath, key: str | None = None) -> str:
         ) from error
     if len(content) > MAX_CONFIG_BYTES:
         raise UserError(
-            f"{message_prefix}{path}: is not a config file, because it is larger than a megabyte; name a "
-            "YAML file"
+            f"{message_prefix}{path}: is too large for a config (more than 1 MB); specify a config file"
         )
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise UserError(
-            f"{message_prefix}{path}: is not a config file, because it is not UTF-8 text; name a YAML file"
+            f"{message_prefix}{path}: is not UTF-8 text; specify a config file, or save this file as UTF-8"
         ) from error
 
 
@@ -184,7 +183,7 @@ def _describe_parser_error(name: str, text: str, error: BaseException) -> str:
         fault = find_yaml_fault(error, text)
         return to_one_line(f"{name}:{fault.line_index + 1}: not valid YAML: {fault.reason}; {fault.remedy}")
     if isinstance(error, RecursionError):
-        return f"{name}: is not a config file, because it is nested too deeply"
+        return f"{name}: is nested too deeply for a config; specify a config file"
     return to_one_line(f"{name}: not valid YAML: {to_one_line(error)}")
 
 
@@ -221,7 +220,7 @@ class _NodeConverter:
             raise self._build_error(
                 node,
                 "the file contains a recursive alias, or is too large for a config; remove the alias, or "
-                "split the file",
+                "specify a smaller file",
             )
         self._open_node_ids.add(id(node))
         try:
@@ -250,7 +249,7 @@ class _NodeConverter:
         result: dict[str, Any] = {}
         for key_node, value_node in node.value:
             if not isinstance(key_node, yaml.ScalarNode):
-                raise self._build_error(key_node, "a key must be a word; correct the key")
+                raise self._build_error(key_node, "a key is not a scalar; use a string as the key")
             # Keys are text as in JSON, for example the 0 in id2label: {0: no}.
             key = str(key_node.value)
             inner = (*path, key)
@@ -285,7 +284,11 @@ class _NodeConverter:
             if kind == "float":
                 return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
         except ValueError:
-            raise self._build_error(node, f"cannot read {text[:40]!r} as {kind}; correct the value") from None
+            raise self._build_error(
+                node,
+                f"{text[:40]!r} is not a valid {kind}; correct the value, or put it in quotes to make it a "
+                "string",
+            ) from None
         raise self._build_error(node, f"the tag {node.tag} is not allowed in a config; remove the tag")
 
     def _build_error(self, node: yaml.Node, message: str) -> UserError:

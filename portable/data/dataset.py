@@ -531,7 +531,8 @@ def _open_eval_sources(sources: RunSources, settings_by_name: Mapping[str, Sourc
             other.cache_key for other in readable_sources if other is not source
         }:
             raise UserError(
-                f"{settings.config_key}: is the training data itself; name other files or another split"
+                f"{settings.config_key}: is the same data as the training data; specify other files or "
+                "another split"
             )
 
 
@@ -627,8 +628,8 @@ def _load_image_processor(
         )
     if missing := processor.list_missing_tokens(tokenizer):
         raise UserError(
-            f"data.tokenizer: the tokenizer has no {missing[0]!r}, a token of the model's images; remove "
-            "data.tokenizer to use the tokenizer of the model"
+            f"data.tokenizer: the tokenizer does not have {missing[0]!r}, which the model uses for images; "
+            "remove data.tokenizer to use the model's tokenizer"
         )
     if settings.chat_template is None and not getattr(tokenizer, "chat_template", None):
         tokenizer.chat_template = processor.chat_template
@@ -727,7 +728,10 @@ def _build_custom_sample_data(
         if not hasattr(records, "__len__") or not hasattr(records, "__getitem__"):
             raise UserError(f"{subject}: lacks __len__ or __getitem__; define both methods")
         if not isinstance(getattr(records, "fingerprint", None), str):
-            raise UserError(f"{subject}: has no fingerprint; define a string that identifies its content")
+            raise UserError(
+                f"{subject}: has no attribute fingerprint; define fingerprint as a string that identifies "
+                "the content"
+            )
         samples = CustomSamples(data_source.name, records, part or SampleRange(0, len(records)), vocab_size)
         if samples.tokens_per_sequence != (length := data_source.settings.data.seq_len):
             raise UserError(
@@ -746,8 +750,8 @@ def _build_custom_sample_data(
             if eval_samples[name].sequences_per_sample != all_samples.sequences_per_sample:
                 raise UserError(
                     f"data.source: the samples have {eval_samples[name].sequences_per_sample} sequences, "
-                    f"but the training samples have {all_samples.sequences_per_sample}; use samples of "
-                    "one kind"
+                    f"but the training samples have {all_samples.sequences_per_sample}; use the same kind "
+                    "of samples for both"
                 )
     sizes = replace(
         sources.compute_sizes(),

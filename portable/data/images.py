@@ -158,14 +158,14 @@ class ImageReader:
         try:
             data = self._read_reference(reference, path, location)
             if len(data) > MAX_IMAGE_FILE_BYTES:
-                raise ValueError(f"more than {MAX_IMAGE_FILE_BYTES >> 20} MiB")
+                raise ValueError(f"the file is larger than {MAX_IMAGE_FILE_BYTES >> 20} MiB")
             width, height = decode_image(data).size
         except RecordError:
             raise
         except Exception as error:  # a damaged file can raise any exception in Pillow
             raise RecordError(
-                f"data.source: {location}: cannot read the image {name} ({_describe_error(error)}); correct "
-                "or remove it"
+                f"data.source: {location}: cannot read the image {name} ({_describe_error(error)}); "
+                "correct or remove the image"
             ) from error
         return LoadedImage(data, self._scale_down(width, height))
 
@@ -199,12 +199,12 @@ class ImageReader:
         if re.match(r"[a-z][a-z0-9+.-]+://", path):
             raise RecordError(
                 f"data.source: {location}: the image {name} is neither a path nor an http or https URL; "
-                "download it, and give its path"
+                "download the image, and specify its path"
             )
         if self.root is None:
             raise RecordError(
-                f"data.image_root: {location}: the image {name} has a path, but {self.no_root_reason}; set "
-                "data.image_root to the local folder of the images"
+                f"data.image_root: {location}: the image {name} is a local path, but "
+                f"{self.no_root_reason}; set data.image_root to the local folder of the images"
             )
         try:
             return Path(resolve_local_path_inside(self.root / path, self.root))
@@ -215,8 +215,8 @@ class ImageReader:
             ) from error
         except (OSError, ValueError) as error:  # the path is too long, or contains a null character
             raise RecordError(
-                f"data.source: {location}: cannot read the image {name} ({_describe_error(error)}); correct "
-                "or remove it"
+                f"data.source: {location}: cannot read the image {name} ({_describe_error(error)}); "
+                "correct or remove the image"
             ) from error
 
     def _read_url(self, url: str, location: str) -> bytes:
@@ -454,7 +454,7 @@ def read_image_file(path: Path) -> ImageFile:
         with path.open("rb") as file:
             data = file.read(MAX_IMAGE_FILE_BYTES + 1)
         if len(data) > MAX_IMAGE_FILE_BYTES:
-            raise ValueError(f"more than {MAX_IMAGE_FILE_BYTES >> 20} MiB")
+            raise ValueError(f"the file is larger than {MAX_IMAGE_FILE_BYTES >> 20} MiB")
         return ImageFile(data, ImageSize(*decode_image(data).size))
     except Exception as error:  # a damaged file can raise any exception in Pillow
         raise ValueError(_describe_error(error)) from error

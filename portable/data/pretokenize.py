@@ -139,7 +139,7 @@ def pretokenize_source(
             return PretokenizeResult(len(finished_records), tokens, len(records) - len(finished_records))
     except OSError as error:
         raise UserError(
-            f"--out: cannot write in {output_folder} ({to_one_line(error)}); choose another place"
+            f"--out: cannot write to {output_folder} ({to_one_line(error)}); choose another folder or URL"
         ) from error
 
 
@@ -171,8 +171,8 @@ def _start_or_resume_output(output_folder: AnyPath, contents: dict[str, str], na
                 return False
         if any(name.endswith(LAST_FILE) for name in list_files_below(output_folder / "shards")):
             raise UserError(
-                f"--out: {output_folder} was begun with other files, another tokenizer or another "
-                f"template than {name} now has; choose another place, or remove the folder"
+                f"--out: {output_folder} was started with other files, another tokenizer or another chat "
+                f"template than {name} has; choose another folder or URL, or remove the existing output"
             )
     elif not is_in_store(output_folder) and any(
         path.name != _DRAFTS_FOLDER for path in output_folder.iterdir()

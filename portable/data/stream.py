@@ -301,7 +301,7 @@ class StreamSamples(Samples):
             fingerprint = tokens.fingerprint[:_FINGERPRINT_CHARS]
             entry = self._manifest.setdefault(shard, ShardEntry(length, fingerprint))
             if entry != (length, fingerprint):
-                raise _build_changed_error(self._name, self._get_shard_name(shard), "the run has read it")
+                raise _build_changed_error(self._name, self._get_shard_name(shard), "the run read the file")
             self._open[shard] = samples
             self._disk.used_folders[shard] = tokens.folder
             while len(self._open) > 2 * self._window:
@@ -370,10 +370,15 @@ class StreamSamples(Samples):
         """
         for shard, length, fingerprint in state.get(self._name, ()):
             if not 0 <= shard < len(self._shards) or length < 0:
-                raise ValueError(f"{self._name}: shard {shard} of {len(self._shards)}")
+                raise ValueError(
+                    f"{self._name}: shard index {shard} or its length {length} is out of range for "
+                    f"{len(self._shards)} shards"
+                )
             entry = self._manifest.setdefault(shard, ShardEntry(length, fingerprint))
             if entry != (length, fingerprint):
-                raise _build_changed_error(self._name, self._get_shard_name(shard), "the checkpoint")
+                raise _build_changed_error(
+                    self._name, self._get_shard_name(shard), ("the checkpoint was saved")
+                )
 
     def close(self) -> None:
         """Stop the processes that tokenize shards. Locating further samples starts them again."""

@@ -154,8 +154,9 @@ class TokenizationContext:
         """
         if self.vocabulary.mask_token is None:
             raise UserError(
-                "data.tokenizer: the tokenizer has no mask_token, which masked-lm needs; set a "
-                "mask_token in its tokenizer_config.json, use another tokenizer, or null to train one"
+                "data.tokenizer: the tokenizer has no mask_token, which masked-lm needs; set a mask_token "
+                "in its tokenizer_config.json, use another tokenizer, or set data.tokenizer to null to "
+                "train one"
             )
         return self.vocabulary.mask_token
 
@@ -174,8 +175,9 @@ class TokenizationContext:
         end = self.tokenizer.eos_token_id
         if ends_texts and (end is None or end not in (*self.vocabulary.prefix, *self.vocabulary.suffix)):
             raise UserError(
-                "data.tokenizer: the tokenizer adds no eos_token to a text, but this model classifies at "
-                "that token; use the model's own tokenizer, or null to train a tokenizer that adds the token"
+                "data.tokenizer: the tokenizer does not add an eos_token to texts, but this model "
+                "classifies at the eos_token; use the model's own tokenizer, or set data.tokenizer to null "
+                "to train a tokenizer that adds the token"
             )
 
     def build_tokenize_job(self, settings: SourceSettings, cache: Path | None = None) -> TokenizeJob:
@@ -281,7 +283,7 @@ class TokenizationContext:
             room = disk_usage(job.cache).free // 2 if limit is None else int(limit * 1e9)
         except OSError as error:
             raise UserError(
-                f"data.cache_dir: cannot write in {job.cache} ({to_one_line(error)}); choose a writable "
+                f"data.cache_dir: cannot write to {job.cache} ({to_one_line(error)}); choose a writable "
                 "folder"
             ) from error
         stream = StreamSamples(
@@ -441,8 +443,8 @@ class TokenizedSource:
         modes = "drop" if self.tokens.has_images else "start or drop"
         raise UserError(
             f"data.truncation: all samples are cut before {decode(self.context.tokenizer, [end])!r}, which "
-            "ends an answer, so the model would never stop; raise data.seq_len, which is "
-            f"{self.settings.data.seq_len}, or set data.truncation to {modes}"
+            "ends an answer, so the model would never stop; raise data.seq_len "
+            f"({self.settings.data.seq_len}), or set data.truncation to {modes}"
         )
 
     def build_samples(

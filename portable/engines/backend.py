@@ -303,11 +303,11 @@ def _build_rendezvous_error(error: Exception) -> UserError | RunError:
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     if "EADDRINUSE" in str(error):
         return UserError(
-            f"MASTER_PORT={port}: another program uses this port of {address}; set a free port on all nodes "
-            "(torchrun: --master-port)"
+            f"MASTER_PORT={port}: another program uses this port of {address}; set MASTER_PORT to a free "
+            "port on all nodes (torchrun: --master-port)"
         )
     reason = to_one_line(str(error).splitlines()[0])
     return RunError(
         f"MASTER_ADDR={address}, MASTER_PORT={port}: the ranks could not connect to this address "
-        f"({reason}); start all ranks, with the address of the node of rank 0"
+        f"({reason}); set MASTER_ADDR to the address of the node of rank 0, and start all ranks"
     )

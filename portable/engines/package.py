@@ -114,11 +114,15 @@ class TorchPackage(TorchDevice, BackendPackage):
         attention = config.model.attention
         if attention not in ("sdpa", "eager", "flex_attention"):
             flash_package = _FLASH_PACKAGES.get(attention)
+            packages = (
+                "kernels, which is not"
+                if flash_package is None
+                else f"{flash_package} or kernels, but neither is"
+            )
             require(
                 _is_installed("kernels") or (flash_package is not None and _has_distribution(flash_package)),
-                f"model.attention: {attention} needs the package "
-                f"{f'{flash_package} or ' if flash_package else ''}kernels, which is not installed (pip "
-                "install kernels); use sdpa",
+                f"model.attention: {attention} needs the package {packages} installed; run: pip install "
+                "kernels, or set model.attention to sdpa",
             )
         if config.compile:
             from portable.engines import compiling
@@ -213,8 +217,8 @@ class CpuPackage(TorchPackage):
         cores = os.cpu_count() or 1
         if ranks > _RANKS_PER_CORE * cores:
             raise UserError(
-                f"--nproc: {ranks} ranks on {cores} cores would only wait for each other; "
-                f"use at most {_RANKS_PER_CORE * cores}"
+                f"--nproc: {ranks} ranks on {cores} cores would only wait for each other; use at most "
+                f"{_RANKS_PER_CORE * cores} ranks"
             )
 
     def choose_default_precision(self, *, in_rank: bool) -> str | None:

@@ -246,7 +246,8 @@ def load_user_metric(path: str) -> Metric:
     target: Any = plugins.load_plugin("train.metrics", path)
     if not isinstance(target, Metric) and not callable(target):
         raise UserError(
-            f"{key}: is neither a function nor a class with the methods sums and values; use one of the two"
+            f"{key}: is neither a function nor a class with the methods sums and values; use a function or "
+            "such a class"
         )
     metric = _UserMetric(key, target if isinstance(target, Metric) else RatioMetric(target))
     for name in ("needs", "higher_is_better", "names"):

@@ -53,9 +53,9 @@ def build_script_error(path: str, prefix: str = "") -> UserError:
         prefix: Beginning of the message.
     """
     return UserError(
-        f"{prefix}{path}: a Python script, whose settings are not read; write its arguments after --, as in "
-        f"portable-train import -- {path} --learning_rate 1e-5, or start from portable-train init and copy "
-        "the values (docs/migrate.md names the setting of each argument)"
+        f"{prefix}{path}: is a Python script, whose settings cannot be read; write its arguments after --, "
+        f"as in portable-train import -- {path} --learning_rate 1e-5, or start from portable-train init "
+        "and copy the values (docs/migrate.md names the setting of each argument)"
     )
 
 

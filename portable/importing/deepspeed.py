@@ -84,8 +84,8 @@ def parse_deepspeed_json(text: str, file_name: str) -> dict[str, Any]:
             except (ValueError, RecursionError) as error:
                 problem = problem or str(error)
     if problem and not isinstance(parsed, dict):  # a single word is valid Hjson, but is not a mapping
-        raise UserError(to_one_line(f"{file_name}: invalid JSON: {problem}"))
-    require(isinstance(parsed, dict), f"{file_name}: a DeepSpeed JSON must be a mapping")
+        raise UserError(to_one_line(f"{file_name}: is not valid JSON ({problem}); correct the file"))
+    require(isinstance(parsed, dict), f"{file_name}: is not a mapping; specify a DeepSpeed JSON")
     values: dict[str, Any] = parsed
     return values
 

@@ -115,12 +115,14 @@ class DPO(_PreferenceLoss):
 
     def __post_init__(self) -> None:
         if self.loss_type not in LOSS_TYPES:
-            raise ValueError(f"loss_type {self.loss_type!r} is not one of {', '.join(LOSS_TYPES)}")
+            raise ValueError(
+                f"loss_type {self.loss_type!r} is not supported; use one of {', '.join(LOSS_TYPES)}"
+            )
         max_smoothing = {"sigmoid": 1.0, "robust": 0.5}.get(self.loss_type, 0.0)
         if self.label_smoothing and not 0 < self.label_smoothing < max_smoothing:
             raise ValueError(
                 f"label_smoothing {self.label_smoothing:g} does not work with loss_type {self.loss_type}; "
-                "leave out label_smoothing"
+                "remove label_smoothing"
             )
         # The trainer calls `once` to compute reference log-probabilities for all samples before training, and
         # `before` to compute them for the batch of each step.

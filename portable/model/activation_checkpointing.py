@@ -49,7 +49,10 @@ def enable_activation_checkpointing(model: nn.Module, mode: str, *, inputs_on_ho
     try:
         transformer.activation_checkpointing_enable(options)
     except ValueError as error:
-        raise UserError(f"memory.activation_checkpointing: {to_one_line(error)}") from error
+        raise UserError(
+            f"memory.activation_checkpointing: {to_one_line(error)}; set memory.activation_checkpointing to "
+            "none"
+        ) from error
     if inputs_on_host:
         transformers_internals.wrap_activation_checkpointing(model, _offload_checkpoint_inputs)
 

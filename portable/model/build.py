@@ -83,7 +83,9 @@ def _build_config_from_settings(settings: ModelConfig) -> PretrainedConfig:
             "model.function to a function of the module that registers it"
         ) from error
     except Exception as error:  # some config classes have invalid defaults
-        raise UserError(f"model.config: {model_type}: {to_one_line(error)}") from error
+        raise UserError(
+            f"model.config: {model_type}: {to_one_line(error)}; choose another model type"
+        ) from error
     _check_config_keys(defaults, values)
     check_config_values("model.config", values)
     try:
@@ -101,7 +103,7 @@ def _build_config_from_settings(settings: ModelConfig) -> PretrainedConfig:
             f"model.config: {zero} is 0, but is used as a divisor; set {zero} to a positive number"
         ) from error
     except Exception as error:
-        raise UserError(f"model.config: {_extract_reason(error)}") from error
+        raise UserError(f"model.config: {_extract_reason(error)}; correct model.config") from error
 
 
 def _extract_reason(error: Exception) -> str:
@@ -183,7 +185,7 @@ def load_model_config(settings: ModelConfig) -> PretrainedConfig:
     try:
         text: object = config.get_text_config()
     except ValueError as error:  # the config contains several text models
-        raise UserError(f"{settings.setting_key}: {to_one_line(error)}") from error
+        raise UserError(f"{settings.setting_key}: {to_one_line(error)}; choose another model") from error
     if isinstance(text, dict):  # the config class does not support the key text_config of config.json
         raise UserError(
             f"{settings.setting_key}: config.json has a text_config, but a {config.model_type} model has "
@@ -192,7 +194,7 @@ def load_model_config(settings: ModelConfig) -> PretrainedConfig:
     if settings.task == "seq2seq-lm" and not getattr(config, "is_encoder_decoder", False):
         raise UserError(
             f"model.task: seq2seq-lm needs an encoder-decoder model, but {config.model_type} is not an "
-            "encoder-decoder model; use causal-lm"
+            "encoder-decoder model; set model.task to causal-lm"
         )
     check_length_dependent_rope(config, settings.task, settings.setting_key)
     pop_quantization_config(config)  # weights are loaded and saved as floats
@@ -234,7 +236,7 @@ def _apply_config_changes(config: PretrainedConfig, settings: ModelConfig) -> Pr
     except UserError:
         raise
     except Exception as error:  # the checks of the config class may raise any exception
-        raise UserError(f"model.config: {to_one_line(error)}") from error
+        raise UserError(f"model.config: {to_one_line(error)}; correct model.config") from error
     if not settings.from_scratch:
         before = build_model_on_meta(copy.deepcopy(config), settings)
         after = build_model_on_meta(copy.deepcopy(changed_config), settings)
@@ -335,7 +337,10 @@ def _check_config_keys(config: PretrainedConfig, values: Mapping[str, Any]) -> N
         is_known = is_known or _is_ignored_published_key(key, values[key]) or _is_generation_setting(key)
         if not (is_known or _is_read_by_model_code(config, key)):
             suggestion = format_name_suggestion(key, config.to_dict())
-            raise UserError(f"model.config.{key}: {type(config).__name__} has no such setting{suggestion}")
+            raise UserError(
+                f"model.config.{key}: {type(config).__name__} has no such "
+                f"setting{suggestion or '; remove the key'}"
+            )
 
 
 def _has_config_attribute(config: PretrainedConfig, key: str) -> bool:
@@ -441,7 +446,8 @@ def build_model_on_meta(config: PretrainedConfig, settings: ModelConfig) -> PreT
         stacked = any(parameter.dim() == 3 for parameter in model.parameters())
         require(
             stacked,
-            f"model.experts: {type(model).__name__} has no experts in one tensor; remove model.experts",
+            f"model.experts: {type(model).__name__} does not store its experts in one tensor; remove "
+            "model.experts",
         )
         model.set_experts_implementation(settings.experts)
     _prepare_for_training(model)
@@ -887,8 +893,8 @@ def _check_trial_forward(model: PreTrainedModel, key: str) -> None:
     logits = getattr(output, "logits", None)
     if type(model) is _find_composite_class(model.config) and logits is not None and logits.shape[1] != 2:
         raise UserError(
-            f"{key}: {type(model).__name__} does not predict the next token of a text: it returns "
-            f"{logits.shape[1]} predictions for 2 tokens; choose another model"
+            f"{key}: {type(model).__name__} does not predict the next token of a text: for 2 tokens, the "
+            f"number of predictions is {logits.shape[1]}; choose a causal language model"
         )
 
 

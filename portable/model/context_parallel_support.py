@@ -37,8 +37,8 @@ def check_context_parallel_support(model: Any, config: RunConfig) -> None:
         heads, key_heads = count_attention_heads(model)
         require(
             heads % size == 0 and (key_heads % size == 0 or size % key_heads == 0),
-            f"{KEY}: {heads} heads ({key_heads} of keys) cannot be divided among {size} ranks; set "
-            f"{KEY} to a divisor of these numbers",
+            f"{KEY}: {heads} attention heads ({key_heads} key-value heads) cannot be divided among {size} "
+            f"ranks; set {KEY} to a divisor of these numbers",
         )
 
 
@@ -52,7 +52,7 @@ def _check_attention_support(model: Any, config: RunConfig) -> None:
     )
     require(
         kernel == "sdpa" or "flash" in kernel,
-        f"{KEY}: works only with sdpa and flash attention, but {name} runs with {kernel}; set {KEY} to 1",
+        f"{KEY}: works only with sdpa and flash attention, but {name} uses {kernel}; set {KEY} to 1",
     )
     has_router_loss = getattr(text, "output_router_logits", False)
     require(

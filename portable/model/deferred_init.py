@@ -231,7 +231,7 @@ class InitializationRecording:
             RecordingError: If the tensor reinterprets the storage as a different dtype.
         """
         if tensor.dtype != storage.dtype:
-            raise RecordingError("a view of another type")
+            raise RecordingError("a tensor is viewed as another dtype")
         return _RecordedView(
             storage, storage.last_write, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
         )
@@ -277,7 +277,7 @@ class InitializationRecording:
             self._record_creation(name, result, arguments[1:2])
             return result
         if "out" in keywords:
-            raise RecordingError(f"{operation} with the argument out")
+            raise RecordingError(f"{operation} is called with the argument out")
         written = [tensors[i] for i in _find_written_positions(operation, arguments, tensors)]
         if (
             _VALUE_READING_TAGS & {*operation.tags}
@@ -484,7 +484,9 @@ class InitializationRecording:
         """
         storages = [self._find_storage(tensor) for tensor in written]
         if any(storage is not None for storage in storages):
-            raise RecordingError(f"{operation} changes a large tensor by values or by another generator")
+            raise RecordingError(
+                f"{operation} changes a large tensor depending on its values or on another random generator"
+            )
 
         def compute_argument(tensor: Tensor) -> Tensor:
             storage = self._find_storage(tensor)

@@ -175,7 +175,8 @@ def check_document_separation(
         _find_mask_function(kernel) is not _find_mask_function("flash_attention_2") or "flash" not in kernel
     ):
         raise UserError(
-            f"{key}: attention {kernel} does not keep packed texts apart; set model.attention to sdpa"
+            f"{key}: the attention kernel {kernel} does not separate packed texts; set model.attention to "
+            "sdpa"
         )
     reason = explain_document_mixing(config, seq_len, separates_states=separates_states)
     if reason is None and _has_attention(config) and not _makes_only_causal_masks(model):

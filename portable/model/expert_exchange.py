@@ -92,7 +92,7 @@ def check_expert_parallel_support(model: nn.Module, num_ranks: int, optimizer: s
             require(
                 stack is not None and getattr(module, stack).dim() == 3,
                 f"{KEY}: the adapter changes {stack or 'the experts'} of {name}, which are not matrices of "
-                f"experts; name only matrices of experts in adapter.target_parameters, or set {KEY} to 1",
+                f"experts; list only matrices of experts in adapter.target_parameters, or set {KEY} to 1",
             )
 
 

@@ -84,7 +84,9 @@ def freeze_untrained_parameters(
         trained_names -= match_parameters("train.frozen", pattern, names)
     if not trained_names:
         key = "train.frozen" if settings.frozen else "train.trainable"
-        raise UserError(f"{key}: no parameter is left to train; let at least one parameter be trained")
+        raise UserError(
+            f"{key}: no parameter is left to train; change {key} so that at least one parameter is trained"
+        )
     freeze_parameters(model, [name for name in names if name not in trained_names], dtype)
 
 

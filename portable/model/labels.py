@@ -59,7 +59,8 @@ def read_problem_type(config: PretrainedConfig, settings: ModelConfig) -> Proble
         return None
     if problem_type not in PROBLEM_TYPES:
         raise UserError(
-            f"{settings.setting_key}: problem_type is {problem_type!r}; use one of {', '.join(PROBLEM_TYPES)}"
+            f"{settings.setting_key}: problem_type {problem_type!r} is not supported; use one of "
+            f"{', '.join(PROBLEM_TYPES)}"
         )
     problem: ProblemType = problem_type
     return problem

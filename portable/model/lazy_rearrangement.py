@@ -211,7 +211,7 @@ def _build_slice_readers(
     (source,) = sources
     dim %= len(source.shape)
     if step != 1:
-        raise NotTraceableError("a slice with steps")
+        raise NotTraceableError("a slice has a step")
     return [partial(_read_narrowed, source, dim, slice(start, stop).indices(source.shape[dim])[0])]
 
 

@@ -84,7 +84,8 @@ def assign_parameter_groups(model: nn.Module, settings: TrainConfig) -> dict[str
     responsible_key = "train.trainable" if settings.has_frozen_patterns else "model.function"
     require(
         bool(trained),
-        f"{responsible_key}: no parameter is left to train; let at least one parameter be trained",
+        f"{responsible_key}: no parameter is left to train; change {responsible_key} so that at least one "
+        "parameter is trained",
     )
     pattern_numbers: dict[str, int] = {}
     key = "train.parameter_groups"

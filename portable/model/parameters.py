@@ -147,7 +147,7 @@ def compile_pattern(key: str, pattern: str) -> re.Pattern[str]:
         return re.compile(pattern)
     except re.error as error:
         raise UserError(
-            f"{key}: {pattern!r} is not a regular expression ({error}); correct the pattern"
+            f"{key}: {pattern!r} is not a valid regular expression ({error}); correct the pattern"
         ) from error
 
 

@@ -173,7 +173,7 @@ def _match_tensors(
     if not weights:
         raise UserError(
             f"model.name_or_path: none of the checkpoint's {len(tensors)} tensors belongs to a "
-            f"{type(model).__name__}; choose a checkpoint of this architecture"
+            f"{type(model).__name__}; specify a checkpoint of this architecture"
         )
     missing = [name for name in model_tensors if name not in weights]
     return PretrainedWeights(
@@ -520,7 +520,7 @@ def _load_dequantized(
 def _check_dequantized(name: str, source: torch.Tensor, target: torch.Tensor) -> None:
     """Raise ValueError if a dequantized tensor is not a float tensor of the shape of ``target``."""
     if source.dtype not in (torch.float32, torch.bfloat16, torch.float16) or source.shape != target.shape:
-        raise ValueError(f"{name} is dequantized to {source.dtype} of shape {list(source.shape)}")
+        raise ValueError(f"{name} is dequantized to dtype {source.dtype} and shape {list(source.shape)}")
 
 
 def _load_with_transformers(settings: ModelConfig, model: PreTrainedModel) -> PretrainedWeights:

@@ -217,8 +217,8 @@ class PublishedNames:
         )
         if lacking:
             raise UserError(
-                f"checkpoint.export: like_base: {self.base_checkpoint.root} has no {lacking[0]}, unlike "
-                "the model; set checkpoint.export: true"
+                f"checkpoint.export: like_base: {self.base_checkpoint.root} does not contain {lacking[0]}, "
+                "which the model has; set checkpoint.export: true"
             )
 
     def write_name_record(self, folder: Path) -> None:

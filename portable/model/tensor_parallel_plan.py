@@ -62,13 +62,14 @@ def check_tensor_parallel_support(model: Any, num_ranks: int) -> None:
     text = config.get_text_config()
     require(
         text is config and config.model_type in TENSOR_PARALLEL_TYPES,
-        f"{KEY}: {name} is not among the models whose results are known to be the same with tensor-parallel "
-        f"ranks; set {KEY} to 1",
+        f"{KEY}: {name} is not among the models that are known to give the same results with "
+        f"tensor-parallel ranks; set {KEY} to 1",
     )
     for parameter, value in model.named_parameters() if has_peft_adapter(model) else ():
         require(
             not value.requires_grad or ".lora_A." in parameter or ".lora_B." in parameter,
-            f"{KEY}: an adapter may train only LoRA matrices, but {parameter} is trained; set {KEY} to 1",
+            f"{KEY}: with an adapter, only LoRA matrices may be trained, but {parameter} is trained; set "
+            f"{KEY} to 1",
         )
     sharded_dims = map_sharded_dims(model, num_ranks)
     require(bool(sharded_dims), f"{KEY}: {name} has no layers that can be sharded; set {KEY} to 1")

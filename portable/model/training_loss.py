@@ -148,14 +148,14 @@ class TrainingLoss:
         self.needs: frozenset[str] = frozenset(names)
         if not callable(loss):
             raise UserError(
-                f"{key}: is a {type(loss).__name__}, which cannot be called; use a function of outputs "
-                "and batch, or a class of such objects"
+                f"{key}: is a {type(loss).__name__}, which is not callable; use a function of outputs and "
+                "batch, or a class whose objects are such functions"
             )
         if self.needs - {LOGITS, *STATISTICS}:
             names = ", ".join(STATISTICS)
             raise UserError(
-                f"{key}: the attribute needs is {needs!r}; set the attribute to 'logits', or to some of "
-                f"{names}"
+                f"{key}: the attribute needs is {needs!r}, which is not supported; set needs to 'logits', "
+                f"or to some of {names}"
             )
         self._weight: Callable[[Batch], float] | None = getattr(loss, "weight", None)
         self.before: Callable[..., Mapping[str, Tensor]] | None = getattr(loss, "before", None)
@@ -374,8 +374,8 @@ class TrainingLoss:
         """Raise UserError if the loss of a micro-batch differs from the sum over its halves by over 1 %."""
         if abs(total - sum_of_parts) > 1e-2 * max(abs(total), abs(sum_of_parts), 1e-6):
             raise UserError(
-                f"{self.key}: is {total:.6g} for a micro-batch and {sum_of_parts:.6g} for its two halves "
-                "together; return a sum over rows, not a mean"
+                f"{self.key}: returns {total:.6g} for a micro-batch, but {sum_of_parts:.6g} in total for "
+                "its two halves; return a sum over rows, not a mean"
             )
 
 
@@ -535,7 +535,7 @@ def build_training_loss(config: RunConfig) -> TrainingLoss | None:
     ):
         raise UserError(
             f'{key}: needs pairs, but data.format is {data_format}; write records like {{"prompt": ..., '
-            '"chosen": ..., "rejected": ...}, or map the fields by data.columns, such as {chosen: NAME, '
+            '"chosen": ..., "rejected": ...}, or map the fields with data.columns, such as {chosen: NAME, '
             "rejected: NAME}"
         )
     if getattr(loss, "whole", False) and config.data.packing and data_format != "auto":

@@ -34,14 +34,14 @@ def check_schedule(config: RunConfig) -> Iterator[SettingProblem]:
     if schedule in ZERO_ONLY_SCHEDULES and not uses_zero_strategy(config):
         yield SettingProblem(
             ("train.schedule",),
-            f"train.schedule {schedule} needs DeepSpeed; use strategy zero1, zero2 or zero3, or cosine, or a "
-            "custom function",
+            f"train.schedule: {schedule} needs DeepSpeed; set strategy to zero1, zero2 or zero3, or "
+            "train.schedule to cosine or a custom function",
         )
     for key in ("train.warmup_ratio", "train.warmup_steps"):
         if config.get(key) and not has_warmup(schedule):
             yield SettingProblem(
                 (key, "train.schedule"),
-                f"{format_setting_with_value(config, key)} has no effect with train.schedule {schedule}, "
+                f"{format_setting_with_value(config, key)} has no effect with train.schedule: {schedule}, "
                 f"which has no warmup; set {key} to 0",
             )
 
@@ -82,6 +82,6 @@ def check_schedule_params(config: RunConfig) -> Iterator[SettingProblem]:
     if getattr(schedule, "cycle_momentum", False) and train.optimizer not in ("adamw", "muon"):
         yield SettingProblem(
             ("train.schedule_params.cycle_momentum", "train.betas", "train.optimizer"),
-            f"train.schedule_params.cycle_momentum changes train.betas, which optimizer {train.optimizer} "
-            "does not use; set train.schedule_params.cycle_momentum to false",
+            "train.schedule_params.cycle_momentum: changes train.betas, which train.optimizer: "
+            f"{train.optimizer} does not use; set train.schedule_params.cycle_momentum to false",
         )

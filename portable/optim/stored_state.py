@@ -36,7 +36,7 @@ def check_state_entry(value: Any, shape: Sequence[int], name: str) -> None:
     """
     stored = tuple(getattr(value, "shape", ()))
     if value is None or (stored != tuple(shape) and (len(shape) > 0 or math.prod(stored) != 1)):
-        raise CheckpointError(f"{name} is missing, or not of shape {list(shape)}")
+        raise CheckpointError(f"{name} is missing or does not have shape {list(shape)}")
 
 
 def restore_custom_group_values(groups: list[dict[str, Any]], stored: OptimizerState | None) -> None:

@@ -120,7 +120,9 @@ def export_model(
     except CheckpointError as error:
         raise UserError(f"checkpoint.export: {error}") from error
     except OSError as error:
-        raise UserError(f"checkpoint.export: {folder}: {to_one_line(error)}") from error
+        raise UserError(
+            f"checkpoint.export: {folder}: cannot be written ({to_one_line(error)}); check the file system"
+        ) from error
 
 
 def _open_exported_model(

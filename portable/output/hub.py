@@ -217,7 +217,10 @@ class HubRepository:
             return UserError(f"hub.push: the hub does not accept the token; {_TOKEN_HINT}")
         if status == 403:
             return UserError(f"hub.repo: the token may not write to {self.name}; {_TOKEN_HINT}")
-        return UserError(f"hub.push: {self.name}: {_format_reason(error)}")
+        return UserError(
+            f"hub.push: the hub refuses the request for {self.name} ({_format_reason(error)}); check "
+            "hub.repo and the token"
+        )
 
 
 def _format_reason(error: BaseException) -> str:

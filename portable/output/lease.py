@@ -81,8 +81,8 @@ class Lease:
             with suppress(ConflictError):
                 self._write_lease("")  # the store must reject this write, because the lease exists
                 print_status(
-                    f"note: output_dir: the store of {self._place} has no conditional writes, so two runs "
-                    "that start at the same time may both write to this place"
+                    f"note: output_dir: the store of {self._place} does not support conditional writes, so "
+                    "two runs that start at the same time may both write to this URL; start only one run"
                 )
         self._thread.start()
         return self

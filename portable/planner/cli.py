@@ -234,7 +234,7 @@ def _check_compile_options(options: dict[str, Any]) -> None:
     compiles = options.get("compile")
     require(
         compiles or "topology" not in options,
-        "--topology: has an effect only with --compile; add --compile, or leave out --topology",
+        "--topology: has an effect only with --compile; add --compile, or remove --topology",
     )
     require(
         compiles or not options.get("only_memory"),

@@ -40,7 +40,7 @@ def build_largest_image_columns(config: RunConfig, sizes: DataSizes | None) -> B
         processor = _load_local_processor(config)
     if processor is None:
         _print_note_once(
-            "note: the memory of the image tower is not planned, because the image processor of "
+            "note: the plan does not include the memory of the image tower, because the image processor of "
             f"{config.model.name_or_path} is not on this machine"
         )
         return None

@@ -200,8 +200,8 @@ def parse_prices(text: str | None, device: str | None) -> dict[str, float]:
         ok = re.fullmatch(r"\s*\d{1,6}(\.\d{1,6})?\s*", price) is not None and bool(name or device)
         require(
             ok and float(price) > 0,
-            f"--price-per-hour: {part!r} is not a price; use 2.50 with --device, or NAME=PRICE: "
-            "h100=2.50,l4=0.70",
+            f"--price-per-hour: {part!r} is not a price; use a number such as 2.50 with --device, or "
+            "NAME=PRICE such as h100=2.50,l4=0.70",
         )
         key = find_device(name or str(device), "--price-per-hour").name
         require(
@@ -228,7 +228,7 @@ def fetch_sky_prices() -> dict[str, float]:
     except Exception as error:  # Fetching a catalog may raise any error.
         raise UserError(
             f"--price-per-hour: is missing, and SkyPilot's catalog cannot be read ({to_one_line(error)}); "
-            "specify NAME=PRICE: h100=2.50,l4=0.70"
+            "specify prices such as h100=2.50,l4=0.70"
         ) from error
     prices = {}
     for key, names in load_rental_device_names().items():

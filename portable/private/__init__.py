@@ -98,8 +98,9 @@ class GuardedPackage:
                     return
                 reason = re.sub(r" \((/|unknown location).*", "", to_one_line(error))
                 raise UserError(
-                    f"{feature}: does not work with {self._name} {metadata.version(self._name)} ({reason}); "
-                    f"pip install '{self._name}=={self.tested_version.rpartition('.')[0]}.*'"
+                    f"{feature}: does not work with {self._name} {metadata.version(self._name)} "
+                    f"({reason}); run: pip install "
+                    f"'{self._name}=={self.tested_version.rpartition('.')[0]}.*'"
                 ) from error
 
             @wraps(function)

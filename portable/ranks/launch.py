@@ -87,7 +87,7 @@ def check_rendezvous_variables() -> None:
         raise _build_incomplete_variables_error("RANK and WORLD_SIZE are", f"{' and '.join(missing)} {are}")
 
 
-_REMEDY = "`unset RANK WORLD_SIZE`, or start all ranks by a launcher (torchrun ... -m portable.cli)"
+_REMEDY = "`unset RANK WORLD_SIZE`, or start all ranks with a launcher (torchrun ... -m portable.cli)"
 
 
 def _build_incomplete_variables_error(there: str, missing: str) -> UserError:
@@ -97,7 +97,9 @@ def _build_incomplete_variables_error(there: str, missing: str) -> UserError:
         there: Names of the variables that are set, followed by ``is`` or ``are``.
         missing: Names of the variables that are not set, followed by ``is`` or ``are``.
     """
-    return UserError(f"{there} set, as by a launcher of ranks, but {missing} not set; {_REMEDY}")
+    return UserError(
+        f"{there} set, as in a process that a launcher has started, but {missing} not set; {_REMEDY}"
+    )
 
 
 def format_train_command(world_size: int, **options: object) -> str:

@@ -49,7 +49,7 @@ def read_slurm_rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
     except (KeyError, ValueError, IndexError) as error:
         raise UserError(
             f"srun: the variables of srun do not define the rank of this task ({type(error).__name__}: "
-            f"{error}); start one torchrun per node instead, as in docs/machines.md"
+            f"{error}); start one torchrun per node instead, as described in docs/machines.md"
         ) from error
 
 
@@ -61,7 +61,7 @@ def parse_first_host(nodes: str) -> str:
     """
     match = re.match(r"(?:[^,\[\]]|\[[^\]]*\])+", nodes)
     if match is None:
-        raise ValueError(f"there is no host in {nodes!r}")
+        raise ValueError(f"{nodes!r} does not contain the name of a host")
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", match.group())
 
 

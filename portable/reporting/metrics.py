@@ -36,7 +36,7 @@ class MetricsFile(JsonLinesWriter):
         rows, unreadable = remove_rows_after_step(path, from_step)
         if unreadable:
             lost = format_count(unreadable, "row")
-            print_status(f"warning: {path}: {lost} cannot be read and are not shown")
+            print_status(f"warning: {path}: left out {lost} that cannot be read")
         self._evaluated_steps = {row["step"] for row in rows if any(map(is_evaluation_metric, row))}
 
     def append_row(self, row: Mapping[str, Any]) -> None:

@@ -41,7 +41,7 @@ def install_and_check_custom_code(config: RunConfig) -> None:
         require(
             callable(schedule),
             f"train.schedule: {config.train.schedule}: is a {type(schedule).__name__}; use a function of "
-            "step and total_steps, or a class of such objects",
+            "step and total_steps, or a class whose objects are such functions",
         )
     if config.train.callbacks:
         from portable.run.custom_callbacks import load_custom_callbacks

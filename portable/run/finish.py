@@ -315,7 +315,8 @@ def _choose_export_checkpoint(run: Run, reporter: RunReporter) -> AnyPath | None
     )
     if best is None:
         reporter.print_on_rank0(
-            "warning: checkpoint.export_best: no best checkpoint is left; final is from the newest"
+            "warning: checkpoint.export_best: no best checkpoint is left, so final/ contains the newest "
+            "checkpoint"
         )
     return best or latest
 

@@ -65,13 +65,13 @@ def check_precompute_settings(config: RunConfig, loss: TrainingLoss | None) -> N
         return
     if config.train.micro_batch_size == "auto":
         raise UserError(
-            f"train.micro_batch_size: {loss.key} computes values of each sample before the training, "
-            "which auto cannot try; set train.micro_batch_size to a number"
+            f"train.micro_batch_size: auto does not work with {loss.key}, which computes values of each "
+            "sample before the training; set train.micro_batch_size to a number"
         )
     if any(source_config.stream for source_config in get_training_sources(config.data).values()):
         raise UserError(
-            f"{loss.key}: needs all samples before the training, but a stream does not have them; set "
-            "data.stream to false"
+            f"{loss.key}: needs all samples before the training, but a stream is read during the training; "
+            "set data.stream to false"
         )
 
 

@@ -287,19 +287,20 @@ def build_start_notes(
         lines.append(f"note: the model takes over the tokenizer's special tokens: {special_tokens_text}")
     if getattr(model_config, "disable_ngram_loss", None) is False:
         lines.append(
-            "note: the model is trained only on the next token, as with disable_ngram_loss; transformers "
-            "adds losses of the tokens after it"
+            "note: the model is trained only to predict the next token, as with disable_ngram_loss; "
+            "transformers also adds losses for later tokens"
         )
     if enables_router_loss_by_default(model_config, resolved.config.model):
         coefficient = model_config.get_text_config().router_aux_loss_coef
         lines.append(
-            "note: the loss has the model's router loss, weighted by its router_aux_loss_coef "
-            f"{coefficient:g}, as in TRL; model.config.output_router_logits: false leaves it out"
+            "note: the loss includes the model's router loss, weighted by router_aux_loss_coef "
+            f"({coefficient:g}), as in TRL; set model.config.output_router_logits to false to exclude the "
+            "router loss"
         )
     if assembled.adapter is not None and resolved.config.model.from_scratch:
         lines.append(
-            "note: the base model has random weights, which follow from the seed and are not saved; for an "
-            "adapter to use elsewhere, set model.name_or_path"
+            "note: the base model has random weights, which depend on the seed and are not saved; to use "
+            "the adapter elsewhere, set model.name_or_path"
         )
     if assembled.adapter is not None:
         lines += [f"note: {note}" for note in assembled.adapter.notes]
@@ -313,8 +314,8 @@ def build_start_notes(
     workers = resolved.config.data.num_workers * int(os.environ.get("LOCAL_WORLD_SIZE", resolved.world.ranks))
     if workers > (count := count_usable_cores()):
         lines.append(
-            f"note: data.num_workers: {workers} processes on {format_count(count, 'core')}, and each "
-            "takes seconds to start; 0 uses a thread instead"
+            f"note: data.num_workers: {workers} processes share {format_count(count, 'core')}, and each "
+            "takes seconds to start; set data.num_workers to 0 to use a thread instead"
         )
     if (
         few_steps_warning := build_few_steps_warning(resolved.config, data.train_samples, resolved.world)
@@ -327,8 +328,8 @@ def build_start_notes(
     global_batch_size = resolved.config.train.global_batch_size
     if data.train_samples is not None and 0 < data.train_samples < global_batch_size:
         lines.append(
-            f"note: train.global_batch_size: a step takes {global_batch_size} samples and the data has "
-            f"{data.train_samples}: each sample occurs more than once in a step"
+            f"note: train.global_batch_size: a step takes {global_batch_size} samples, but the data has "
+            f"{data.train_samples}, so each sample occurs more than once in a step"
         )
     lines += [f"warning: {warning}" for warning in data.warnings]
     return lines

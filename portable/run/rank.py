@@ -302,20 +302,20 @@ def _explain_output_write_error(error: OSError, output: RunOutput) -> RunError |
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         latest = open_checkpoints(output.place).find_latest()
         return RunError(
-            f"output_dir: {output.work_folder} cannot be written to: {error.strerror}; free some space "
-            f"and run the same command to continue; last good checkpoint: {latest or 'none'}"
+            f"output_dir: cannot write to {output.work_folder} ({error.strerror}); free some space and run "
+            f"the same command to continue; last good checkpoint: {latest or 'none'}"
         )
     if error.errno in _DISK_ERRNOS:
         latest = open_checkpoints(output.place).find_latest()
         return RunError(
-            f"output_dir: {output.work_folder} cannot be written to: {error.strerror}; check the file system "
+            f"output_dir: cannot write to {output.work_folder} ({error.strerror}); check the file system "
             f"and run the same command to continue; last good checkpoint: {latest or 'none'}"
         )
     # The path is not a regular file but a link, a folder or a device.
     path = str(error.filename or "")
     if error.errno in _WRONG_FILE_TYPE_ERRNOS and path.startswith(f"{output.work_folder}{os.sep}"):
         return UserError(
-            f"output_dir: {path} cannot be written to: {error.strerror}; move {path} to another place"
+            f"output_dir: cannot write to {path} ({error.strerror}); move {path} to another folder"
         )
     return None
 

@@ -85,10 +85,7 @@ def replay_and_print_step(run: PreparedRun, step: int) -> int:
     """
     backend = run.backend
     if not 1 <= step <= run.steps:
-        raise UserError(
-            f"--replay: {step} is not a step of this run, which has {run.steps:,}; name a step from 1 to "
-            f"{run.steps:,}"
-        )
+        raise UserError(f"--replay: {step} is not a step of this run; use a step from 1 to {run.steps:,}")
     source = _find_checkpoint_before(run, step)
     check_ranks_agree(
         backend, {"the checkpoint to replay from": source.name if source is not None else "none"}

@@ -132,7 +132,7 @@ def _build_and_load_engine(
             )
         damaged.append((candidate, outcome if isinstance(outcome, DamagedError) else None))
     raise damaged[0][1] or RunError(
-        f"checkpoint.resume: {source} could not be read by another rank; read the error of that rank"
+        f"checkpoint.resume: another rank could not read {source}; read the error message of that rank"
     )
 
 
@@ -252,7 +252,7 @@ def _adopt_external(prepared: PreparedRun, source: AnyPath) -> AdoptedCheckpoint
         error = refusal
     if backend.reduce_any(error is not None):
         raise error or RunError(
-            f"checkpoint.resume: {source} could not be read by another rank; read the error of that rank"
+            f"checkpoint.resume: another rank could not read {source}; read the error message of that rank"
         )
     if adopted is not None:
         check_ranks_agree(backend, {f"the position of {source.name}": [adopted.step, adopted.samples]})
@@ -328,9 +328,9 @@ def load_checkpoint(
                 != prepared.reference_digest
             ):
                 raise UserError(
-                    f"checkpoint.resume: {source} was trained against another reference: the weights that "
-                    f"{prepared.config.train.loss} compares with have changed since; restore these "
-                    "weights, or choose another output_dir"
+                    f"checkpoint.resume: {source} was trained with another reference model: the reference "
+                    f"weights of {prepared.config.train.loss} have changed; restore these weights, or "
+                    "choose another output_dir"
                 )
             if prepared.adapter is not None:  # the checkpoint only contains the adapter
                 prepared.adapter.check_stored_identity(state.metadata.get(ADAPTER_KEY), source)
@@ -344,7 +344,9 @@ def load_checkpoint(
                 try:
                     prepared.data.train.load_state_dict(json.loads(state.metadata.get("streams", "{}")))
                 except (TypeError, ValueError, AttributeError) as error:
-                    raise DamagedError(f"{source}: the manifest is damaged ({to_one_line(error)})") from error
+                    raise DamagedError(
+                        f"{source}: the manifest is damaged ({to_one_line(error)}); use an older checkpoint"
+                    ) from error
     except CheckpointError as error:
         raise DamagedError(f"checkpoint.resume: {error}") from error
     if same_folder:

@@ -234,7 +234,7 @@ def test_evaluation_source_uses_classes_of_training_data(tmp_path: Path) -> None
     with pytest.raises(UserError) as caught:
         evals(["a", "b"] * 3, ["a", "z"])
     assert str(caught.value).startswith(
-        "data.eval.label_field: the label 'z' is not one of the training data's classes (a, b)"
+        "data.eval.label_field: the label 'z' is not among the classes of the training data (a, b)"
     )
 
 

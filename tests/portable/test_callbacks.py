@@ -117,7 +117,7 @@ class Odd:
         ("exit", r"on_step: fails \(SystemExit: 3; test_callbacks\.py, line"),
         (
             "text",
-            r"on_step: fails \(TypeError: log\({'x': 'y'}\): a value must be a number or a scalar tensor",
+            r"on_step: fails \(TypeError: log\({'x': 'y'}\): the name must be a string, and the value",
         ),
         ("nothing", r"Odd\(.*: on_save: fails \(OSError: disk full; test_callbacks"),
     ],

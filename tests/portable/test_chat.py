@@ -167,7 +167,10 @@ def test_chat_answer_about_images_equals_transformers(
         ("/image nothing.png\nWhy?", "/image: cannot read 'nothing.png' (no such file)"),
         ("/image /dev/zero", "/image: cannot read '/dev/zero' (no such file)"),
         ("/image text.png", "/image: cannot read 'text.png' (not a JPEG, "),
-        ("/image a.png\n<image> or <image>?", "3 times '<image>', the placeholder of an image, but 1 image;"),
+        (
+            "/image a.png\n<image> or <image>?",
+            "contains the image placeholder '<image>' 3 times, but has 1 image;",
+        ),
     ],
 )
 def test_chat_rejects_bad_images(

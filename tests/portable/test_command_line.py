@@ -121,11 +121,14 @@ def test_init_writes_starter_config(
 REFUSED = yaml.safe_load(Path(__file__).with_name("command_line_refused.yaml").read_text("utf-8"))
 REFUSED += [
     {"settings": {"data.source": "x" * 300}, "words": ["data.source", "too long"]},
-    {"settings": {"data.tokenizer": "\u00e9" * 300}, "words": ["data.tokenizer", "too long for a path"]},
-    {"settings": {"output_dir": "a/" * 2100}, "words": ["output_dir", "too long for a path"]},
+    {
+        "settings": {"data.tokenizer": "\u00e9" * 300},
+        "words": ["data.tokenizer", "is too long: the path has"],
+    },
+    {"settings": {"output_dir": "a/" * 2100}, "words": ["output_dir", "is too long: the path has"]},
     {
         "flags": f"--eval-only --json {__file__}",
-        "words": ["--json", "does not contain an evaluation; name another file"],
+        "words": ["--json", "does not contain an evaluation; specify another file"],
     },
 ]
 
@@ -190,7 +193,11 @@ def test_command_line_rejects_partial_launcher_environment(
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     for rank, size, told in (
-        ("", "4", "WORLD_SIZE is set, as by a launcher of ranks, but RANK is not set; `unset "),
+        (
+            "",
+            "4",
+            "WORLD_SIZE is set, as in a process that a launcher has started, but RANK is not set; `unset ",
+        ),
         ("4", "4", "but ranks go from 0 to WORLD_SIZE - 1; "),
         ("0", "2", "but MASTER_ADDR and MASTER_PORT are not set; `unset RANK WORLD_SIZE`"),
     ):

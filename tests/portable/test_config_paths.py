@@ -110,7 +110,7 @@ def test_config_files_do_not_mix_model_types(files: tuple[str, str], tmp_path: P
 def test_config_error_names_file_of_setting(files: tuple[str, str], tmp_path: Path) -> None:
     wrong = tmp_path / "wrong.yaml"
     wrong.write_text("\ntrain:\n  epochs: 2\n")
-    with pytest.raises(UserError, match=r"wrong.yaml:3: train.epochs 2 and train.steps 100"):
+    with pytest.raises(UserError, match=r"wrong.yaml:3: train.epochs: 2 and train.steps: 100"):
         checked([files[0], wrong])
     wrong.write_text("train: {learning_rat: 2}")
     with pytest.raises(UserError, match=r"wrong.yaml:1: unknown key train.learning_rat"):

@@ -124,7 +124,7 @@ def test_json_list_and_lines_are_read_in_pieces(
         assert texts(replace(settings, source=str(path)))[0][1] == "It is 5.<|eot_id|>"
         assert len(build_data(replace(settings, source=str(path))).train) == 6
     path.write_text(json.dumps(rows)[:-1])
-    with pytest.raises(UserError, match="the list does not end"):
+    with pytest.raises(UserError, match="the list of records is incomplete"):
         build_data(replace(settings, source=str(path)))
 
 
@@ -227,7 +227,7 @@ def test_first_record_that_cannot_be_read_is_skipped(
 ) -> None:
     """The format is then detected from the next record."""
     rows = [{"conversations": "[broken"}, {"conversations": json.dumps(GREETING)}]
-    with pytest.raises(UserError, match=r"chat.jsonl:1: conversations is not JSON"):
+    with pytest.raises(UserError, match=r"chat.jsonl:1: conversations is not valid JSON"):
         build_data(written(settings, *rows))
     assert len(build_data(replace(settings, on_bad_record="skip")).train) == 1
     warnings = [line for line in capsys.readouterr().err.splitlines() if "warning: skipped: " in line]

@@ -61,7 +61,7 @@ def no_model(model: Any) -> Any:
 @pytest.mark.parametrize(
     ("key", "name", "told"),
     [
-        ("data.source", "nothing", "returns a NoneType, not an iterable of records"),
+        ("data.source", "nothing", "returns a NoneType, not an iterable; return an iterable"),
         ("data.source", "failing", "fails (ValueError: no more; test_custom_code.py, line"),
         (
             "data.source",
@@ -69,7 +69,11 @@ def no_model(model: Any) -> Any:
             "labels of sample 30 is int64 [31], but labels of the first sample is",
         ),
         ("data.source", "Rows(wrong='tokens')", "sample 30 has tokens from 5 to 1000000, but the"),
-        ("data.source", "NoFingerprint", "has no fingerprint; define a string that identifies its content"),
+        (
+            "data.source",
+            "NoFingerprint",
+            "has no attribute fingerprint; define fingerprint as a string that identifies the content",
+        ),
         ("model.function", "no_model", "no_model: returns a str, not a transformers model or None"),
     ],
 )

@@ -219,7 +219,7 @@ class Odd:
 
 
 ODD = {
-    "mean": r"is \S+ for a micro-batch and \S+ for its two halves together; .*return a sum",
+    "mean": r"returns \S+ for a micro-batch, but \S+ in total for its two halves; .*return a sum",
     "fails": r"fails \(KeyError: 'no such.*column'; test_custom_loss.py, line \d+\)",
     "shapes": r"fails \(RuntimeError: The size of tensor.*; test_custom_loss.py, line \d+\)",
     "helper": r"fails \(ValueError: Expected input batch_size.*; test_custom_loss.py, line \d+\)",
@@ -258,16 +258,16 @@ def test_custom_loss_that_is_mean_is_detected_without_halves(
     """A micro-batch of one row has no halves, and on XLA their comparison would compile another graph."""
     given = {**PADDED, **ENGINES[name].settings, "train__micro_batch_size": micro}
     config = configured(tmp_path, corpus, **given, train__loss=f"{HERE}:Odd(kind='mean')")
-    with pytest.raises(AssertionError, match=r": is \S+ for a micro-batch .* return a sum over rows"):
+    with pytest.raises(AssertionError, match=r": returns \S+ for a micro-batch .* return a sum over rows"):
         engines.run(name, 2, seen, config)
 
 
 @pytest.mark.parametrize(
     ("more", "told"),
     [
-        ({"data__packing": True}, r"data\.packing true joins records"),
-        ({"train__loss": None}, r"data\.columns is for a custom loss; set train\.loss"),
-        ({"train__z_loss": 0.1}, r"train\.z_loss 0\.1 changes the cross-entropy"),
+        ({"data__packing": True}, r"data\.packing: true joins records"),
+        ({"train__loss": None}, r"data\.columns: a column of numbers is only for a custom loss"),
+        ({"train__z_loss": 0.1}, r"train\.z_loss: 0\.1 changes the cross-entropy"),
         ({"data__columns": "labels"}, "labels is reserved for model inputs; rename the column"),
         ({"data__columns": "txet"}, r"data\.columns: .*: no field 'txet'.*did you mean 'text'"),
         ({"data__columns": "text"}, r"data\.columns: .*: 'text' is of type str, not a number"),

@@ -129,7 +129,7 @@ def test_source_of_every_kind_has_texts_and_cache_key(
         with pytest.raises(UserError, match=r"data.text_field: .* no field 'txt'; .* did you mean 'text'\?"):
             checked(opened(name, tmp_path, text_field="txt"))
     with (
-        pytest.raises(UserError, match=r"changed while it was read; wait until nothing writes"),
+        pytest.raises(UserError, match=r"changed while it was read; wait until no program writes"),
         whole.check_unchanged(),
     ):
         next(documents := whole.iter_documents())

@@ -263,7 +263,7 @@ def test_object_store_source_error_names_url(s3: ObjectStore, bucket: Path, tmp_
         return str(caught.value)
 
     assert f".parquet file at {s3.url('data/nothing.txt')}" in refusal(s3.url("data/nothing.txt"))
-    assert "readme.md: cannot read this kind of file" in refusal(s3.url("data/*.md"))
+    assert "readme.md: this kind of file is not supported" in refusal(s3.url("data/*.md"))
     assert "no such bucket" in refusal("s3://no-such-bucket-here/a.txt")
     s3.put("data/b.jsonl", b'{"text": "a"}\n{"text"\n')
     assert f"{s3.url('data/b.jsonl')}:2: is not a line of JSON" in refusal(s3.url("data/b.jsonl"))
@@ -365,7 +365,7 @@ def test_token_file_source_rejects_bad_files_in_one_line(tokenizer: tuple[str, i
     refused("contains the token 60000, but the tokenizer has only 300 tokens")
     for tokens in ([5, -7, end], [-7, 60_000, end]):
         megatron(path, [tokens])
-        refused(r"^data.source: .*some.bin: contains the token -7, which is negative; write the file again")
+        refused(r"^data.source: .*some.bin: contains the negative token id -7; write the file again")
     path.with_suffix(".idx").unlink()
     llm_c(path, documents(end))
     path.write_bytes(path.read_bytes()[:-2])
@@ -378,7 +378,7 @@ def test_token_file_source_rejects_bad_files_in_one_line(tokenizer: tuple[str, i
     path.with_suffix(".idx").write_bytes(whole[:60])
     refused("some.idx: is truncated")
     path.with_suffix(".idx").write_bytes(b"x" * 100)
-    refused("is not an index of Megatron")
+    refused("is not a Megatron index file")
     with pytest.raises(UserError, match=r"data.tokenizer: .* contains tokens, not text"):
         build_data(DataConfig(source=str(path), cache_dir=str(tmp_path / "cache")))
 
@@ -433,7 +433,7 @@ def test_damaged_token_shards_are_rejected(
         (folder / file).write_bytes(content)
         first = json.loads(index)["shards"][0]["raw_data"]["hashes"]["sha1"]
         (folder / "index.json").write_text(index.replace(first, "0" * 40))
-        with pytest.raises(UserError, match=r"the sha1 differs from index.json"):
+        with pytest.raises(UserError, match=r"the sha1 checksum does not match index.json"):
             built(folder, tokenizer[0], tmp_path)
     (folder / "index.json").write_text(json.dumps({"shards": [{"format": "mds"}]}))
     with pytest.raises(UserError, match=r"index.json: cannot be read"):

@@ -184,6 +184,6 @@ def test_flops_count_attention_within_documents(tmp_path: Path) -> None:
 
 def test_packing_plan_needs_text_with_two_tokens(tmp_path: Path) -> None:
     cache = token_cache(tmp_path / "cache", [[5], [6], []])
-    with pytest.raises(UserError, match=r"data\.source: no text has two tokens"):
+    with pytest.raises(UserError, match=r"data\.source: every text has fewer than two tokens"):
         load_or_build_packing_plan(cache, SampleRange(0, 3), LENGTH)
     assert compute_packing_stats(cache, SampleRange(0, 3), LENGTH).samples == 0

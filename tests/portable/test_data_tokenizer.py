@@ -153,7 +153,7 @@ def test_tokenizer_without_end_token_is_rejected_for_causal_lm(tmp_path: Path) -
         build_special_token_frame("causal-lm", endless)
     with pytest.raises(UserError, match=r"data.vocab_size: 258 .* at least 259"):
         resolve_trained_vocab_size(258, mask=True)
-    with pytest.raises(UserError, match=r"data.tokenizer: cannot load .*null to train one"):
+    with pytest.raises(UserError, match=r"data.tokenizer: cannot load .*null to train a tokenizer"):
         load_tokenizer(str(tmp_path))
     # The size is the largest id plus one, not the number of tokens, because the embedding must have all ids.
     sparse = Tokenizer(models.WordLevel({"<unk>": 0, "a": 999}, unk_token="<unk>"))

@@ -385,7 +385,8 @@ def test_document_packing_rejects_unsupported_models(
     check_document_separation(tiny("llama"))
     monkeypatch.setitem(MASKS._global_mapping, "org/other", MASKS["sdpa"])
     with pytest.raises(
-        UserError, match=r"data.packing: attention org/other does not keep packed texts apart; .*sdpa"
+        UserError,
+        match=r"data.packing: the attention kernel org/other does not separate packed texts; .*sdpa",
     ):
         model = tiny("llama")
         model.config._attn_implementation = "org/other"

@@ -108,7 +108,7 @@ def test_run_dry_run_show_data_and_plan_reject_same_settings(
     assert refused is None or (len(told) == 1 and refused in told[0])
     if "data__max_samples" in given:
         assert notes["dry run"] == notes["run"]
-        for words in ("debug", "a step takes 6 samples and the data has 4"):
+        for words in ("debug", "a step takes 6 samples, but the data has 4"):
             assert any(words in line for line in notes["run"])
 
 

@@ -308,7 +308,7 @@ def test_external_checkpoint_rejects_differing_default_settings(
     given = begun(trainer, corpus, tmp_path / "run")
     del given["train.learning_rate"]
     line = refusal(capsys, flags(given))
-    assert "was trained with train.betas [0.8, 0.95], train.learning_rate 0.002, but this run has" in line
+    assert "was trained with train.betas: [0.8, 0.95], train.learning_rate: 0.002, but this run has" in line
 
 
 def saved(folder: Path, model: Any, optimizer: torch.optim.Optimizer) -> Path:
@@ -370,7 +370,7 @@ def test_external_optimizer_with_other_rule_is_rejected(
 ) -> None:
     model = llama()
     for optimizer, word in (
-        (torch.optim.AdamW(model.parameters(), amsgrad=True, weight_decay=0.0), "amsgrad True"),
+        (torch.optim.AdamW(model.parameters(), amsgrad=True, weight_decay=0.0), "amsgrad: True"),
         (torch.optim.Adam(model.parameters(), weight_decay=0.1), "decoupled_weight_decay False"),
     ):
         path = saved(tmp_path, model, optimizer)

@@ -347,7 +347,7 @@ def test_import_rejects_scripts_and_reads_launchers(
     for words in ([str(tmp_path / "train.py")], ["--", "torchrun", "--nproc_per_node", "2", "train.py"]):
         assert main(["import", *words]) == 2
         said = capsys.readouterr().err
-        assert said.count("\n") == 1 and "a Python script, whose settings are not read" in said
+        assert said.count("\n") == 1 and "is a Python script, whose settings cannot be read" in said
     arguments = "train.py --model_name_or_path a --dataset_name b --learning_rate 1e-5"
     for launcher in (
         "torchrun --nproc_per_node 2",

@@ -246,7 +246,7 @@ def test_model_config_accepts_published_keys(tmp_path: Path) -> None:
         (
             "causal-lm",
             {"config": {"model_type": "llama", **SMALL}, "experts": "eager"},
-            "model.experts: LlamaForCausalLM has no experts in one tensor",
+            "model.experts: LlamaForCausalLM does not store its experts in one tensor",
         ),
     ],
 )

@@ -358,7 +358,7 @@ def test_classifier_texts_end_with_end_token(kind: str, tmp_path: Path) -> None:
     assert again("a b")["input_ids"] == [*bare, again.eos_token_id]
     word_tokenizer("", **WORDS, pad_token="<pad>").save_pretrained(tmp_path / "bare")
     endless = given.replaced({"data.tokenizer": str(tmp_path / "bare")})
-    with pytest.raises(UserError, match=r"data\.tokenizer: the tokenizer adds no eos_token to a text"):
+    with pytest.raises(UserError, match=r"data\.tokenizer: the tokenizer does not add an eos_token to texts"):
         opened(endless).__enter__()
 
 

@@ -399,9 +399,14 @@ class Whole(Teacher):
         ("chats", None, "simpo", r"train\.loss: simpo: needs pairs, but data\.format is messages"),
         ("chats", None, f"{__name__}:Whole", r"Whole: needs complete sequences; set data\.packing to false"),
         ("stream", None, "dpo", r"train\.loss: dpo: needs all samples before the training"),
-        ("pairs", None, None, r"data\.format preference needs a loss of pairs; set train\.loss to dpo"),
+        ("pairs", None, None, r"data\.format: preference needs a preference loss; set train\.loss to dpo"),
         ("pairs", None, "simpro", r"unknown name; .* did you mean simpo\?"),
-        ("pairs", None, "dpo(loss_type='hing')", r"loss_type 'hing' is not one of sigmoid, robust, hinge"),
+        (
+            "pairs",
+            None,
+            "dpo(loss_type='hing')",
+            r"loss_type 'hing' is not supported; use one of sigmoid, robust, hinge",
+        ),
     ],
 )
 def test_preference_run_rejects_incompatible_settings(
@@ -473,7 +478,9 @@ def test_reference_follows_weights_and_seed(
         return
     trained_again(tmp_path / ("base" if changed == "base" else "lora") / "final")
     run("two")
-    with pytest.raises(UserError, match=r"was trained against another reference: the weights that dpo"):
+    with pytest.raises(
+        UserError, match=r"was trained with another reference model: the reference weights of dpo"
+    ):
         run("one")
 
 
@@ -594,4 +601,4 @@ def test_parse_preference_rejects_bad_records(row: dict[str, Any], told: str) ->
     with pytest.raises(UserError, match=told) as caught:
         parse_preference(row, "file: line 3")
     said = str(caught.value)
-    assert "file: line 3" in said and "a record of data.format preference looks like" in said
+    assert "file: line 3" in said and "write a record of data.format: preference like" in said

@@ -171,7 +171,7 @@ def test_weight_decay_matches_trainer(name: str) -> None:
         (["nrom"], "'nrom' matches no parameter; did you mean norm?"),
         (["embed"], "'embed' matches only parameters that are frozen; correct or remove this pattern"),
         (["mlp", "up_proj"], "'up_proj' matches only parameters that an earlier pattern matches; correct"),
-        (["("], "'(' is not a regular expression"),
+        (["("], "'(' is not a valid regular expression"),
     ],
 )
 def test_parameter_group_without_effect_is_rejected(patterns: list[str], message: str) -> None:

@@ -157,7 +157,7 @@ def test_stream_rejects_changed_file(files: Path) -> None:
     file.write_text(text.replace("r3 ", "r4 "))
     shutil.rmtree(files.parent / "cache" / "streams" / "tokens")
     stream._open.clear()
-    with pytest.raises(RunError, match=rf"part-{shard}.jsonl has changed since the run has read it"):
+    with pytest.raises(RunError, match=rf"part-{shard}.jsonl has changed since the run read the file"):
         stream[stream.locate_sample(0, 0)[1]]
     other = opened(files, cache_dir=str(files.parent / "other"))
     with pytest.raises(RunError, match="has changed since the checkpoint"):
@@ -300,7 +300,7 @@ def test_stream_on_full_disk_removes_unused_shards(
     with ballast.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space"):
         while True:
             file.write(b"x" * 4096)
-    with pytest.raises(UserError, match=r"^data.cache_dir: cannot write in .* \(.*No space left") as refused:
+    with pytest.raises(UserError, match=r"^data.cache_dir: cannot write to .* \(.*No space left") as refused:
         opened(files, **given, cache_limit=1.0)
     assert "\n" not in str(refused.value)
 
@@ -502,7 +502,7 @@ def test_pretokenize_gives_samples_of_text(
     train = opened(files, **prepared)
     assert train._count_epoch_samples() == total and train.count_epochs(total) == 1
     assert sorted_rows(train, total) == expected
-    with pytest.raises(UserError, match=r"data.format: .* was made of text"):
+    with pytest.raises(UserError, match=r"data.format: .* was created from text"):
         opened(files, **prepared, format="messages")
 
 
@@ -576,9 +576,9 @@ def test_pretokenize_rejects_bad_arguments(
     refused("is not empty", "--out", str(tmp_path / "full"))
     refused("data.stream: data.source names no files", "--out", new, "--data.source", "null")
     assert main(["--config", str(config), "--processes", "1", "--out", out]) == 0
-    refused("--part: '3/2' is not a part such as 2/8", "--out", out, "--part", "3/2")
+    refused("--part: '3/2' does not have the form MACHINE/MACHINES", "--out", out, "--part", "3/2")
     write_jsonl(files / "part-9.jsonl", [{"text": "more"}])
-    refused("was begun with other files", "--out", out)
+    refused("was started with other files", "--out", out)
     shutil.rmtree(tmp_path / "tokens" / "shards" / "000000")
     with pytest.raises(UserError, match=r"run portable-data again"):
         sorted_rows(opened(files, source=out, vocab_size=None), 700)

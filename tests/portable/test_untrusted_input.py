@@ -560,7 +560,7 @@ DATA: dict[str, tuple[Callable[[Path], Path], str]] = {
         lambda folder: write_file("index.json", '{"shards": []}')(folder).parent,
         "lists no shards",
     ),
-    "overlap": (shards("mds", column_sizes=[1024, -1024]), r"the columns have the sizes \[1024, -1024\]"),
+    "overlap": (shards("mds", column_sizes=[1024, -1024]), r"the column sizes are \[1024, -1024\]"),
 }
 
 
@@ -718,7 +718,7 @@ def test_endless_tokenizer_is_one_line_error(
         tokenize._encode_batch(loaded, ["a" * 1500 + "c"])
     assert str(refused.value) == (
         f"data.tokenizer: {str(tmp_path)!r} takes too much time or memory to {action}; use another "
-        "tokenizer, or null to train one"
+        "tokenizer, or set data.tokenizer to null to train one"
     )
 
 

@@ -94,11 +94,14 @@ def test_tpu_backend_without_package_suggests_install(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        ({"strategy": "zero2"}, "zero2 needs DeepSpeed, which does not run on backend tpu; use full_shard"),
-        ({"precision": "tf32"}, "tf32 is a mode of NVIDIA GPUs, not of backend tpu"),
+        (
+            {"strategy": "zero2"},
+            "zero2 needs DeepSpeed, which does not run on backend tpu; set strategy to full_shard",
+        ),
+        ({"precision": "tf32"}, "tf32 is a mode of NVIDIA GPUs, but the backend is tpu"),
         (
             {"model__attention": "flash_attention_2", "precision": "bf16"},
-            "flash_attention_2 needs backend cuda, not tpu",
+            "flash_attention_2 needs backend cuda, but the backend is tpu",
         ),
     ],
 )

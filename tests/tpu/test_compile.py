@@ -79,7 +79,7 @@ def test_compile_options_match_torch_xla() -> None:
     ("device", "devices", "topology", "said"),
     [
         ("v5e", 12, None, "--devices: no slice of v5e has 12 chips; use 8 or 16"),
-        ("v5p", 16, "4x", "--topology: '4x' does not name the chips of a v5p slice as AxBxC; use one of"),
+        ("v5p", 16, "4x", "--topology: '4x' does not have the form AxBxC of a v5p slice; use one of"),
         ("v5e", 16, "4x8", "--topology: 4x8 has 32 chips, but --devices is 16"),
         ("v3", 8, None, "--compile: does not support device v3; use --device v4, v5e, v5p, v6e"),
     ],
@@ -382,7 +382,7 @@ def test_find_libtpu_rejects_missing_or_invalid_library(
         find_libtpu()
     (tmp_path / "libtpu.so").write_text("text")
     graphs = written(tmp_path, step=hlo.added(8))
-    with pytest.raises(UserError, match=r"^--compile: v5e:1x1: .*libtpu.so is not libtpu: .*$"):
+    with pytest.raises(UserError, match=r"^--compile: v5e:1x1: .*libtpu.so is not a libtpu library .*$"):
         compile_graph_files(graphs, TpuSlice("v5e", "1x1"), find_libtpu(), NEVER)
 
 

@@ -249,8 +249,7 @@ def test_mesh_layout_places_batch_of_each_host(xla: XlaPool) -> None:
     here, there, said = xla.run(4, placed)
     assert here == there == [list(range(at, at + 6)) for at in range(0, 24, 6)]
     assert said == (
-        "context_parallel_size: a copy of the state is sharded over 1 devices, which cannot be divided into "
-        "groups of 2; use a divisor of 1"
+        "context_parallel_size: the shard group size (1) is not divisible by 2; use a divisor of 1"
     )
 
 

@@ -285,20 +285,23 @@ def test_xla_without_torch_xla_suggests_install(
 
 
 REFUSED = [
-    ({"strategy": "zero2"}, "strategy zero2 needs DeepSpeed"),
-    ({"precision": "fp16"}, "precision: fp16 does not run on xla"),
+    ({"strategy": "zero2"}, "strategy: zero2 needs DeepSpeed"),
+    ({"precision": "fp16"}, "precision: fp16 is not supported on backend xla"),
     ({"train__optimizer": "adamw_8bit"}, "train.optimizer: adamw_8bit needs CUDA or CPU kernels"),
     ({"train__micro_batch_size": "auto"}, "train.micro_batch_size: auto would compile"),
     ({"train__global_batch_size": 6}, "6 sequences cannot be divided among 4 devices"),
-    ({"memory__offload_optimizer": "cpu"}, "memory.offload_optimizer: xla does not offload"),
+    (
+        {"memory__offload_optimizer": "cpu"},
+        "memory.offload_optimizer: backend xla does not support offloading",
+    ),
     ({"memory__activation_checkpointing": "selective"}, "memory.activation_checkpointing: selective"),
     ({"fsdp__backward_prefetch": "backward_pre"}, "fsdp.backward_prefetch: has no effect, because"),
     (
         {"strategy": "hybrid_shard", "fsdp__shard_group_size": 3},
-        "4 devices are not divisible into groups of 3",
+        "4 devices cannot be divided into groups of 3",
     ),
     ({"xla__compilation_cache": "kept"}, "xla.compilation_cache: graphs for virtual devices"),
-    ({"xla__sharding": {"(": 0}}, "xla.sharding: '(' is not a regular expression"),
+    ({"xla__sharding": {"(": 0}}, "xla.sharding: '(' is not a valid regular expression"),
 ]
 
 

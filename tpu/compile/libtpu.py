@@ -162,7 +162,9 @@ class Libtpu:
             library = ctypes.CDLL(str(path))
             get = library.GetPjrtApi
         except (OSError, AttributeError) as error:
-            raise LibtpuInterfaceError(f"{path} is not libtpu: {error}; install libtpu") from None
+            raise LibtpuInterfaceError(
+                f"{path} is not a libtpu library ({error}); set TPU_LIBRARY_PATH to the file of libtpu"
+            ) from None
         get.restype = ctypes.c_void_p
         self._table: int = get()
         address = self._table
@@ -172,7 +174,8 @@ class Libtpu:
         if version[0] != OLDEST_PJRT_VERSION[0] or version < OLDEST_PJRT_VERSION or api.struct_size < needed:
             raise LibtpuInterfaceError(
                 f"{path} has PJRT version {version[0]}.{version[1]}, but only versions from "
-                f"{OLDEST_PJRT_VERSION[0]}.{OLDEST_PJRT_VERSION[1]} up to 1 are supported"
+                f"{OLDEST_PJRT_VERSION[0]}.{OLDEST_PJRT_VERSION[1]} up to 1 are supported; install another "
+                "version of libtpu"
             )
         self._num_functions = (api.struct_size - ctypes.sizeof(_PjrtApi)) // ctypes.sizeof(ctypes.c_void_p)
         self.interface_version = f"{version[0]}.{version[1]}"

@@ -153,14 +153,14 @@ def select_tpu_slice(device: str | None, num_devices: int, topology: str | None)
     axes = "x".join("ABC"[: generation.num_axes])
     if not re.fullmatch(r"[1-9]\d{0,3}(x[1-9]\d{0,3})" + f"{{{generation.num_axes - 1}}}", topology):
         raise UserError(
-            f"--topology: {topology!r} does not name the chips of a {device} slice as {axes}; use one of "
+            f"--topology: {topology!r} does not have the form {axes} of a {device} slice; use one of "
             f"{', '.join(generation.slice_shapes)}"
         )
     tpu_slice = TpuSlice(device, topology)
     if tpu_slice.num_devices != num_devices:
         raise UserError(
-            f"--topology: {topology} has {tpu_slice.num_devices} chips, but --devices is "
-            f"{num_devices}; make the two numbers equal"
+            f"--topology: {topology} has {tpu_slice.num_devices} chips, but --devices is {num_devices}; "
+            "change one of the two"
         )
     return tpu_slice
 

@@ -88,6 +88,6 @@ def _build_precomputed_zeros(loss: TrainingLoss, batch: Batch) -> Mapping[str, t
     except Exception as error:  # custom code may read values or need logits
         raise UserError(
             f"--compile: {loss.key}: the values that the loss computes before the training are not "
-            "available; leave out --compile"
+            "available; remove --compile"
         ) from error
     return {name: torch.zeros(rows.shape, dtype=rows.dtype) for name, rows in values.items()}

@@ -207,7 +207,7 @@ def compile_graph_schedule(
         raise compile_errors[0]
     schedule_file = next(dump_folder.glob(_SCHEDULED_FILES), None)
     if schedule_file is None:
-        raise LibtpuInterfaceError("libtpu does not write its schedule; leave out --only-memory")
+        raise LibtpuInterfaceError("libtpu does not write its schedule; remove --only-memory")
     proto = xla_messages.HloProto.FromString(schedule_file.read_bytes())
     report = analyze_module(proto.hlo_module, len(topology.device_ids), large_value_elements)
     sizes = Counter[str]()

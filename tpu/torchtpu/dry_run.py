@@ -76,13 +76,13 @@ def compile_torchtpu_step(config: RunConfig, target: CompileTarget) -> CompiledR
     # collective.
     require(
         config.train.optimizer in ("adamw", "adafactor", "sgd") or target.num_devices == 1,
-        f"--compile: train.optimizer {config.train.optimizer} cannot be simulated without the other "
-        "ranks; leave out --compile",
+        f"--compile: train.optimizer {config.train.optimizer} cannot be simulated without the other ranks; "
+        "remove --compile",
     )
     require(
         not target.stops_after_memory_report,
-        "--only-memory: is not supported with backend tpu, which compiles many small programs; leave "
-        "out --only-memory",
+        "--only-memory: is not supported with backend tpu, which compiles many small programs; remove "
+        "--only-memory",
     )
     check_config(config, is_resolved=True)
     tpu_slice = select_tpu_slice(target.device, target.num_devices, target.topology)

@@ -110,7 +110,7 @@ class TorchTpuPackage(TorchPackage):
         require(
             ranks == "1" or _ADDRESSES in os.environ,
             f"backend: tpu: {ranks} ranks need {_ADDRESSES} and TORCH_TPU_TOPOLOGY, which `python -m "
-            "torch.tpu.distributed` prints; set these variables before the launcher",
+            "torch.tpu.distributed` prints; set these variables before you start the launcher",
         )
         import torch
 

@@ -31,15 +31,15 @@ def find_problems(config: RunConfig, *, late: bool) -> Iterator[SettingProblem]:
     if config.model.experts is not None:
         yield SettingProblem(
             ("model.experts",),
-            "model.experts: XLA computes experts in only one way, with fixed shapes; leave out model.experts",
+            "model.experts: XLA computes experts in only one way, with fixed shapes; remove model.experts",
         )
     yield from check_strategy_without_zero(config)
     chunk = config.memory.loss_chunk_tokens
     if chunk not in ("auto", 0):
         yield SettingProblem(
             ("memory.loss_chunk_tokens", "backend"),
-            f"memory.loss_chunk_tokens {chunk} does not work with backend xla, where logits exist once, in "
-            "the compute type; set memory.loss_chunk_tokens to auto",
+            f"memory.loss_chunk_tokens: {chunk} does not work with backend xla, which keeps only one copy "
+            "of the logits, in the compute dtype; set memory.loss_chunk_tokens to auto",
         )
     if late:
         yield from check_optimizer(config)
@@ -89,7 +89,7 @@ def check_optimizer(config: RunConfig) -> Iterator[SettingProblem]:
             yield SettingProblem((key, "xla.scan_layers"), f"{key}: {optimizer}: {reason}")
     if config.precision not in ("fp32", "bf16", "auto"):
         yield SettingProblem(
-            ("precision",), f"precision: {config.precision} does not run on xla; use bf16 or fp32"
+            ("precision",), f"precision: {config.precision} is not supported on backend xla; use bf16 or fp32"
         )
     if optimizer not in XLA_OPTIMIZERS and not is_plugin_name(optimizer):
         supported = ", ".join(XLA_OPTIMIZERS)
@@ -101,13 +101,14 @@ def check_memory(config: RunConfig) -> Iterator[SettingProblem]:
     if config.adapter.base in ("nf4", "int8"):
         yield SettingProblem(
             ("adapter.base",),
-            f"adapter.base: {config.adapter.base} needs bitsandbytes, which does not run on xla; use auto",
+            f"adapter.base: {config.adapter.base} needs bitsandbytes, which does not run on backend xla; "
+            "set adapter.base to auto",
         )
     if config.train.micro_batch_size == "auto":
         yield SettingProblem(
             ("train.micro_batch_size",),
-            "train.micro_batch_size: auto would compile a graph for each tried size on xla; set "
-            "train.micro_batch_size to a number",
+            "train.micro_batch_size: auto would compile a graph for each size that it tries on backend "
+            "xla; set train.micro_batch_size to a number",
         )
     if config.memory.activation_checkpointing == "selective":
         yield SettingProblem(
@@ -117,7 +118,7 @@ def check_memory(config: RunConfig) -> Iterator[SettingProblem]:
         )
     for key in ("memory.offload_optimizer", "memory.offload_params"):
         if config.get(key) != "none":
-            yield SettingProblem((key,), f"{key}: xla does not offload; set {key} to none")
+            yield SettingProblem((key,), f"{key}: backend xla does not support offloading; set {key} to none")
 
 
 def check_sharding(config: RunConfig) -> Iterator[SettingProblem]:

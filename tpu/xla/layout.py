@@ -76,9 +76,8 @@ class MeshLayout:
         self.sequence = config.context_parallel_size
         require(
             self.shard_group_size % self.sequence == 0,
-            f"context_parallel_size: a copy of the state is sharded over {self.shard_group_size} devices, "
-            f"which cannot be divided into groups of {self.sequence}; use a divisor of "
-            f"{self.shard_group_size}",
+            f"context_parallel_size: the shard group size ({self.shard_group_size}) is not divisible by "
+            f"{self.sequence}; use a divisor of {self.shard_group_size}",
         )
         self.num_batch_shards = num_devices // self.sequence
         sizes = {
@@ -372,7 +371,7 @@ def _compute_shard_group_size(config: RunConfig, num_devices: int) -> int:
         )
     if size > num_devices or num_devices % size:
         raise UserError(
-            f"fsdp.shard_group_size: {num_devices} devices are not divisible into groups of {size}; use a "
+            f"fsdp.shard_group_size: {num_devices} devices cannot be divided into groups of {size}; use a "
             f"divisor of {num_devices}"
         )
     return size

@@ -51,7 +51,7 @@ class XlaPackage(BackendPackage):
         """Raise UserError for more than one rank."""
         if ranks > 1:
             raise UserError(
-                "--nproc: XLA runs one process per host, which drives all its devices; leave out --nproc"
+                "--nproc: XLA runs one process per host, which drives all its devices; remove --nproc"
             )
 
     def get_launch_environment(self, ranks: int) -> dict[str, str]:

@@ -79,8 +79,8 @@ def start_xla_runtime() -> None:
     except (OSError, RuntimeError) as error:
         kind = os.environ["PJRT_DEVICE"]
         raise UserError(
-            f"backend: xla cannot use {kind} devices ({to_one_line(error)}); for a TPU, install: "
-            "pip install 'portable-trainer[tpu]'"
+            f"backend: xla cannot use {kind} devices ({to_one_line(error)}); for a TPU, run: pip install "
+            "'portable-trainer[tpu]'"
         ) from error
 
 

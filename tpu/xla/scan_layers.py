@@ -127,7 +127,7 @@ def find_layer_segments(model: nn.Module) -> list[LayerSegment]:
                 segments.append(LayerSegment(names, period, forms))
             start += num_layers or 1
     if not segments:
-        raise UserError(f"xla.scan_layers: {kind} has no two equal consecutive layers; {DISABLE_REMEDY}")
+        raise UserError(f"xla.scan_layers: {kind} has no two identical consecutive layers; {DISABLE_REMEDY}")
     return segments
 
 

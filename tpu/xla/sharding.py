@@ -83,7 +83,7 @@ class ShardingRules:
                 self._unused_patterns.discard(text)
                 if dim is not None and (dim >= len(shape) or shape[dim] % self._shard_group_size):
                     raise UserError(
-                        f"xla.sharding: {text!r} cannot shard dim {dim} of {name}, of shape "
+                        f"xla.sharding: {text!r} cannot shard dim {dim} of {name}, which has shape "
                         f"{list(shape)}, over {self._shard_group_size} devices; choose another dim, or "
                         "null to replicate the parameter"
                     )

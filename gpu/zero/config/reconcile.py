@@ -81,8 +81,8 @@ def apply_document(config: RunConfig, document: DeepSpeedDocument, world_size: i
     path = "checkpoint.use_node_local_storage"
     require(
         not (several_nodes and document.get_value(path)),
-        f"{document.name}: {path} true: a resume reads the complete checkpoint, so all nodes need access to "
-        "it; remove the key, and set output_dir to shared storage",
+        f"{document.name}: {path} is true, but a run can only resume if every node can read the complete "
+        "checkpoint; remove the key, and set output_dir to shared storage",
     )
     try:
         adopted = config.replaced(values)
@@ -107,15 +107,15 @@ def check_installed(document: DeepSpeedDocument, device_type: str) -> None:
     for monitor, package in _MONITOR_PACKAGES.items():
         require(
             not document.get_value(f"{monitor}.enabled") or find_spec(package) is not None,
-            f"{document.name}: {monitor}.enabled true: {package} is not installed; run: pip install "
+            f"{document.name}: {monitor}.enabled is true, but {package} is not installed; run: pip install "
             f"{package}, or set {monitor}.enabled to false (log.trackers works with any tracker)",
         )
     for switch in _GPU_KERNELS:
         path = f"zero_optimization.{switch}"
         require(
             not document.get_value(path) or device_type != "cpu",
-            f"{document.name}: {path} true: DeepSpeed has quantization kernels only for GPUs; remove "
-            f"{switch}, or use backend cuda",
+            f"{document.name}: {path} is true, but DeepSpeed has quantization kernels only for GPUs; "
+            f"remove {switch}, or set backend to cuda",
         )
 
 
@@ -164,8 +164,9 @@ def _reconcile_batch(
     if steps is None:
         if sets_micro_batch and total % (micro * world_size):
             raise UserError(
-                f"{document.name}: a batch of {total} is not divisible by train_micro_batch_size_per_gpu "
-                f"{micro} x {world_size} ranks; set one of them to auto"
+                f"{document.name}: a batch size of {total} is not divisible by "
+                f"train_micro_batch_size_per_gpu x ranks ({micro} x {world_size}); set one of the batch "
+                "sizes to auto"
             )
         return
     if total is None:
@@ -174,12 +175,13 @@ def _reconcile_batch(
     matching_micro_batch, remainder = divmod(total, steps * world_size)
     if remainder:
         raise UserError(
-            f"{document.name}: a batch of {total} is not divisible by gradient_accumulation_steps {steps} x "
-            f"{world_size} ranks; set gradient_accumulation_steps to auto"
+            f"{document.name}: a batch size of {total} is not divisible by gradient_accumulation_steps x "
+            f"ranks ({steps} x {world_size}); set gradient_accumulation_steps to auto"
         )
     if is_micro_batch_set and micro not in (None, matching_micro_batch):
         raise UserError(
-            f"{document.name}: a batch of {total} is not train_micro_batch_size_per_gpu {micro} x "
-            f"gradient_accumulation_steps {steps} x {world_size} ranks; set one of them to auto"
+            f"{document.name}: a batch size of {total} does not equal train_micro_batch_size_per_gpu x "
+            f"gradient_accumulation_steps x ranks ({micro} x {steps} x {world_size}); set one of these "
+            "keys to auto"
         )
     set_value("train.micro_batch_size", matching_micro_batch, origin)

@@ -174,7 +174,7 @@ class Samples(ABC):
             IndexError: If the index is out of range, so that iteration over the dataset ends.
         """
         if not -self.num_samples <= index < self.num_samples:
-            raise IndexError(f"sample {index} of {self.num_samples}")
+            raise IndexError(f"sample index {index} is out of range for {self.num_samples} samples")
         return {
             name: values[0]
             for name, values in self.build_batch([EpochIndex(0, index % self.num_samples)]).items()
@@ -295,7 +295,8 @@ def count_packed_samples(num_tokens: int, seq_len: int, *, shifted: bool) -> int
         longest = num_tokens - shifted
         remedy = f"lower data.seq_len to at most {longest}, or add text" if longest >= 2 else "add text"
         raise UserError(
-            f"data.seq_len: the source has {num_tokens} tokens, too few for one sample of {seq_len}; {remedy}"
+            f"data.seq_len: the source has {num_tokens} tokens, which are too few for one sample of "
+            f"{seq_len} tokens; {remedy}"
         )
     return count
 

@@ -118,18 +118,18 @@ def map_labels_to_outputs(
     if tokens.label_values is not None:
         if (num_values := tokens.label_values.shape[1]) != len(outputs):
             raise UserError(
-                f"data.label_field: {num_values} numbers per text, but "
-                f"{model_classes.setting_key if model_classes else 'the model'} has {len(outputs)} "
-                "outputs (num_labels); make the two numbers equal"
+                f"data.label_field: the labels have {num_values} numbers per text, but "
+                f"{model_classes.setting_key if model_classes else 'the model'} has {len(outputs)} outputs "
+                f"(num_labels); use labels with one number per output, or a model with {num_values} outputs"
             )
         if problem_type == MULTI_LABEL:
             _check_class_scores(tokens.label_values[:])
         return LabelMapping(outputs, (), problem_type)
     if len(outputs) != 1:
         raise UserError(
-            "data.label_field: one number per text, but "
+            "data.label_field: the labels have one number per text, but "
             f"{model_classes.setting_key if model_classes else 'the model'} has {len(outputs)} outputs "
-            "(num_labels); use lists with one number with a fraction per output"
+            "(num_labels); use labels that are lists with one float per output"
         )
     return LabelMapping(outputs, (), problem_type, tuple(float(name) for name in names))
 
@@ -144,8 +144,8 @@ def _check_no_accidental_regression(tokens: TokenCache) -> None:
     if tokens.label_kind == "values" and 0 < fractions < _FEW_FRACTIONS * documents:
         raise UserError(
             f"data.label_field: {fractions:,} of {documents:,} labels have a fraction, such as "
-            f"{tokens.meta['fraction']:g}, but the others are whole numbers; correct these records for "
-            "classes, or set model.config.problem_type to regression"
+            f"{tokens.meta['fraction']:g}, but the others are whole numbers; write all labels as whole "
+            "numbers to train a classifier, or set model.config.problem_type to regression"
         )
 
 
@@ -198,9 +198,9 @@ def map_eval_labels_to_outputs(
         class_id = ids.get(name, folded.get(name.casefold()) if len(folded) == len(ids) else None)
         if class_id is None:
             raise UserError(
-                f"data.label_field: the label {name!r} is not one of the training data's classes "
-                f"({format_name_list(training_mapping.output_names)}); remove these records, or train with "
-                "this class"
+                f"data.label_field: the label {name!r} is not among the classes of the training data "
+                f"({format_name_list(training_mapping.output_names)}); remove the records with this label, "
+                "or add records of this class to the training data"
             )
         class_ids.append(class_id)
     return LabelMapping(training_mapping.output_names, tuple(class_ids), training_mapping.problem_type)
@@ -264,8 +264,8 @@ def _check_class_scores(values: npt.NDArray[Any]) -> None:
         part = values[start : start + (1 << 20)]
         if part.min() < 0 or part.max() > 1:
             raise UserError(
-                "data.label_field: some scores of classes are not from 0 to 1; correct the scores, or set "
-                "model.config.problem_type to regression to train on several numbers"
+                "data.label_field: some class scores are outside the range 0 to 1; correct the scores, or "
+                "set model.config.problem_type to regression to train on several numbers"
             )
 
 
@@ -333,7 +333,7 @@ def map_labels_to_class_ids(
     raise UserError(
         f"data.label_field: the labels of the data ({format_name_list(data_mapping.output_names)}) are not "
         f"the classes of {model_classes.setting_key} ({format_name_list(model_classes.names)}); use the "
-        "model's class names in the data, or a model with an untrained head"
+        "model's class names in the data, or a model whose classification head is not trained"
     )
 
 

@@ -112,7 +112,7 @@ class CustomSamples(Samples):
             )
             raise UserError(
                 f"{subject}: {wrong} of sample {number} is {shown}, but {wrong} of the first sample is "
-                f"{first}; pad all samples to one shape"
+                f"{first}; pad all samples to the same shape"
             )
         return arrays
 
@@ -135,7 +135,7 @@ def _to_sample_array(value: Any) -> npt.NDArray[Any]:
         return array.astype(np.int64)
     if array.dtype.kind == "f":
         return array.astype(np.float32)
-    raise TypeError(f"{to_one_line(array.dtype)} contains neither integers nor floats")
+    raise TypeError(f"{to_one_line(array.dtype)} is neither an integer nor a floating-point dtype")
 
 
 def _rebuild_samples(

@@ -423,8 +423,8 @@ def build_worker_death_error(error: BaseException) -> RunError | None:
 
 def _build_worker_killed_error() -> RunError:
     return RunError(
-        "data.num_workers: a process that prepares batches was killed, most likely because of a lack of "
-        "memory; free memory or lower data.num_workers, and run the same command again"
+        "data.num_workers: a process that prepares batches was killed, most likely because memory ran out; "
+        "free memory or lower data.num_workers, and run the same command again"
     )
 
 

@@ -55,7 +55,7 @@ class WeightedInterleaving:
     def __init__(self, weights: Sequence[float | int | Fraction]) -> None:
         shares = [Fraction(repr(weight) if isinstance(weight, float) else weight) for weight in weights]
         if not shares or min(shares) < 0 or sum(shares) <= 0:
-            raise ValueError(f"weights {list(weights)} are not at least 0 with a sum above 0")
+            raise ValueError(f"weights must be at least 0 and must have a sum above 0, not {list(weights)}")
         scale = lcm(*(share.denominator for share in shares))
         self._sums = [0, *accumulate(int(share * scale) for share in shares)]
 
@@ -125,7 +125,7 @@ class MixtureSchedule:
         if self._starts[:1] != [0] or any(
             a >= b for a, b in zip(self._starts, self._starts[1:], strict=False)
         ):
-            raise ValueError(f"phases start at {self._starts}, not at 0 and increasing positions")
+            raise ValueError(f"phases must start at 0 and at increasing positions, not at {self._starts}")
         self._phases = [WeightedInterleaving(weights) for _, weights in phases]
         self._before = [[0] * len(self._phases[0])]
         for phase, start, end in zip(self._phases, self._starts, self._starts[1:], strict=False):

@@ -72,7 +72,7 @@ class Permutation:
 
     def __post_init__(self) -> None:
         if not 1 <= self.n < 1 << 62:
-            raise ValueError(f"a permutation needs 1 <= n < 2**62, not {self.n}")
+            raise ValueError(f"n must be at least 1 and less than 2**62, not {self.n}")
         state = _mix_bits(_mix_bits(self.seed + _GOLDEN_RATIO) ^ _mix_bits(self.epoch + 2 * _GOLDEN_RATIO))
         keys = tuple(_mix_bits(state + (round_ + 1) * _GOLDEN_RATIO) for round_ in range(_ROUNDS))
         object.__setattr__(self, "_keys", keys)

@@ -168,7 +168,8 @@ def load_or_build_packing_plan(
                 sizes.add_samples(lengths, counts)
             if not sizes.samples:
                 raise UserError(
-                    "data.source: no text has two tokens, so there is no token to predict; add text"
+                    "data.source: every text has fewer than two tokens, so there is no token to predict; "
+                    "add longer texts"
                 )
             writer.write_metadata(sizes=asdict(sizes))
 

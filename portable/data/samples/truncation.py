@@ -136,9 +136,9 @@ def compute_truncation_stats(
         if mode == "error" and is_longer.any():
             modes = "end or drop" if tokens.has_images else "end, start or drop"
             raise UserError(
-                f"data.truncation: {int(is_longer.sum()):,} samples are longer than data.seq_len {seq_len}, "
-                f"the longest has {int(lengths.max()):,} tokens; raise data.seq_len, or set data.truncation "
-                f"to {modes}"
+                f"data.truncation: the number of samples longer than data.seq_len ({seq_len}) is "
+                f"{int(is_longer.sum()):,}, and the longest has {int(lengths.max()):,} tokens; raise "
+                f"data.seq_len, or set data.truncation to {modes}"
             )
         is_left_out = is_longer if mode == "drop" else np.zeros(len(lengths), dtype=bool)
         too_long += int(is_left_out.sum())
@@ -162,8 +162,8 @@ def compute_truncation_stats(
     )
     if not stats.num_kept:
         raise UserError(
-            f"data.truncation: no sample is left ({stats}); raise data.seq_len, which is {seq_len}, or use "
-            "another data.truncation"
+            f"data.truncation: no sample is left ({stats}); raise data.seq_len ({seq_len}), or use another "
+            "data.truncation"
         )
     return stats
 

@@ -59,8 +59,8 @@ def check_decompression_ratio(decompressed_bytes: int, stored_bytes: int, name: 
     """
     if decompressed_bytes > max(_UNCHECKED_BYTES, _MAX_EXPANSION * stored_bytes):
         raise UserError(
-            f"data.source: {name}: expands to more than {_MAX_EXPANSION} times its {stored_bytes:,} "
-            "bytes; if you trust the file, decompress the file and use the decompressed file"
+            f"data.source: {name}: expands to more than {_MAX_EXPANSION} times its {stored_bytes:,} bytes; "
+            "if you trust the file, decompress the file first"
         )
 
 

@@ -181,8 +181,8 @@ def detect_record_format(row: Mapping[str, Any], text_field: str, location: str)
     names = ", ".join(map(str, row)) or "none"
     if formats:
         raise UserError(
-            f"data.format: {location}: the fields {names} fit both {' and '.join(formats)}; set data.format "
-            "to one of them"
+            f"data.format: {location}: the fields {names} match both {' and '.join(formats)}; set "
+            "data.format to one of them"
         )
     if text_field == "text":
         _refuse_renamed_fields(row, location)
@@ -230,22 +230,22 @@ def _refuse_renamed_fields(row: Mapping[str, Any], location: str) -> None:
             remedy = f"{{instruction: {question}{context}, output: {answer}{images}}}"
     elif strings is not None:
         raise UserError(
-            f"data.source: {location}: {to_one_line(strings)} is a list of strings, not the turns of a "
-            f"conversation or one text; write the turns as {EXAMPLE_RECORDS['messages']}, or the text as a "
+            f"data.source: {location}: {to_one_line(strings)} is a list of strings, which is neither a "
+            f"conversation nor a text; write the turns as {EXAMPLE_RECORDS['messages']}, or the text as a "
             "string"
         )
     elif len(texts) > 1:
         pairs = "" if len(texts) < _FIELDS_OF_PAIR else ", to {prompt: A, chosen: B, rejected: C} for pairs"
         raise UserError(
-            f"data.columns: {location}: no field 'text', and the fields are "
-            f"{format_name_list(iter_field_names(row))}; set data.columns to {{prompt: A, completion: B}} or "
-            f"{{instruction: A, output: B}} to train on B as the answer to A{pairs}, or set data.text_field "
-            "to train on one field only"
+            f"data.columns: {location}: there is no field 'text' (the fields are "
+            f"{format_name_list(iter_field_names(row))}); set data.columns to {{prompt: A, completion: B}} "
+            f"or {{instruction: A, output: B}} to train on B as the answer to A{pairs}, or set "
+            "data.text_field to train on one field only"
         )
     else:
         return
     raise UserError(
-        f"data.columns: {location}: {description}, which no format of data.format names so (the fields are "
+        f"data.columns: {location}: {description}, but no data.format uses these names (the fields are "
         f"{format_name_list(map(str, row))}); set data.columns to {remedy}"
     )
 
@@ -397,13 +397,14 @@ def _parse_sharegpt_record(row: Mapping[str, Any], location: str) -> Conversatio
         if not isinstance(turn, Mapping) or not {"from", "value"} <= turn.keys():
             keys = f" (its keys are {format_name_list(map(str, turn))})" if isinstance(turn, Mapping) else ""
             raise _build_format_error(
-                "sharegpt", location, f"message {index + 1} has no from and value{keys}"
+                "sharegpt", location, f"message {index + 1} does not have both from and value{keys}"
             )
         role = _SHAREGPT_ROLES.get(turn["from"]) if isinstance(turn["from"], str) else None
         if role is None:
             raise _build_record_error(
                 location,
-                f"message {index + 1} is from {turn['from']!r}; use {_join_with_commas(_SHAREGPT_ROLES)}",
+                f"message {index + 1} has from: {turn['from']!r}; use one of "
+                f"{_join_with_commas(_SHAREGPT_ROLES)}",
             )
         rest = {key: value for key, value in turn.items() if key not in ("from", "value")}
         if role == "function_call":
@@ -430,8 +431,8 @@ def _parse_prompt_completion_record(row: Mapping[str, Any], location: str) -> Co
     if row.get("label") is False or str(row.get("label")).lower() == "false":
         raise _build_record_error(
             location,
-            "label is false, which marks a completion as a bad example; remove the record, or the field "
-            "label to train on the completion",
+            "label is false, which marks a completion as a bad example; remove the record, or remove the "
+            "field label to train on the completion",
         )
     if isinstance(prompt, str) and isinstance(completion, str):
         for key in _IMAGE_FIELDS:
@@ -453,7 +454,9 @@ def _parse_prompt_completion_record(row: Mapping[str, Any], location: str) -> Co
         type, (prompt, completion)
     ):
         raise _build_format_error(
-            "prompt_completion", location, f"they are {describe_type(prompt)} and {describe_type(completion)}"
+            "prompt_completion",
+            location,
+            (f"prompt and completion are {describe_type(prompt)} and {describe_type(completion)}"),
         )
     if not prompt or not completion:
         raise _build_record_error(
@@ -509,7 +512,7 @@ def parse_preference(row: Mapping[str, Any], location: str) -> tuple[Conversatio
     conversations = tuple(parse_conversation(row, "prompt_completion", location) for row in rows)
     if any(isinstance(conversation, Conversation) and conversation.images for conversation in conversations):
         raise _build_record_error(
-            location, "a preference has images, but losses on pairs take only text; remove the images"
+            location, "the record has images, but preference losses support only text; remove the images"
         )
     return conversations
 
@@ -580,14 +583,17 @@ def _build_conversation(
         if message["role"] in _TOOL_ROLES and before not in ("assistant", *_TOOL_ROLES):
             raise _build_record_error(
                 location,
-                f"message {index + 1} is from {message['role']}, after {before or 'nothing'}; put the "
-                "message after the assistant's call",
+                f"message {index + 1} has role {message['role']}, but follows "
+                f"{f'a message with role {before}' if before else 'no message'}; place the message after "
+                "the assistant message with the call",
             )
     tools = _parse_tools(row, location)
     kwargs = _parse_json(row.get("chat_template_kwargs"), "chat_template_kwargs", location) or {}
     if not isinstance(kwargs, Mapping):
         raise _build_record_error(
-            location, f"chat_template_kwargs is {describe_type(kwargs)}, not a mapping; use a mapping"
+            location,
+            f"chat_template_kwargs is {describe_type(kwargs)}, not a mapping; use a mapping from names to "
+            "values",
         )
     return Conversation(
         tuple(messages), location, tuple(tools) if tools else None, prompt, kwargs, images=images
@@ -631,8 +637,8 @@ def _collect_images(
         images_text = f"the record has {format_count(len(from_field), 'image')} in images"
         raise _build_record_error(
             location,
-            f"its messages have {format_count(num_places, 'image part')} without a path or URL, but "
-            f"{images_text}; give one image for each such part",
+            f"the messages have {format_count(num_places, 'image part')} without a path or URL, but "
+            f"{images_text}; add one image for each of these parts",
         )
     converted = []
     for index, message in enumerate(messages):
@@ -678,13 +684,14 @@ def _check_no_image_marks(messages: list[Message], row: Mapping[str, Any], locat
         return
     if (field := _find_image_field(row)) is not None:
         raise RecordError(
-            f"data.columns: {location}: {_IMAGE_MARK} in its messages, but its images are in the field "
-            f"{field}; set data.columns to {{images: {field}}}, or remove {_IMAGE_MARK}"
+            f"data.columns: {location}: the messages contain {_IMAGE_MARK}, but the images are in the "
+            f"field {field}; set data.columns to {{images: {field}}}, or remove {_IMAGE_MARK}"
         )
     if any(key in row for key in _IMAGE_FIELDS):
         raise _build_record_error(
             location,
-            f"{_IMAGE_MARK} in its messages, but no image in images; add the image, or remove {_IMAGE_MARK}",
+            f"the messages contain {_IMAGE_MARK}, but the field of the images is empty; add the image, or "
+            f"remove {_IMAGE_MARK}",
         )
 
 
@@ -692,7 +699,8 @@ def _build_image_answer_error(location: str, index: int) -> UserError:
     """Build the error for message ``index``, an answer with an image."""
     return _build_record_error(
         location,
-        f"message {index + 1}, an answer, has an image; remove the image, because only text can be an answer",
+        f"message {index + 1} is an answer with an image, but answers can contain only text; remove the "
+        "image",
     )
 
 
@@ -710,13 +718,15 @@ def _insert_image_parts(messages: list[Message], num_images: int, location: str)
     if not any(marks):
         first = next((index for index, message in enumerate(messages) if message["role"] == "user"), None)
         if first is None:
-            raise _build_record_error(location, "has images, but no message of a user; add a message")
+            raise _build_record_error(
+                location, ("the record has images, but no user message; add a user message")
+            )
         parts = [{"type": "image"}] * num_images + [{"type": "text", "text": texts[first]}]
         return [*messages[:first], {**messages[first], "content": parts}, *messages[first + 1 :]]
     if sum(marks) != num_images:
         raise _build_record_error(
             location,
-            f"its messages have {_IMAGE_MARK} {format_count(sum(marks), 'time')}, but the record has "
+            f"the messages contain {_IMAGE_MARK} {format_count(sum(marks), 'time')}, but the record has "
             f"{format_count(num_images, 'image')}; write {_IMAGE_MARK} once for each image",
         )
     return [
@@ -766,7 +776,8 @@ def _parse_image_reference(value: Any, name: str, location: str) -> ImageReferen
     if callable(getattr(value, "save", None)):  # an image of Pillow, as custom code yields
         return ImageReference(data=_encode_png(value))
     raise _build_record_error(
-        location, f"{name} is {describe_type(value)}, not an image; give a path, a URL or the bytes of a file"
+        location,
+        (f"{name} is {describe_type(value)}, not an image; specify a path, a URL or the bytes of a file"),
     )
 
 
@@ -797,7 +808,8 @@ def _parse_base64(text: str, name: str, location: str) -> bytes:
         return base64.b64decode(text, validate=True)
     except ValueError as error:
         raise _build_record_error(
-            location, f"{name} is not an image in base64 ({to_one_line(error)}); correct or remove it"
+            location,
+            (f"{name} is not a base64-encoded image ({to_one_line(error)}); correct or remove the image"),
         ) from error
 
 
@@ -923,7 +935,7 @@ def _normalize_message(message: Any, location: str, index: int) -> Message:
     role, content = message["role"], message.get("content")
     if role not in ROLES:
         raise _build_record_error(
-            location, f"message {index + 1} has role {role!r}; use {_join_with_commas(ROLES)}"
+            location, f"message {index + 1} has role {role!r}; use one of {_join_with_commas(ROLES)}"
         )
     converted: Message = {
         key: value
@@ -935,16 +947,16 @@ def _normalize_message(message: Any, location: str, index: int) -> Message:
         if _is_unread_training_key(key):
             raise _build_record_error(
                 location,
-                f"message {index + 1} has {key}, which is not read; use {_join_with_commas(WEIGHT_KEYS)} "
-                "with 0 or 1 for a complete message, or remove the key",
+                f"message {index + 1} has the key {key}, which is not supported; use "
+                f"{_join_with_commas(WEIGHT_KEYS)} with 0 or 1 for a complete message, or remove the key",
             )
     for key in WEIGHT_KEYS:
         if (weight := converted.get(key, 0)) not in (0, 1):
-            raise _build_record_error(location, f"message {index + 1} has {key} {weight!r}; use 0 or 1")
+            raise _build_record_error(location, f"message {index + 1} has {key}: {weight!r}; use 0 or 1")
     if "function_call" in converted:
         if "tool_calls" in converted:
             raise _build_record_error(
-                location, f"message {index + 1} has function_call and tool_calls; remove one of the keys"
+                location, f"message {index + 1} has both function_call and tool_calls; remove one of the keys"
             )
         converted["tool_calls"] = converted.pop("function_call")
     if isinstance(content, list | tuple):
@@ -1072,7 +1084,7 @@ def _parse_json(value: Any, name: str, location: str) -> Any:
         return json.loads(value) if value.strip() else None
     except (ValueError, RecursionError) as error:
         raise _build_record_error(
-            location, f"{name} is not JSON ({to_one_line(error)}); correct the JSON"
+            location, f"{name} is not valid JSON ({to_one_line(error)}); correct the JSON"
         ) from error
 
 
@@ -1110,7 +1122,7 @@ def _build_record_error(location: str, reason: str) -> UserError:
 def _build_format_error(kind: RecordFormat, location: str, reason: str) -> UserError:
     """Build the error for a record that does not have the expected format, with an example of the format."""
     return _build_record_error(
-        location, f"{reason}; a record of data.format {kind} looks like {EXAMPLE_RECORDS[kind]}"
+        location, f"{reason}; write a record of data.format: {kind} like {EXAMPLE_RECORDS[kind]}"
     )
 
 
@@ -1127,7 +1139,11 @@ def _build_missing_field_error(
     """
     near = find_similar_names(key, map(str, row))
     hint = f" (did you mean {near[0]}?)" if near else ""
-    remedy = "" if near else f"; set data.columns, such as {{{key}: NAME}}, if another field has it"
+    remedy = (
+        "" if near else (f"; set data.columns, such as {{{key}: NAME}}, if another field contains this value")
+    )
     return _build_format_error(
-        kind, location, f"{key} is missing{hint}: the fields are {format_name_list(map(str, row))}{remedy}"
+        kind,
+        location,
+        (f"{key} is missing{hint}, and the fields are {format_name_list(map(str, row))}{remedy}"),
     )

@@ -52,8 +52,8 @@ class CustomRecords(DataSource):
             return None
         if len(names) > 1 or settings.data.config_name is not None:
             raise UserError(
-                f"data.source: {code_name}: a Python source cannot be combined with others; use data.sources "
-                "for a mixture"
+                f"data.source: {code_name}: a Python source cannot be combined with other sources; use "
+                "data.sources for a mixture"
             )
         return cls(code_name, settings)
 
@@ -119,16 +119,16 @@ class CustomRecords(DataSource):
                 records = map(records.__getitem__, range(len(records)))
             if isinstance(records, str | Mapping) or not isinstance(records, Iterable):
                 raise UserError(
-                    f"{subject}: returns a {type(records).__name__}, not an iterable of records; return a "
-                    "list or an iterator of records"
+                    f"{subject}: returns a {type(records).__name__}, not an iterable; return an iterable of "
+                    "mappings from column names to values"
                 )
             asks_at = time.monotonic() + NOTE_AFTER_SECONDS
             for number, row in enumerate(islice(records, self.settings.data.max_samples), start=1):
                 if number % 1000 == 0 and time.monotonic() > asks_at:
                     asks_at = float("inf")
                     print_error(
-                        f"note: {subject}: {number:,} records so far; if there are infinitely many "
-                        "records, set data.max_samples"
+                        f"note: {subject}: {number:,} records so far; if the source is infinite, set "
+                        "data.max_samples"
                     )
                 location = f"{self.name}: record {number}"
                 if not isinstance(row, Mapping):

@@ -171,7 +171,8 @@ def compute_text_digest(content: str) -> str:
 def build_data_changed_error(path: object) -> UserError:
     """Build the error for a file or source ``path`` that another program changed while it was read."""
     return UserError(
-        f"data.source: {path} changed while it was read; wait until nothing writes to it, and start again"
+        f"data.source: {path} changed while it was read; wait until no program writes to the file, and run "
+        "the same command again"
     )
 
 

@@ -79,8 +79,8 @@ class RecordFiles(DataSource):
         if any(map(is_url, names)):
             if not all(map(is_url, names)):
                 raise UserError(
-                    "data.source: a list may contain URLs or local files, not both; copy one kind to the "
-                    "other"
+                    "data.source: the list contains both URLs and local files; use only URLs or only local "
+                    "files"
                 )
             _refuse_hub_settings(settings.data, "files")
             for name in names:
@@ -92,8 +92,8 @@ class RecordFiles(DataSource):
                 _refuse_hub_settings(settings.data, "local files")
             if files is None and len(names) > 1:
                 raise MissingDataError(
-                    f"data.source: {name}: no such file or folder (a list may contain only local files); "
-                    "check the path"
+                    f"data.source: {name}: no such file or folder; correct the path (a list may contain "
+                    "only local files and folders)"
                 )
             if files is None:
                 return None

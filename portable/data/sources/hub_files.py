@@ -125,7 +125,7 @@ def _fetch_file_sizes(repository: str, files: list[str]) -> dict[str, int]:
             raise build_dataset_load_error((name, None), error) from error
     if missing := [file for file in files if file not in sizes]:
         raise UserError(
-            f"data.source: {_HUB}{repository}/{missing[0]}: there is no such file; check the name"
+            f"data.source: {_HUB}{repository}/{missing[0]}: the dataset has no such file; check the name"
         )
     return sizes
 
@@ -162,7 +162,8 @@ def find_split_files_of_folder(name: str, config_name: str | None, split: str) -
     for file in files:
         if get_file_format(file) not in FILE_FORMATS:
             raise UserError(
-                f"data.source: {file}: cannot read this kind of file; use {format_name_list(FILE_FORMATS)}"
+                f"data.source: {file}: this kind of file is not supported; use "
+                f"{format_name_list(FILE_FORMATS)}"
             )
     return files
 

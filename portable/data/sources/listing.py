@@ -106,7 +106,8 @@ def _match_local_files(name: str) -> list[Path] | None:
     for file in files:
         if get_file_format(file) not in FILE_FORMATS:
             raise UserError(
-                f"data.source: {file}: cannot read this kind of file; use {format_name_list(FILE_FORMATS)}"
+                f"data.source: {file}: this kind of file is not supported; use "
+                f"{format_name_list(FILE_FORMATS)}"
             )
     return files
 
@@ -146,6 +147,7 @@ def list_remote_files(url: str) -> dict[AnyPath, ListedFile]:
     for file in objects:
         if get_file_format(file) not in FILE_FORMATS:
             raise UserError(
-                f"data.source: {file}: cannot read this kind of file; use {format_name_list(FILE_FORMATS)}"
+                f"data.source: {file}: this kind of file is not supported; use "
+                f"{format_name_list(FILE_FORMATS)}"
             )
     return dict(sorted(objects.items(), key=lambda item: str(item[0])))

@@ -90,7 +90,7 @@ def read_index(folder: AnyPath) -> TokenIndex:
         with convert_storage_errors("data.source"):
             content = read_json_file(folder / INDEX_FILE)
         if content["format"] != INDEX_FORMAT:
-            raise ValueError(f"format {content['format']}, not {INDEX_FORMAT}")
+            raise ValueError(f"the format version is {content['format']}, not {INDEX_FORMAT}")
         shards = tuple(
             ShardRecord(int(documents), int(tokens), str(fingerprint))
             for documents, tokens, fingerprint in content["shards"]
@@ -143,7 +143,8 @@ class PretokenizedSource(TokenSource):
                     check_folder_files("data.source", str(place))
                 if not settings.data.stream:
                     raise UserError(
-                        f"data.source: {name} was written by portable-data; set data.stream: true"
+                        f"data.source: {name} was written by portable-data, whose output must be streamed; "
+                        "set data.stream: true"
                     )
                 return cls(name, place, settings)
         return None
@@ -211,8 +212,8 @@ class PretokenizedShard(TokenSource):
     def _determine_record_format(self) -> RecordFormat:
         if self.fields.format not in (None, self._record_format):
             raise UserError(
-                f"data.format: {self.name} was made of {self._record_format}; set data.format to this "
-                "format, or auto"
+                f"data.format: {self.name} was created from {self._record_format} records; set data.format "
+                f"to {self._record_format} or auto"
             )
         return self._record_format
 

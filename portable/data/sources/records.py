@@ -205,7 +205,8 @@ class CollectedErrors(BadRecords):
         lines = list(map(str, self.errors))
         remedy = "or set data.on_bad_record to skip"
         if len(lines) == 1:
-            return RecordError(f"{lines[0]}{', ' if '; ' in lines[0] else '; '}{remedy}")
+            separator = ", " if "; " in lines[0] else "; correct or remove the record, "
+            return RecordError(f"{lines[0]}{separator}{remedy}")
         kinds = self.count_by_kind
         counts = ", ".join(f"{count:,} x {kind}" for kind, count in kinds.most_common(_MOST_KINDS))
         more = ", ..." if len(kinds) > _MOST_KINDS else ""
@@ -431,7 +432,7 @@ def _validate_label(value: Any, name: str, location: str) -> int | float | str:
         )
     if isinstance(value, int) and abs(value) >= 1 << 63:
         raise UserError(
-            f"data.label_field: {location}: {name!r} is an integer of more than 64 bits; use smaller classes"
+            f"data.label_field: {location}: {name!r} is an integer of more than 64 bits; use smaller integers"
         )
     return int(value) if isinstance(value, bool) else value
 
@@ -480,8 +481,8 @@ def refuse_columns(fields: Fields, subject: str) -> None:
     """
     if fields.format not in (None, "text"):
         raise UserError(
-            f"data.format: {subject} have only text, no {fields.format}; use a data.source with records "
-            "(.jsonl, .json, .csv, .parquet or a hub dataset)"
+            f"data.format: {subject} contain only text, but data.format is {fields.format}; use a "
+            "data.source with records (.jsonl, .json, .csv, .parquet or a hub dataset)"
         )
     for key, name in (
         ("columns", fields.columns[0] if fields.columns else None),
@@ -491,6 +492,6 @@ def refuse_columns(fields: Fields, subject: str) -> None:
     ):
         if name is not None:
             raise UserError(
-                f"data.{key}: {subject} have only text, no {name!r}; use a data.source with that column "
-                "(.jsonl, .json, .csv, .parquet or a hub dataset)"
+                f"data.{key}: {subject} contain only text, and no column {name!r}; use a data.source with "
+                "this column (.jsonl, .json, .csv, .parquet or a hub dataset)"
             )

@@ -217,7 +217,9 @@ def _iter_json_rows(path: Path, name: str, fields: Fields) -> Iterator[LocatedRo
                 continue
             if position == len(text) and has_ended:
                 if is_in_list:
-                    raise UserError(f"data.source: {name}: the list does not end; copy the file again")
+                    raise UserError(
+                        f"data.source: {name}: the list of records is incomplete; copy the file again"
+                    )
                 return
             if is_in_list and text[position : position + 1] == "]":
                 is_in_list, position = False, position + 1

@@ -127,15 +127,16 @@ def parse_shard_layouts(index: dict[str, Any], name: str) -> list[ShardLayout]:
     """
     try:
         if not index.get("shards", index.get("chunks")):
-            raise ValueError("it lists no shards")
+            raise ValueError("there are no shards in the index")
         if "shards" in index:
             return [_parse_mosaic_shard(shard, name) for shard in index["shards"]]
         config = index["config"]
         kind = str(config["data_format"][0])
         if len(config["data_format"]) != 1 or not kind.startswith("no_header_tensor:"):
             raise UserError(
-                f"data.source: {name} has samples of {format_name_list(map(str, config['data_format']))}, "
-                "not only of tokens; write the tokens with litdata's TokensLoader"
+                f"data.source: {name} has samples of type "
+                f"{format_name_list(map(str, config['data_format']))}, but only samples of tokens are "
+                "supported; write the tokens with litdata's TokensLoader"
             )
         if config.get("compression") or config.get("encryption"):
             raise UserError(
@@ -178,7 +179,7 @@ def _parse_mosaic_shard(shard: dict[str, Any], name: str) -> ShardLayout:
         raise UserError(
             f"data.source: {name}: expected an MDS shard with a column {_TOKEN_COLUMNS[0]} or "
             f"{_TOKEN_COLUMNS[1]}, but found the columns {format_name_list(names)} in format "
-            f"{shard['format']}; convert it to .jsonl or .parquet"
+            f"{shard['format']}; convert the data to .jsonl or .parquet"
         )
     column_index = names.index(column)
     encoding, _, rest = str(shard["column_encodings"][column_index]).partition(":")
@@ -192,7 +193,10 @@ def _parse_mosaic_shard(shard: dict[str, Any], name: str) -> ShardLayout:
         )
     packed, raw = shard.get("zip_data"), shard["raw_data"]
     if packed is not None and shard["compression"].partition(":")[0] not in ("zstd", "gz"):
-        raise UserError(f"data.source: {name} is compressed with {shard['compression']}; use zstd or gz")
+        raise UserError(
+            f"data.source: {name} is compressed with {shard['compression']}, which is not supported; use "
+            "zstd or gz"
+        )
     return {
         "file": validate_relative_name((packed or raw)["basename"]),
         "compression": shard["compression"] if packed else None,
@@ -305,10 +309,10 @@ class ShardedTokens(TokenSource):
                     piece["bytes"] + 1
                 )
             if piece["bytes"] is not None and len(data) != piece["bytes"]:
-                raise ValueError(f"{len(data)} bytes, not {piece['bytes']}")
+                raise ValueError(f"the file has {len(data)} bytes, not {piece['bytes']}")
             for kind, digest in piece.get("hashes", {}).items():
                 if kind in hashlib.algorithms_available and hashlib.new(kind, data).hexdigest() != digest:
-                    raise ValueError(f"the {kind} differs from index.json")
+                    raise ValueError(f"the {kind} checksum does not match index.json")
             return data
 
     @contextmanager
@@ -346,7 +350,7 @@ def _parse_shard_documents(data: bytes, piece: ShardLayout) -> list[npt.NDArray[
     if sizes is None:
         return [np.frombuffer(data[start:stop], piece["dtype"]) for start, stop in pairwise(offsets)]
     if any(size is not None and (type(size) is not int or size < 0) for size in sizes):
-        raise ValueError(f"the columns have the sizes {sizes}")
+        raise ValueError(f"the column sizes are {sizes}")
     column = piece["column"]
     # Fixed sizes are added once for all samples, because the index may list any number of columns.
     heads, heads_before = (sum(size is None for size in part) for part in (sizes, sizes[:column]))
@@ -515,8 +519,9 @@ class SavedTokenDataset(TokenSource):
         )
         if column is None:
             raise UserError(
-                f"data.source: {self.name} has the columns {format_name_list(dataset.column_names)}, not "
-                f"{_TOKEN_COLUMNS[1]} or {_TOKEN_COLUMNS[0]}; write the text with to_parquet or to_json"
+                f"data.source: {self.name} has the columns {format_name_list(dataset.column_names)}, but "
+                f"neither {_TOKEN_COLUMNS[1]} nor {_TOKEN_COLUMNS[0]}; write the dataset with to_parquet "
+                "or to_json"
             )
         return dataset.select_columns([column]).with_format("arrow"), column
 
@@ -528,7 +533,8 @@ class SavedTokenDataset(TokenSource):
             tokens = values.flatten().to_numpy(zero_copy_only=False)
             if not np.issubdtype(tokens.dtype, np.integer):
                 raise UserError(
-                    f"data.source: {self.name}: {column} does not contain integers; save token ids"
+                    f"data.source: {self.name}: {column} does not contain integers; save token ids in this "
+                    "column"
                 )
             if len(tokens):
                 check_token_ids(tokens, vocab_size, self.name)

@@ -57,11 +57,14 @@ def open_source(settings: SourceSettings) -> DataSource:
     """
     data = settings.data
     if settings.task not in TASKS:
-        raise UserError(f"model.task: {settings.task!r} is unknown; use one of {', '.join(TASKS)}")
+        raise UserError(f"model.task: {settings.task!r} is not supported; use one of {', '.join(TASKS)}")
     if data.seq_len < 1:
         raise UserError(f"data.seq_len: {data.seq_len} is less than 1; use a positive number")
     if data.eval_fraction is not None and not 0 <= data.eval_fraction < 1:
-        raise UserError(f"data.eval_fraction: {data.eval_fraction} is not in [0, 1); set a share below 1")
+        raise UserError(
+            f"data.eval_fraction: {data.eval_fraction} is outside the range 0 to 1; set a number of at "
+            "least 0 and less than 1"
+        )
     if data.max_samples is not None and data.max_samples < 1:
         raise UserError(f"data.max_samples: {data.max_samples} is less than 1; use a positive number or null")
     if data.source is None and not data.stream:
@@ -121,7 +124,7 @@ class StreamSource(DataSource):
         sources = [_open_named_source([name], settings) for name in names]
         if len({source.must_stream_alone for source in sources}) > 1:
             raise UserError(
-                f"data.source: {names[0]}: shards of tokens cannot be mixed with other files; list only "
+                f"data.source: {names[0]}: shards of tokens cannot be mixed with other files; specify only "
                 "shards of one kind"
             )
         total = sum(source.stored_bytes for source in sources)
@@ -408,8 +411,8 @@ class StandardLibrarySource(DataSource):
             yield Document(text)
         if not count:
             raise UserError(
-                f"data.source: this Python has no standard library sources in {self._root}; name a file or "
-                "dataset"
+                "data.source: is not set, and the default, Python's standard library, has no source files "
+                f"in {self._root}; set data.source to a file or a dataset"
             )
 
     def _list_files(self) -> list[Path]:

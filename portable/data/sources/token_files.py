@@ -91,7 +91,7 @@ class TokenFilesSource(TokenSource):
         if not all(map(is_token_file, names)) or settings.data.max_samples is not None:
             raise UserError(
                 f"data.source: {names[0]}: token files cannot be mixed with text files or combined with "
-                "data.max_samples; list only token files, and remove data.max_samples"
+                "data.max_samples; specify only token files, and remove data.max_samples"
             )
         return cls(", ".join(names), [path for name in names for path in list_token_files(name)], settings)
 
@@ -147,8 +147,8 @@ def check_token_ids(tokens: npt.NDArray[Any], vocab_size: int, path: object) -> 
     """
     if (least := int(tokens.min())) < 0:
         raise UserError(
-            f"data.source: {path}: contains the token {least}, which is negative; write the file again with "
-            "the ids of a tokenizer"
+            f"data.source: {path}: contains the negative token id {least}; write the file again with the "
+            "token ids of a tokenizer"
         )
     if (largest := int(tokens.max())) >= vocab_size:
         raise UserError(
@@ -218,7 +218,7 @@ def _read_megatron_layout(path: Path, size: int) -> _TokenFileLayout:
         data = file.read()
     if not data.startswith(_MEGATRON) or len(data) < 34 or data[17] not in _MEGATRON_TYPES:
         raise UserError(
-            f"data.source: {index}: is not an index of Megatron; remove the file, or copy the file again"
+            f"data.source: {index}: is not a Megatron index file; remove the file, or copy the file again"
         )
     dtype = np.dtype(_MEGATRON_TYPES[data[17]])
     sequences, documents = np.frombuffer(data, "<u8", 2, offset=18).astype(np.int64).tolist()

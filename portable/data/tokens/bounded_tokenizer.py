@@ -117,7 +117,10 @@ def _build_tokenizer_error(tokenizer: Any, reason: str) -> UserError:
     """Build an error that consists of the name of the tokenizer, the reason and a remedy."""
     name = getattr(tokenizer, "name_or_path", None)
     subject = repr(str(name)) if name else "the tokenizer"
-    return UserError(f"data.tokenizer: {subject} {reason}; use another tokenizer, or null to train one")
+    return UserError(
+        f"data.tokenizer: {subject} {reason}; use another tokenizer, or set data.tokenizer to null to train "
+        "one"
+    )
 
 
 def _call_within_limits(tokenizer: Any, function: Callable[[], Any], characters: int, action: str) -> Any:

@@ -563,7 +563,9 @@ class _LabelWriter:
         lists = isinstance(label, tuple)
         items = label if isinstance(label, tuple) else (label,)
         if self._are_lists not in (None, lists):
-            raise UserError("data.label_field: some labels are lists, but others are not; use one kind")
+            raise UserError(
+                "data.label_field: some labels are lists, but others are not; use labels of one kind"
+            )
         self._are_lists = lists
         self._count += len(items)
         self._has_repeated_class = self._has_repeated_class or len(set(items)) < len(items)
@@ -623,7 +625,7 @@ class _LabelWriter:
                 raise UserError(
                     f"data.label_field: the label {str(texts[0])!r} is not a number, but other labels are "
                     f"numbers with a fraction, such as {self._fraction:g}; remove the records without a "
-                    "number, or empty their cells, which data.on_bad_record: skip leaves out"
+                    "number, or leave their cells empty and set data.on_bad_record to skip"
                 )
             self._names |= {cell: str(cell) for cell in cells}
 
@@ -647,8 +649,8 @@ class _LabelWriter:
         names = self._renumber_in_sorted_order(self._class_numbers)
         if self._are_lists and self._has_repeated_class:
             raise UserError(
-                "data.label_field: a list contains a class twice; list the classes of the text, or for "
-                "each class a number with a fraction (0.0, 1.0) or a boolean"
+                "data.label_field: a list contains a class twice; list each class of a text once, or list "
+                "one float (0.0, 1.0) or boolean for every class"
             )
         self._delete_files(VALUES, *(() if self._are_lists else (LABEL_ENDS,)))
         return _LabelSummary("sets", 0, names) if self._are_lists else _LabelSummary("classes", 1, names)
@@ -700,7 +702,9 @@ def _compute_json_digest(content: Any) -> str:
 
 
 def _build_mixed_labels_error() -> UserError:
-    return UserError("data.label_field: some labels are numbers, but others are strings; use one kind")
+    return UserError(
+        "data.label_field: some labels are numbers, but others are strings; use labels of one kind"
+    )
 
 
 # --- reading ------------------------------------------------------------------------------------------------
@@ -873,7 +877,9 @@ class TokenCache:
         try:
             meta = json.loads((folder / _META_FILE).read_text(encoding="utf-8"))
             if meta["format"] != CACHE_FORMAT:
-                raise CacheDamagedError(f"{folder}: format {meta['format']}, not {CACHE_FORMAT}")
+                raise CacheDamagedError(
+                    f"{folder}: the format version is {meta['format']}, not {CACHE_FORMAT}"
+                )
             if (
                 _compute_json_digest({key: value for key, value in meta.items() if key != "digest"})
                 != meta["digest"]

@@ -402,8 +402,8 @@ class ConversationEncoder:
             return []
         if self._image_reader is None:
             raise RecordError(
-                f"data.images: {conversation.location}: the record has an image, but data.images "
-                "is not true; set data.images: true, with a model for images, or remove the images"
+                f"data.images: {conversation.location}: the record has an image, but data.images is not true; "
+                "set data.images: true and use a model that accepts images, or remove the images"
             )
         return [
             self._image_reader.load_image(reference, conversation.location, states)
@@ -433,8 +433,8 @@ class ConversationEncoder:
             except Exception as error:  # processors raise several types
                 size = f"{image.size.width} x {image.size.height} pixels"
                 raise RecordError(
-                    f"data.source: {drafts[0].conversation.location}: the processor of the model refuses an "
-                    f"image of {size} ({to_one_line(error)[:200]}); remove or resize it"
+                    f"data.source: {drafts[0].conversation.location}: the model's image processor rejects "
+                    f"an image of {size} ({to_one_line(error)[:200]}); remove or resize the image"
                 ) from error
         return [expand_placeholders(draft, processor.placeholder, replacements) for draft in drafts]
 
@@ -560,7 +560,9 @@ class ConversationEncoder:
             last = self._find_stop_token(draft, draft.conversation, encoding, index, closed)
             if last <= first:
                 raise build_template_error(
-                    draft.conversation, f"the template writes nothing for message {index + 1}, an answer"
+                    draft.conversation,
+                    f"the template renders no text for message {index + 1}, which is an answer; remove "
+                    "the record, or use another template",
                 )
             trained[first:last] = True
         for first, last in self._find_image_tokens(draft, encoding):
@@ -770,7 +772,7 @@ def build_template_notes(counts: Counter[str], unmatched_prompt: str) -> list[st
     if counts["lost"] and counts["lost"] == counts["thoughts"] and 2 * counts["think"] > counts["records"]:
         raise UserError(
             f"data.chat_template: the template leaves out all reasoning, which {counts['think']:,} of "
-            f"{counts['records']:,} records have; use a template that writes the reasoning, or remove the "
+            f"{counts['records']:,} records contain; use a template that renders reasoning, or remove the "
             "reasoning"
         )
     lines = [f"data.chat_template: {line}" for line in template_notes]

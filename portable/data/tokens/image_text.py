@@ -39,8 +39,8 @@ def expand_placeholders(
         )
         raise build_template_error(
             conversation,
-            f"{placeholder!r}, the placeholder of an image, is in the text {counts}; use the template of the "
-            "model, and remove the placeholder from texts",
+            f"the rendered text contains the image placeholder {placeholder!r} {counts}; use the model's "
+            "template, and remove the placeholder from texts",
         )
     if not starts:
         return draft

@@ -177,8 +177,8 @@ class WorkerProcess:
         """Wait for the end of the process, and build the error that contains its exit code."""
         code = self._process.wait()
         return RunError(
-            f"data.source: a process that tokenizes ended with code {code}, most likely because of a lack "
-            "of memory; free memory and run the same command again"
+            f"data.source: a process that tokenizes ended with code {code}, most likely because memory ran "
+            "out; free memory and run the same command again"
         )
 
 

@@ -306,13 +306,15 @@ class TemplateRenderer:
                 count = {end: len(self._render_marked(conversation, messages[:end])[1]) for end in ends}
                 spans = [span for index in marked_answers for span in spans[count[index] : count[index + 1]]]
             if marked_answers and not spans:
-                raise build_template_error(conversation, "{% generation %} marks nothing in it")
+                raise build_template_error(
+                    conversation, ("{% generation %} marks no text of the record; correct the template")
+                )
             answers = tuple(index for index in answers if index not in marked_answers)
         if 2 * len(answers) * len(text) > _MAX_RENDERED_CHARS:
             raise build_template_error(
                 conversation,
                 f"{len(answers):,} answers in {len(text):,} characters are too many to find by their "
-                "prefixes; cut the record into shorter ones, or use a template with {% generation %}",
+                "prefixes; split the record into shorter records, or use a template with {% generation %}",
             )
         opened_at = tuple(
             self._find_answer_start(
@@ -620,7 +622,8 @@ def _convert_template_errors(conversation: Conversation, context: str = "") -> I
         raise
     except Exception as error:
         raise build_template_error(
-            conversation, f"the template fails{context} ({_describe_error(error)})"
+            conversation,
+            (f"the template fails{context} ({_describe_error(error)}); correct the template or the record"),
         ) from error
 
 
@@ -636,7 +639,7 @@ def _compile_template(text: str) -> Any:
         raise
     except Exception as error:
         raise UserError(
-            f"data.chat_template: not a valid template ({to_one_line(error)}); correct the template"
+            f"data.chat_template: is not a valid template ({to_one_line(error)}); correct the template"
         ) from error
 
 
@@ -656,7 +659,8 @@ def _validate_length(conversation: Conversation, text: str) -> str:
     ):
         raise build_template_error(
             conversation,
-            f"the template writes {len(text):,} characters of {num_characters:,}; use another template",
+            f"the template renders {len(text):,} characters for a record of {num_characters:,}; use "
+            "another template",
         )
     return replace_surrogates(text)
 
@@ -671,11 +675,11 @@ def _check_messages_shown(conversation: Conversation, text: str) -> None:
     """
     for index, message in enumerate(conversation.messages):
         names = [call["function"]["name"] for call in message.get("tool_calls", ())]
-        parts = [(f"the call of {name!r}; use a template that writes calls", name) for name in names]
+        parts = [(f"the call of {name!r}; use a template that renders tool calls", name) for name in names]
         if message["role"] in RARE_ROLES or (message["role"] in SYSTEM_ROLES and index):
             description = (
-                f"message {index + 1}, from {message['role']}; use a template that writes it, or move the "
-                "message"
+                f"message {index + 1}, which has role {message['role']}; use a template that renders the "
+                "message, or move the message"
             )
             parts.append((description, get_message_text(message).strip()))
         for description, content in parts:
@@ -725,11 +729,10 @@ def build_answer_not_found_error(conversation: Conversation, index: int) -> Answ
         remedy = f"use another template, or leave {role} out of data.roles_to_train"
     elif not index:
         reason = (
-            "the assistant speaks first, and the template does not write the text that precedes other "
-            "answers "
-            "before the first answer"
+            "the first message is from the assistant, and the template does not render the text before it "
+            "that precedes other answers"
         )
-        remedy += ", or let a user speak first"
+        remedy += ", or begin the conversation with a user message"
     return AnswerNotFoundError(f"data.chat_template: {conversation.location}: {reason}; {remedy}")
 
 
@@ -789,7 +792,7 @@ def check_answer_words(
         if trained_text.count(replace_surrogates(name)) < calls + spoken:
             raise build_template_error(
                 conversation,
-                f"the template leaves out the call of {name!r}; use a template that writes calls",
+                f"the template leaves out the call of {name!r}; use a template that renders tool calls",
             )
     place = 0
     for _, answer_text in answer_words:
@@ -814,8 +817,8 @@ def check_answer_words(
             keys = ", ".join(conversation.messages[number])
             raise build_template_error(
                 conversation,
-                f"the template leaves out the words of message {number + 1}, an answer, whose keys are "
-                f"{keys}; use a template that writes them, or remove the key that is written instead",
+                f"the template leaves out the text of message {number + 1}, an answer with the keys "
+                f"{keys}; use a template that renders this text, or remove the key that is rendered instead",
             )
         place = sum(min(places))
 

@@ -90,7 +90,7 @@ def load_tokenizer(
     try:
         loaded = load() if offline else read_hub_once_per_node(name_or_path, "tokenizer", load)
         if not isinstance(loaded, PreTrainedTokenizerBase):  # a pair of tokenizers, as RAG has
-            raise TypeError(f"{type(loaded).__name__} does not encode texts")
+            raise TypeError(f"{type(loaded).__name__} is not a text tokenizer")
         return loaded
     except UserError:
         raise
@@ -98,7 +98,8 @@ def load_tokenizer(
         if "trust_remote_code" in str(error):
             raise UserError(
                 f"{key}: {name_or_path!r} contains Python code, which runs only if model.trust_remote_code "
-                "is true; set model.trust_remote_code if you trust the code, or use another tokenizer"
+                "is true; set model.trust_remote_code to true if you trust the code, or use another "
+                "tokenizer"
             ) from error
         raise _build_load_error(key, name_or_path, error) from error
     except BaseException as error:  # damaged files and network failures raise many classes
@@ -122,7 +123,7 @@ def _build_load_error(key: str, name_or_path: str, error: BaseException) -> User
     reason = reason if len(reason) <= 200 else reason[:197] + "..."
     remedy = "use a folder with tokenizer files"
     if key == "data.tokenizer":
-        remedy += ", a hub id, or null to train one on the source"
+        remedy += "or a hub id, or set data.tokenizer to null to train a tokenizer on the source"
     return UserError(f"{key}: cannot load {name_or_path!r} ({reason}); {remedy}")
 
 
@@ -161,8 +162,10 @@ def check_languages(tokenizer: Any, *, source: str | None, target: str | None) -
                 codes = _list_languages(tokenizer)
                 code = codes_by_side[side] or ""
                 near = find_similar_names(code, codes)
-                hint = f"did you mean {near[0]}?" if near else f"it has {format_name_list(codes)}"
-                raise UserError(f"data.{side}_language: the tokenizer has no language {code!r}; {hint}")
+                hint = f"did you mean {near[0]}?" if near else f"use one of {format_name_list(codes)}"
+                raise UserError(
+                    f"data.{side}_language: the tokenizer does not support the language {code!r}; {hint}"
+                )
 
 
 def _list_languages(tokenizer: Any) -> list[str]:

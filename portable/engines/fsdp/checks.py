@@ -18,11 +18,14 @@ def check_memory(config: RunConfig) -> Iterator[SettingProblem]:
     """Yield the settings of section ``memory`` that FSDP2 or DDP does not support."""
     for key in ("memory.offload_optimizer", "memory.offload_params"):
         if config.get(key) == "nvme":
-            yield SettingProblem((key,), f"{key}: nvme needs DeepSpeed; use strategy zero3, or cpu")
+            yield SettingProblem(
+                (key,), f"{key}: nvme needs DeepSpeed; set strategy to zero3, or {key} to cpu"
+            )
         if config.strategy == "no_shard" and config.get(key) != "none":
             yield SettingProblem(
                 (key, "strategy"),
-                f"{key}: strategy no_shard does not offload; use full_shard, which also offloads on one rank",
+                f"{key}: does not work with strategy no_shard; set strategy to full_shard, which also "
+                "works on one rank",
             )
 
 
@@ -31,7 +34,9 @@ def check_fsdp(config: RunConfig) -> Iterator[SettingProblem]:
     for name, value in config.fsdp if config.strategy == "no_shard" else ():
         if value is not None:
             key = f"fsdp.{name}"
-            reason = f"{key}: has no effect with strategy no_shard; remove {key}, or use full_shard"
+            reason = (
+                f"{key}: has no effect with strategy no_shard; remove {key}, or set strategy to full_shard"
+            )
             yield SettingProblem((key,), reason)
 
 

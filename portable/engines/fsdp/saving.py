@@ -362,7 +362,10 @@ def _merge_keys(keys_by_rank: Sequence[list[KeyEntry]]) -> _MergedKeys:
     for rank, keys_of_rank in enumerate(keys_by_rank):
         for entry in keys_of_rank:
             if merged.setdefault(entry.key, entry) != entry:
-                raise OSError(f"{entry.key}: the shape or dtype on rank {rank} differs from a lower rank")
+                raise OSError(
+                    f"{entry.key}: the shape or dtype on rank {rank} differs from the shape or dtype on a "
+                    "lower rank"
+                )
             holders.setdefault(entry.key, []).append(rank)
     incomplete = {key: tuple(ranks) for key, ranks in holders.items() if len(ranks) < len(keys_by_rank)}
     return _MergedKeys(list(merged.values()), incomplete)

@@ -157,8 +157,8 @@ class WriterProcess:
         except (EOFError, BrokenPipeError, ConnectionResetError):
             code = None if self._process is None else self._process.wait()
             raise OSError(
-                f"the process that writes checkpoints ended with code {code}, possibly because of a "
-                "lack of memory"
+                f"the process that writes checkpoints ended with code {code}, possibly because memory ran "
+                "out; set checkpoint.async to false to save without this process"
             ) from None
 
     def _send_batch(self, items: Sequence[PlannedItem], planner: SavePlanner) -> None:
