@@ -1,4 +1,4 @@
-"""List of the benchmarks, with their comparisons, requirements, and approximate run times on two cores."""
+"""List the benchmarks with their comparisons, requirements, and approximate run times on two cores."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measure the peak memory of parts of a program on the CPU, with torch's profiler."""
+"""Measure the peak CPU memory of code sections with torch's profiler."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ _MARK = "allocations: "
 
 @dataclass
 class Phase:
-    """Peak memory of a phase, in bytes above the level at the start of the recording."""
+    """Peak memory of a phase in bytes, relative to the start of the recording."""
 
     peak: int = 0
 
 
 @dataclass
 class Recording:
-    """Peaks of the phases of a recording. A phase is a named part of the recorded code."""
+    """Peak memory of each phase in a recording. A phase is a named section of the recorded code."""
 
     phases: dict[str, Phase] = field(default_factory=dict)
     """Peak of each phase, keyed by name. Empty until the context of :func:`allocations` has ended."""
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Mark the code in this context as the phase ``name``."""
+        """Return a context manager that records its code as the phase ``name``."""
         with torch.profiler.record_function(_MARK + name):
             yield
 
@@ -40,7 +40,7 @@ def allocations() -> Iterator[Recording]:
     """Record every CPU allocation of torch within this context.
 
     Yields:
-        The recording, whose phases are filled when the context ends.
+        The recording. Its phases are filled when the context ends.
     """
     recording = Recording()
     with torch.profiler.profile(

@@ -1,20 +1,20 @@
-"""Cost of a save and of a resume, in CPU seconds and memory, by the number of ranks and tensors.
+"""Measure the cost of saving and resuming, in CPU seconds and memory, by number of ranks and tensors.
 
     python -m benchmarks.checkpoint_scale growth --tensors 1137 --ranks 8 32 128
     python -m benchmarks.checkpoint_scale steps --place thread
 
-``growth`` writes a checkpoint of ``--ranks`` ranks, one rank after the other in one process. Tensors have
-rows of four values, one row on each rank, and the state consists of the weights and two moments of each
-parameter. Each rank writes a shard file and a table that lists the contents of this file, and rank 0 writes
-``.metadata`` for all ranks. The benchmark measures the table of one rank, rank 0's work on ``.metadata``, and
-the opening of the checkpoint by one rank of the same world size, by one rank of half the world size, and by
-``portable-convert``, which reads ``.metadata``.
+``growth`` writes a checkpoint for ``--ranks`` ranks, one after the other in a single process. The
+state consists of the weights and two moments of each parameter. Each tensor has one row of four
+values per rank. Each rank writes a shard file and a table that lists the contents of the file, and
+rank 0 writes ``.metadata`` for all ranks. The benchmark measures one rank's table and rank 0's work
+on ``.metadata``. It also measures the cost of opening the checkpoint: in one rank of the same world
+size, in one rank of half the world size, and in ``portable-convert``, which reads ``.metadata``.
 
-``steps`` trains a small model and saves a large state in the background. It compares the time of the steps
-during the save with the other steps. The wall times are only meaningful if no other program uses the cores.
-The time without core waits is the wall time minus the time in which the thread was ready to run but another
-thread or program used its core. The kernel counts both times. ``--cores 0 1`` keeps the training loop on one
-core, and the threads and processes of the save on the other.
+``steps`` trains a small model and saves a large state in the background. It compares the step times
+during the save with the other steps. The wall times are only meaningful if no other program uses
+the cores. The time without core waits is the wall time minus the time in which the thread was ready
+to run, but another thread or program used its core. The kernel counts both times. ``--cores 0 1``
+keeps the training loop on one core, and the threads and processes of the save on the other.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def list_keys(parameters: int, ranks: int) -> list[KeyEntry]:
 
     Args:
         parameters: Number of parameters.
-        ranks: Number of ranks, which is the number of rows of each tensor.
+        ranks: Number of ranks, which is also the number of rows in each tensor.
     """
     names = [f"model.layers.{n // 9}.mlp.part{n % 9}.weight" for n in range(parameters)]
     paths: list[tuple[str | int, ...]] = [("model", name) for name in names]
@@ -75,9 +75,9 @@ def list_keys(parameters: int, ranks: int) -> list[KeyEntry]:
 
 
 def write_rank(folder: Path, keys: list[KeyEntry], rank: int) -> RankTable:
-    """Write the shard file and the table of one rank, and return the table.
+    """Write one rank's shard file and table, and return the table.
 
-    Every element in the shard file is the number of the rank.
+    Every element in the shard file is the rank.
     """
     buffer = io.BytesIO()
     torch.save(torch.full((1, COLUMNS), float(rank)), buffer)
@@ -95,7 +95,7 @@ def write_rank(folder: Path, keys: list[KeyEntry], rank: int) -> RankTable:
 
 
 def write_metadata(folder: Path, tables: list[RankTable]) -> int:
-    """Write ``.metadata`` and the index of the tables as rank 0 does.
+    """Write ``.metadata`` and the index of the tables, as rank 0 does.
 
     Returns:
         The size of ``.metadata`` in bytes.
@@ -111,22 +111,22 @@ def write_metadata(folder: Path, tables: list[RankTable]) -> int:
 
 
 def measure_cpu(function: Callable[[], Any]) -> tuple[float, Any]:
-    """Return the seconds of CPU time that a call takes, and its result."""
+    """Call a function, and return its CPU time in seconds and its result."""
     start = time.process_time()
     result = function()
     return time.process_time() - start, result
 
 
 def open_as(folder: Path, rank: tuple[int, int] | None, shared: Path | None) -> None:
-    """Open a checkpoint and read the rows of one rank.
+    """Open a checkpoint and read one rank's rows.
 
-    Prints the seconds of CPU time and the additional peak memory in MiB, for :func:`measure_opening`.
+    Prints the CPU time in seconds and the additional peak memory in MiB, for :func:`measure_opening`.
 
     Args:
         folder: Folder of the checkpoint.
-        rank: The rank and the world size. If None, the metadata of all ranks but no tensor is read.
-        shared: Index of ``.metadata``, which the first process of a node writes and the other processes read.
-            If None, no index is used.
+        rank: Rank and world size. If None, the metadata of all ranks is read, but no tensors.
+        shared: Index of ``.metadata``, which the first process on a node writes and the other processes
+            read. If None, no index is used.
     """
 
     def build_once(key: str, write: Callable[[Path], None]) -> Path | None:
@@ -158,7 +158,7 @@ def measure_opening(folder: Path, rank: str, shared: Path | None = None) -> tupl
         shared: See :func:`open_as`.
 
     Returns:
-        The seconds of CPU time, and the additional peak memory in MiB.
+        The CPU time in seconds, and the additional peak memory in MiB.
     """
     command = [sys.executable, "-m", "benchmarks.checkpoint_scale", "open", str(folder), "--rank", rank]
     command += [] if shared is None else ["--shared", str(shared)]
@@ -170,7 +170,7 @@ def write_empty_rank(folder: Path, table: RankTable, rank: int) -> RankTable:
     """Write an empty shard file and an empty table for a rank.
 
     Returns:
-        A table object for the rank that has the size of ``table``, the table of another rank.
+        A table object for the rank, with the same size as ``table``, which belongs to another rank.
     """
     record = table.record
     boxes = {shape: Box((rank, 0), box.sizes) for shape, box in record.boxes.items()}
@@ -180,15 +180,16 @@ def write_empty_rank(folder: Path, table: RankTable, rank: int) -> RankTable:
 
 
 def measure_growth(parameters: int, ranks: int, *, sparse: bool = False) -> dict[str, float]:
-    """Write and open the checkpoint of ``ranks`` ranks.
+    """Write and open a checkpoint for ``ranks`` ranks.
 
     Args:
         parameters: Number of parameters.
         ranks: Number of ranks.
-        sparse: Whether to write the files of only the last two ranks, and empty files for all others.
+        sparse: Whether to write real files only for the last two ranks, and empty files for all other
+            ranks.
 
     Returns:
-        Row of the table: CPU seconds, MiB and counts, keyed by the title of the column.
+        Table row with CPU seconds, MiB and counts, keyed by column title.
     """
     folder = Path(tempfile.mkdtemp(prefix="checkpoint-scale-"))
     try:
@@ -232,7 +233,7 @@ def measure_growth(parameters: int, ranks: int, *, sparse: bool = False) -> dict
 
 
 def print_exponents(rows: Sequence[dict[str, float]]) -> None:
-    """Print the exponents of growth in the number of ranks, between the first and the last row."""
+    """Print the exponents of growth with the number of ranks, computed from the first and the last row."""
     if len(rows) > 1:
         first, last = rows[0], rows[-1]
         growth = math.log(last["ranks"] / first["ranks"])
@@ -248,12 +249,12 @@ def print_exponents(rows: Sequence[dict[str, float]]) -> None:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one optimizer step.
+    """Time of one optimizer step, in seconds.
 
     Attributes:
-        wall: Seconds from start to end.
-        cpu: Seconds that the thread of the training loop ran on a core.
-        queued: Seconds that this thread waited for a core, while another thread or program used the core.
+        wall: Wall time of the step.
+        cpu: Time in which the training loop's thread ran on a core.
+        queued: Time in which this thread waited for a core that another thread or program used.
     """
 
     wall: float
@@ -262,30 +263,31 @@ class StepTime:
 
     @property
     def alone(self) -> float:
-        """Seconds from start to end without the time that the thread waited for a core."""
+        """Wall time in seconds, without the time in which the thread waited for a core."""
         return self.wall - self.queued
 
     @property
     def blocked(self) -> float:
-        """Seconds in which the thread waited for something other than a core, such as the GIL or the disk."""
+        """Seconds in which the thread waited for anything except a core, such as the GIL or the disk."""
         return self.wall - self.queued - self.cpu
 
 
 def train_with_saves(
     place: str, tensors: int, megabytes: int, device: str, *, saves: int = 4, cores: Sequence[int] = ()
 ) -> dict[str, float]:
-    """Train a small model, save in the background, and compare the steps during saves with the other steps.
+    """Train a small model with background saves, and compare the steps during saves with other steps.
 
     Args:
-        place: Place where the state is written. See :func:`choose_saver`.
-        tensors: Number of tensors of the state.
+        place: Method of saving. See :func:`choose_saver`.
+        tensors: Number of tensors in the state.
         megabytes: Size of the state in MiB.
         device: Device of the model and the state.
         saves: Number of saves. The first save is not counted, because it starts processes.
-        cores: Core of the training loop, and core of all other threads and processes. Empty to use any core.
+        cores: Core for the training loop, and core for all other threads and processes. Empty to use
+            any core.
 
     Returns:
-        Times and ratios, keyed by their description.
+        Times and ratios, keyed by description.
     """
     import torch.distributed as dist
 
@@ -349,10 +351,10 @@ def train_with_saves(
 
 @contextmanager
 def on_core(*core: int, back_to: Sequence[int]) -> Iterator[None]:
-    """Run this thread on the cores ``core`` within this context, and on the cores ``back_to`` afterwards.
+    """Run this thread on ``core`` within this context, and on ``back_to`` afterward.
 
-    Threads and processes that are started within this context stay on ``core``. An empty list leaves the
-    cores unchanged.
+    Threads and processes that are started within this context stay on ``core``. An empty list leaves
+    the cores unchanged.
     """
     if core:
         os.sched_setaffinity(0, core)
@@ -364,7 +366,7 @@ def on_core(*core: int, back_to: Sequence[int]) -> Iterator[None]:
 
 
 def read_core_times() -> tuple[float, float]:
-    """Return the seconds that this thread has run on a core, and that it has waited for a core.
+    """Return how many seconds this thread has run on a core, and how many it has waited for a core.
 
     The second value is 0 if the kernel does not count it.
     """
@@ -388,11 +390,11 @@ def measure_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch
 
 
 def start_copying(state: dict[str, Any], folder: Path) -> Callable[[], bool]:
-    """Start a program that writes as many bytes as the state has, from the memory of the program.
+    """Start a program that writes the same number of bytes as a save, from its memory.
 
-    The program is the control of the measurement. It shares caches, memory and disk with the training
-    process, but it does not need the training process or its GIL. A slowdown with this program is therefore
-    caused by the machine, not by the way of saving.
+    The program is a control: it uses the same caches, memory and disk as the training process, but not
+    its GIL. If steps are slower with this program, this is caused by the machine instead of the method
+    of saving.
 
     Returns:
         Function that returns whether the program has ended.
@@ -419,7 +421,8 @@ def choose_saver(place: str) -> Callable[[dict[str, Any], Path], Callable[[], bo
             torch's ``async_save``, or ``other-program`` for the control of :func:`start_copying`.
 
     Returns:
-        Function of the state and the folder. It returns a function that returns whether the save has ended.
+        Function that accepts the state and the folder. It returns a function that returns whether the
+        save has ended.
     """
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
     from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save
@@ -443,7 +446,7 @@ def choose_saver(place: str) -> Callable[[dict[str, Any], Path], Callable[[], bo
 
 
 def main() -> None:
-    """Run the measurement that the command line selects, and print its table."""
+    """Run the measurement selected on the command line, and print its table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     growth = commands.add_parser("growth")

@@ -1,8 +1,8 @@
-"""Comparison of `portable-convert` with `cp` and the frameworks' own scripts.
+"""Compare `portable-convert` with `cp` and with each framework's conversion script.
 
-``python -m benchmarks.convert`` lets each framework write a checkpoint. It then runs `portable-convert`, `cp`
-and the script of the framework in turns, with a warm page cache, and measures each complete process. Every
-result is compared with this project's result, tensor by tensor.
+``python -m benchmarks.convert`` lets each framework write a checkpoint. It then alternates between
+`portable-convert`, `cp` and the framework's script, with a warm page cache, and measures each
+complete process. Every result is compared with this project's result, tensor by tensor.
 """
 
 from __future__ import annotations
@@ -91,13 +91,14 @@ ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class Contestant:
-    """Program that is measured on a checkpoint.
+    """Program to measure on a checkpoint.
 
     Attributes:
-        name: Name in the table.
-        command: Function of the checkpoint and the output folder that returns the command line.
-        makes_folder: Whether the program creates the output folder itself. If not, the benchmark creates it.
-        writes: Whether the program writes a conversion that can be compared.
+        name: Name of the program in the table.
+        command: Function that returns the command line for a checkpoint and an output folder.
+        makes_folder: Whether the program creates the output folder. Otherwise, the benchmark creates
+            it.
+        writes: Whether the program writes a result that can be compared.
     """
 
     name: str
@@ -112,9 +113,9 @@ class Run:
 
     Attributes:
         wall: Wall time in seconds.
-        cpu: User and system time in seconds. Other programs affect this time less than the wall time.
-        rss: Peak resident memory in MiB, including the pages of mapped files.
-        anonymous: Peak anonymous memory in MiB, from samples every 10 ms.
+        cpu: User and system time in seconds. Other programs affect it less than the wall time.
+        rss: Peak resident memory in MiB, including pages of mapped files.
+        anonymous: Peak anonymous memory in MiB, sampled every 10 ms.
     """
 
     wall: float
@@ -125,12 +126,12 @@ class Run:
 
 @dataclass
 class Result:
-    """All runs of one contestant on one checkpoint.
+    """All runs of one program on one checkpoint.
 
     Attributes:
-        name: Name of the contestant.
+        name: Name of the program.
         runs: Measured runs.
-        failed: Last output line of the contestant if it failed. Otherwise empty.
+        failed: Last output line of the program if it failed, otherwise empty.
     """
 
     name: str
@@ -151,7 +152,7 @@ def portable(kind: str, source: Path, out: Path, *more: str) -> list[str]:
 
 
 def copies(result: Path) -> list[Contestant]:
-    """Return two contestants that copy the weights of a result with `cp`: without and with a sync to disk."""
+    """Return two contestants that copy a result's weights with `cp`, without and with a sync to disk."""
     copy = f'cp {shlex.quote(str(result))}/*.safetensors "$0"'
 
     def shell(name: str, script: str) -> Contestant:
@@ -161,11 +162,11 @@ def copies(result: Path) -> list[Contestant]:
 
 
 def contestants(kind: str, result: Path) -> list[Contestant]:
-    """Return all contestants for a kind of checkpoint.
+    """Return all contestants for a type of checkpoint.
 
     Args:
-        kind: Kind of the checkpoint.
-        result: Folder of a finished conversion, whose weights `cp` copies.
+        kind: Type of the checkpoint.
+        result: Folder of a finished conversion, used as the source of `cp`.
     """
 
     def ours(*more: str) -> Callable[[Path, Path], list[str]]:
@@ -185,13 +186,13 @@ def contestants(kind: str, result: Path) -> list[Contestant]:
 
 
 def measure(command: Sequence[str], log: Path) -> tuple[Run, int]:
-    """Run a command to its end, and return its cost and exit code.
+    """Run a command until it ends, and return its cost and exit code.
 
-    The compiled Python modules of the command are cached next to `log`, as a real installation caches them.
+    Compiled Python modules are cached next to `log`, as in a real installation.
 
     Args:
         command: Command line.
-        log: File that the output of the command is written to.
+        log: File for the output of the command.
     """
     compiled = {"PYTHONPYCACHEPREFIX": str(log.with_name("pycache").absolute())}
     peaks = {"VmHWM": 0, "RssAnon": 0}
@@ -225,17 +226,19 @@ def measure(command: Sequence[str], log: Path) -> tuple[Run, int]:
 
 
 def compete(kind: str, source: Path, work: Path, rounds: int, *, peers: bool = True) -> list[Result]:
-    """Run all contestants in turns on one checkpoint, and compare their results with this project's result.
+    """Alternate between all contestants on one checkpoint, and compare their results.
+
+    Every result is compared with this project's result.
 
     Args:
-        kind: Kind of the checkpoint.
+        kind: Type of the checkpoint.
         source: Checkpoint to convert.
         work: Folder for results and logs.
-        rounds: Number of measured turns.
-        peers: Whether to also run the programs of other projects.
+        rounds: Number of measured rounds.
+        peers: Whether to also run other projects' programs.
 
     Raises:
-        AssertionError: If two results differ by more than the rounding allowed for this kind.
+        AssertionError: If two results differ by more than the tolerance for this type.
         RuntimeError: If this project's conversion fails.
     """
     reference, log = work / f"{kind}-result", work / "log"
@@ -265,17 +268,17 @@ def take_turns(
     rounds: int,
     seen: Callable[[Contestant, Path], None],
 ) -> list[Result]:
-    """Run all contestants one after the other, `rounds` times, after a turn that is not measured.
+    """Run all contestants one after the other for `rounds` rounds, after an unmeasured round.
 
-    A contestant that fails is not run again.
+    The unmeasured round compiles modules and warms the page cache. A contestant that fails is not run
+    again.
 
     Args:
-        everyone: Contestants.
+        everyone: Contestants to run.
         source: Checkpoint to convert.
         work: Folder for the results.
-        rounds: Number of measured turns.
-        seen: Function that is called with each contestant and its result in the turn that is not measured.
-            This turn also compiles modules and warms the page cache.
+        rounds: Number of measured rounds.
+        seen: Callback that receives each contestant and its result folder in the unmeasured round.
     """
     out, log = work / "out", work / "log"
     results = {contestant.name: Result(contestant.name) for contestant in everyone}
@@ -301,11 +304,11 @@ def take_turns(
 
 
 def compare(one: Path, two: Path) -> float:
-    """Compare two results, in another process that does not use this project's code.
+    """Compare two results in a separate process that does not use this project's code.
 
     Returns:
-        The largest difference between two elements, in units in the last place, or infinity if the names,
-        dtypes or shapes differ.
+        The largest difference between two elements, in units in the last place, or infinity if the
+        names, dtypes or shapes differ.
     """
     command = python("-m", "benchmarks.convert_peers", "compare", str(one), str(two))
     return float(subprocess.run(command, check=True, capture_output=True).stdout)
@@ -317,15 +320,15 @@ def last_line(log: Path) -> str:
 
 
 def provide(kind: str, work: Path, gigabytes: float) -> tuple[Path | None, str]:
-    """Return the folder of a checkpoint, and write the checkpoint if it does not exist.
+    """Return a checkpoint folder, writing the checkpoint if it does not exist.
 
     Args:
-        kind: Kind of the checkpoint.
+        kind: Type of the checkpoint.
         work: Folder that contains all checkpoints.
         gigabytes: Size of the fp32 weights in GB.
 
     Returns:
-        The folder and an empty text, or None and the reason why the checkpoint cannot be written.
+        The folder and an empty string, or None and the reason why the checkpoint cannot be written.
     """
     folder, log = work / f"{kind}-{gigabytes:g}", work / "log"
     if not folder.exists():
@@ -341,7 +344,7 @@ def provide(kind: str, work: Path, gigabytes: float) -> tuple[Path | None, str]:
 
 
 def table(kind: str, results: Sequence[Result]) -> str:
-    """Format the medians of one checkpoint as a Markdown table."""
+    """Format the median results for one checkpoint as a Markdown table."""
     measured = {result.name: result for result in results if result.runs}
     beside = {"x cp+fsync": measured[COPY_SYNCED], "x ours": measured[OURS]}
     return f"{SOURCES[kind]}:\n\n{medians(results, beside)}"
@@ -351,9 +354,9 @@ def medians(results: Sequence[Result], beside: Mapping[str, Result]) -> str:
     """Format a Markdown table of median times and peak memory, with one row per contestant.
 
     Args:
-        results: Results of the contestants.
-        beside: Results to compare with, keyed by the title of a column. The column has the ratio of each
-            contestant's wall time to the wall time of this result.
+        results: Results of the contestants, one per row.
+        beside: Baseline results, keyed by column title. Each column contains the ratio of a
+            contestant's wall time to the baseline's wall time.
     """
     titles = ["wall s", "least", "processor s", "peak MiB", "anonymous MiB", *beside]
     others = [other.median("wall") for other in beside.values()]
@@ -373,9 +376,9 @@ def medians(results: Sequence[Result], beside: Mapping[str, Result]) -> str:
 
 
 def sparse_checkpoint(folder: Path, count: int, shape: tuple[int, int] = (2000, 4000)) -> None:
-    """Write a safetensors file of ``count`` fp32 tensors of ``shape``.
+    """Write a safetensors file that contains ``count`` fp32 tensors with the given shape.
 
-    The blocks of the file are allocated, so that it has no holes, but no zeros are written to the disk.
+    The file's blocks are allocated, so it is not sparse, but no zeros are written to the disk.
     """
     nbytes = 4 * prod(shape)
     header = {
@@ -416,7 +419,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark, print its tables, and return 0.
 
     Raises:
-        AssertionError: If the results of two tools differ.
+        AssertionError: If the results of two programs differ.
     """
     options = parse(argv)
     work = options.folder or Path(tempfile.mkdtemp(prefix="convert-", dir=Path.cwd()))

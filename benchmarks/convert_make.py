@@ -1,8 +1,9 @@
 """Write checkpoints for `benchmarks.convert` with each framework.
 
-``python -m benchmarks.convert_make KIND FOLDER --gigabytes N`` writes one kind of checkpoint. For the
-training frameworks, it trains a Llama of about N GB for one step, on two CPU ranks of this machine, and saves
-it. Each kind needs a separate process, because the frameworks cannot be imported into one process.
+``python -m benchmarks.convert_make KIND FOLDER --gigabytes N`` writes one type of checkpoint. For
+training frameworks, it trains a Llama with about N GB of weights for one step, on two CPU ranks of
+this machine, and saves it. Each type requires a separate process, because the frameworks cannot be
+imported into the same process.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ RANK = 16
 
 
 def model_config(gigabytes: float) -> dict[str, Any]:
-    """Return the config of a Llama whose fp32 weights take about ``gigabytes`` GB.
+    """Return the config of a Llama with about ``gigabytes`` GB of fp32 weights.
 
     The embeddings are not tied to the LM head, because some of the compared programs cannot write tied
     weights.
@@ -39,7 +40,7 @@ def model_config(gigabytes: float) -> dict[str, Any]:
 
 
 def llama_config(hidden: int, vocabulary: int, layers: int, heads: int) -> dict[str, Any]:
-    """Return the config of a Llama whose embeddings are not tied to the LM head."""
+    """Return the config of a Llama with untied embeddings."""
     return {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],
@@ -69,7 +70,7 @@ def _tokens(rank: int) -> Any:
 
 
 def dcp(rank: int, folder: Path, config: dict[str, Any]) -> None:
-    """Train one step with FSDP2 in fp32, and save with torch's DCP in the layout that Accelerate uses."""
+    """Train one step with FSDP2 in fp32, and save with torch's DCP in Accelerate's layout."""
     import torch
     from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
     from torch.distributed.checkpoint.state_dict_saver import save
@@ -87,7 +88,7 @@ def dcp(rank: int, folder: Path, config: dict[str, Any]) -> None:
 
 
 def zero(rank: int, folder: Path, config: dict[str, Any], stage: int) -> None:
-    """Train one step with DeepSpeed ZeRO in bf16 with fp32 master weights, and save."""
+    """Train one step with DeepSpeed ZeRO in bf16 with fp32 master weights, and save a checkpoint."""
     import deepspeed
 
     model = _model(config)
@@ -105,7 +106,7 @@ def zero(rank: int, folder: Path, config: dict[str, Any], stage: int) -> None:
 
 
 def xla(folder: Path, config: dict[str, Any]) -> None:
-    """Train one step with PyTorch/XLA FSDP v1, and write the files of all ranks one after the other."""
+    """Wrap a model in PyTorch/XLA FSDP v1, and write the files of all ranks one after the other."""
     os.environ |= {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(WORLD)}
     import torch_xla
     import torch_xla.core.xla_model as xm
@@ -125,7 +126,7 @@ def xla(folder: Path, config: dict[str, Any]) -> None:
 
 
 def fp8(folder: Path, config: dict[str, Any]) -> None:
-    """Write weights in the format that DeepSeek publishes: e4m3 with a scale for each block of 128 x 128."""
+    """Write weights in DeepSeek's published format: e4m3 with one scale per block of 128 x 128."""
     import torch
     from safetensors.torch import save_file
 
@@ -149,7 +150,7 @@ def fp8(folder: Path, config: dict[str, Any]) -> None:
 
 
 def merge(folder: Path, config: dict[str, Any]) -> None:
-    """Write a model in bfloat16, and a LoRA adapter on all its linear layers as peft saves it."""
+    """Write a bfloat16 model, and a LoRA adapter on all its linear layers in peft's format."""
     import torch
     from peft import LoraConfig, get_peft_model
 
@@ -203,7 +204,7 @@ def _launch(body: Callable[[int], None]) -> None:
 
 
 def make(kind: str, folder: Path, gigabytes: float) -> None:
-    """Write one checkpoint of `kind`, with about `gigabytes` GB of fp32 weights, into `folder`."""
+    """Write one checkpoint of the type `kind` to `folder`, with about `gigabytes` GB of fp32 weights."""
     os.environ |= {"USE_TORCH_XLA": "0", "DS_ACCELERATOR": "cpu", "TOKENIZERS_PARALLELISM": "false"}
     config = model_config(gigabytes)
     folder.mkdir(parents=True)

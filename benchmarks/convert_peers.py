@@ -1,9 +1,10 @@
-"""Conversions by other libraries, with which `benchmarks.convert` compares this project.
+"""Convert checkpoints with other libraries, for comparison in `benchmarks.convert`.
 
-``python -m benchmarks.convert_peers deepseek|transformers|compressed FOLDER OUT`` converts fp8 weights with a
-scale for each block to bfloat16, with the named library. ``peft FOLDER OUT`` merges an adapter into the model
-in the folder ``base`` next to the adapter's folder. ``compare FOLDER FOLDER`` prints the largest difference
-between the tensors of two results, in units in the last place. Each command runs in a separate process.
+``python -m benchmarks.convert_peers deepseek|transformers|compressed FOLDER OUT`` converts fp8
+weights with one scale per block to bfloat16, using the named library. ``peft FOLDER OUT`` merges an
+adapter into the model in the folder ``base`` next to the adapter's folder. ``compare FOLDER
+FOLDER`` prints the largest difference between the tensors in two results, in units in the last
+place. Each command runs in a separate process.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ if TYPE_CHECKING:
 
 
 def deepseek(source: Path, out: Path) -> None:
-    """Convert fp8 weights to bfloat16 with the loop of DeepSeek's fp8_cast_bf16.py.
+    """Convert fp8 weights to bfloat16 with the loop from DeepSeek's fp8_cast_bf16.py.
 
-    The Triton kernel of this script needs a GPU, so torch operations replace it.
+    The script's Triton kernel requires a GPU, so torch operations replace it.
     """
     from safetensors.torch import load_file, save_file
 
@@ -42,7 +43,7 @@ def deepseek(source: Path, out: Path) -> None:
 
 
 def transformers(source: Path, out: Path) -> None:
-    """Convert fp8 weights to bfloat16 by loading the model with ``dequantize``, and saving it."""
+    """Convert fp8 weights to bfloat16 by loading the model with ``dequantize`` and saving it."""
     from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 
     described = json.loads((source / "config.json").read_text("utf-8"))["quantization_config"]
@@ -52,9 +53,10 @@ def transformers(source: Path, out: Path) -> None:
 
 
 def compressed(source: Path, out: Path) -> None:
-    """Convert fp8 weights to bfloat16 with the checkpoint converter of compressed-tensors.
+    """Convert fp8 weights to bfloat16 with compressed-tensors' checkpoint converter.
 
-    llm-compressor uses this library. The converter reads tensor by tensor, and does not load a model.
+    llm-compressor uses this library. The converter reads one tensor at a time, and does not load a
+    model.
     """
     from compressed_tensors.entrypoints.convert import FP8BlockDequantizer, convert_checkpoint
 
@@ -62,7 +64,7 @@ def compressed(source: Path, out: Path) -> None:
 
 
 def peft(source: Path, out: Path) -> None:
-    """Merge an adapter into its base model with peft, as in the documentation of peft."""
+    """Merge an adapter into its base model with peft, as in peft's documentation."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
@@ -71,7 +73,7 @@ def peft(source: Path, out: Path) -> None:
 
 
 def tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the name and tensor of each entry of a weights file, either safetensors or ``torch.save``."""
+    """Yield the name and tensor of each entry in a weights file, in safetensors or ``torch.save`` format."""
     if path.suffix == ".safetensors":
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118  # not a dict
@@ -84,14 +86,14 @@ def tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def read_result(folder: Path) -> dict[str, torch.Tensor]:
-    """Map every tensor of the weight files in a folder into memory."""
+    """Memory-map all tensors in the weight files of a folder."""
     suffixes = (".safetensors", ".bin", ".pt", ".pth")
     paths = [path for path in sorted(folder.iterdir()) if path.suffix in suffixes]
     return {name: tensor for path in paths for name, tensor in tensors(path)}
 
 
 def compare(one: Path, two: Path) -> float:
-    """Compute the largest difference between the tensors of two results.
+    """Compute the largest difference between the tensors in two results.
 
     Returns:
         The difference in units in the last place, or infinity if the names, dtypes or shapes differ.

@@ -1,7 +1,8 @@
-"""Hide all imported objects from the garbage collector. The import of this module has this effect.
+"""Hide all imported objects from the garbage collector as a side effect of being imported.
 
-This must be the last import of the process from which ranks are forked. Otherwise the garbage collector of
-each rank would search the objects of all imported modules, which takes longer than the run of the rank.
+This must be the last import before a process forks ranks. Otherwise, the garbage collector of each
+rank would traverse the objects of all imported modules, which takes longer than the rank itself
+runs.
 """
 
 from __future__ import annotations

@@ -141,15 +141,15 @@ class Case:
 
     Attributes:
         name: Name of the case.
-        loops: Names of the loops, in the order in which they compile.
+        loops: Names of the loops, in compilation order.
         model: Config of the model.
         sequences: Number of sequences per step, and number of sequences per micro-batch.
-        settings: Further settings of ``portable-train``.
-        seq_len: Number of tokens of a sequence.
-        precision: Setting ``precision``.
-        compile: Setting ``compile``.
+        settings: Additional settings for ``portable-train``.
+        seq_len: Number of tokens per sequence.
+        precision: Value of the setting ``precision``.
+        compile: Value of the setting ``compile``.
         turns: Number of warmup steps, number of measured steps per turn, and number of turns.
-        together: Number of loops that fit on the GPU at the same time, and take turns. None if all fit.
+        together: Maximum number of loops that fit on the GPU at the same time. None if all fit.
     """
 
     name: str
@@ -164,7 +164,7 @@ class Case:
     together: int | None = None
 
     def small(self) -> Case:
-        """Return a tiny version of this case for a CPU, to check that the program works."""
+        """Return a tiny version of this case, for testing the program on a CPU."""
         tiny = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
         tiny |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
         tiny |= {"head_dim": 16} if "head_dim" in self.model else {}
@@ -180,17 +180,17 @@ class Case:
 
     @property
     def lengths(self) -> list[int]:
-        """Number of steps of each turn: the warmup, and then one and the measured number alternately.
+        """Number of steps in each turn: the warmup, and then alternately one step and the measured number.
 
-        The turns of one step are not measured. They fill the cache of the memory allocator again, which is
-        emptied after each turn.
+        The one-step turns are not measured. They refill the cache of the memory allocator, which is emptied
+        after each turn.
         """
         warmup, counted, rounds = self.turns
         return [warmup, *(length for _ in range(rounds) for length in (1, counted))]
 
     @property
     def tolerance(self) -> float:
-        """Largest accepted relative difference between this project's last loss and the bare loop's."""
+        """Maximum relative difference between the last losses of this project and the bare loop."""
         # Each loop draws the initial values of its adapter.
         return 1e-5 if self.precision == "fp32" and "adapter.type" not in self.settings else 2e-2
 
@@ -315,13 +315,13 @@ def write_case(case: Case, device: str, folder: Path) -> None:
 
 
 def prepared(case: Case, changes: dict[str, Any], folder: Path, backend: Backend) -> PreparedRun:
-    """Start the backend, and prepare the run of a case.
+    """Start the backend, and prepare the run for a case.
 
     Args:
         case: Case whose files :func:`write_case` has written to ``folder``.
         changes: Settings that differ from the case.
         folder: Folder of the files.
-        backend: Backend that is not started yet.
+        backend: Backend that has not been started yet.
     """
     whole, micro = case.sequences
     settings = {
@@ -356,11 +356,12 @@ def prepared(case: Case, changes: dict[str, Any], folder: Path, backend: Backend
 class Contestant:
     """Child process that runs one loop.
 
-    The process waits for an order in a pipe before each turn, and sends its measurements after the turn.
+    Before each turn, the process waits for an order in a pipe. After the turn, it sends its
+    measurements.
 
     Args:
         name: Name of the loop.
-        work: Function that the process runs. Its argument is the end of the pipe in the process.
+        work: Function that runs in the process. Its argument is the process's end of the pipe.
     """
 
     def __init__(self, name: str, work: Callable[[Connection], None]) -> None:
@@ -380,8 +381,8 @@ class Contestant:
         """Wait for the measurements of the current turn.
 
         Returns:
-            The measurements. If the process has ended or does not answer within ``seconds``, a dict with an
-            error message under the key ``failed``.
+            The measurements. If the process has ended or does not answer within ``seconds``, a dict that
+            maps ``failed`` to an error message.
         """
         try:
             if not self._pipe.poll(max(0.1, seconds)):
@@ -401,13 +402,13 @@ class Contestant:
 def take_turns(
     contestants: list[Contestant], rounds: int, seconds: float, record: Callable[[dict[str, Any]], None]
 ) -> None:
-    """Run the turns of loops whose processes are started, and then end the processes.
+    """Run loops in turns, and then end their processes.
 
     Args:
-        contestants: Processes of the loops.
-        rounds: Number of measured turns of each loop.
+        contestants: Started processes of the loops.
+        rounds: Number of measured turns per loop.
         seconds: Time limit for all turns.
-        record: Function that is called with a row for each measured turn, and for each loop that failed.
+        record: Callback that receives a row for each measured turn and for each failed loop.
     """
     begun = time.monotonic()
     try:
@@ -464,9 +465,9 @@ def train(
 
 
 def _contend(case: Case, name: str, device: str, folder: Path, pipe: Connection) -> None:
-    """Run the loop ``name`` of a case in this child process. Each order in the pipe starts a turn.
+    """Run one loop of a case in this child process. Each order in the pipe starts a turn.
 
-    If the loop raises an error, its message is sent to the pipe, and the error is raised again.
+    If the loop raises an error, the error message is sent to the pipe, and the error is raised again.
     """
     die_with_parent()
     try:
@@ -524,7 +525,7 @@ def _loop(name: str, run: PreparedRun, folder: Path, count: int) -> Loop | Train
 
 
 def _planned(run: PreparedRun, backend: Backend) -> int:
-    """Return the bytes of device memory that the planner predicts for the settings of a run."""
+    """Return the device memory in bytes that the planner predicts for a run."""
     from portable.adapters.adapter import build_training_model
     from portable.model import build as models
 
@@ -537,7 +538,7 @@ def _planned(run: PreparedRun, backend: Backend) -> int:
 
 
 def free_memory(device: str) -> None:
-    """Collect garbage, and release all cached memory of the device."""
+    """Collect garbage, and release all cached device memory."""
     gc.collect()
     if device == "cuda":
         torch.cuda.empty_cache()
@@ -555,11 +556,11 @@ KINDS = {
 
 
 def measure_profile(case: Case, device: str, folder: Path) -> dict[str, Any]:
-    """Measure how much time of a training step each kind of kernel takes.
+    """Measure the time that each type of kernel takes in a training step.
 
     Returns:
-        Median seconds of a step under ``step_seconds``, and the seconds of one profiled step by kind of
-        kernel under ``spent_seconds``.
+        ``step_seconds``, the median time of a step, and ``spent_seconds``, the time in one profiled
+        step by type of kernel.
     """
     write_case(case, device, folder)
     backend = create_backend(device)
@@ -575,9 +576,10 @@ def measure_profile(case: Case, device: str, folder: Path) -> dict[str, Any]:
 
 
 def _profiled(loop: PortableLoop, device: str) -> dict[str, float]:
-    """Profile one step, and return its seconds by kind of kernel.
+    """Profile one step, and return its seconds by type of kernel.
 
-    On the CPU, operators are counted instead of kernels. The key ``nothing running`` has the idle seconds.
+    On the CPU, operators are measured instead of kernels. The key ``nothing running`` contains the idle
+    time.
     """
     from torch.profiler import ProfilerActivity, profile
 
@@ -604,11 +606,11 @@ STEP, STEP_AFTER = "a step", "a step while a save is written"
 def measure_saving(case: Case, device: str, folder: Path, rounds: int = 3) -> dict[str, Any]:
     """Measure the speed of offloading, and the time that a background save blocks the training loop.
 
-    Copies of the same tensors with ``copy_`` are measured for comparison.
+    For comparison, copies of the same tensors with ``copy_`` are also measured.
 
     Returns:
-        Under ``seconds`` a list of seconds for each measured action, and the bytes of the state and of the
-        parameters. The first measurement of each list includes the allocation of pinned memory.
+        ``seconds``, with a list of times for each measured action, and the sizes of the state and the
+        parameters in bytes. The first time in each list includes the allocation of pinned memory.
     """
     write_case(case, device, folder)
     actions = (STAGED, STEP, BLOCKED, STEP_AFTER, COMPLETE, TO_HOST, TO_DEVICE)
@@ -658,9 +660,9 @@ def _take_step(run: PreparedRun, engine: Any, batches: Iterator[Any]) -> None:
 def _engine(
     case: Case, device: str, folder: Path, changes: dict[str, Any]
 ) -> Iterator[tuple[PreparedRun, Any]]:
-    """Yield the run of a case with the strategy ``full_shard``, and its engine after one step.
+    """Yield a run of the case with the strategy ``full_shard``, and its engine after one step.
 
-    The files of the case must be in ``folder``. ``changes`` are further settings of the run.
+    The files of the case must be in ``folder``. ``changes`` contains additional settings for the run.
     """
     backend = create_backend(device)
     changes = {"strategy": "full_shard", "compile": False, **changes}
@@ -676,7 +678,7 @@ def _engine(
 
 
 def _state(engine: Any) -> list[torch.Tensor]:
-    """Return the tensors that a checkpoint of the engine contains: weights and optimizer moments."""
+    """Return the tensors that the engine saves in a checkpoint: weights and optimizer moments."""
     from portable.engines.fsdp.optimizer_state import build_optimizer_state_dict
 
     optimizer = build_optimizer_state_dict(engine._optimizer, engine._optimized)
@@ -686,7 +688,7 @@ def _state(engine: Any) -> list[torch.Tensor]:
 
 
 def timed(work: Callable[[], object], device: str) -> float:
-    """Return the seconds that a call takes, including the work that it queues on the device."""
+    """Return the duration of a call in seconds, including the work that it queues on the device."""
     if device == "cuda":
         torch.cuda.synchronize()
     begun = time.perf_counter()
@@ -702,7 +704,7 @@ Rows = list[dict[str, Any]]
 
 
 def table(part: str, rows: Rows) -> str:
-    """Format the rows of a part as a table."""
+    """Format the rows for a part as a table."""
     makes = {**dict.fromkeys(PROFILED, _profile_table), SAVING: _saving_table}
     return f"{rows[-1]['case']}\n" + (makes[part](rows[-1]) if part in makes else _step_table(rows))
 
@@ -750,7 +752,7 @@ def _cell(value: float | None, form: str, unit: float = 1) -> str:
 def different(rows: Rows) -> str | None:
     """Compare the last losses of this project's loops with the bare loop.
 
-    If there is no bare loop, the losses are compared with this project's loop with unchanged settings.
+    If the bare loop is missing, they are compared with this project's loop with unchanged settings.
 
     Returns:
         A description of the difference, or None if the losses agree.
@@ -830,7 +832,7 @@ def list_missing_loops(case: Case, rows: Rows) -> tuple[str, ...]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark. Returns 1 if a part has no results, or if our loss differs from the bare loop's."""
+    """Run the benchmark. Returns 1 if a part has no results, or if this project's loss is wrong."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
     parser.add_argument("--small", action="store_true", help="tiny models; the default without a GPU")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="which to measure")

@@ -1,4 +1,4 @@
-"""Options, results, comparisons, tables, and JSON output of the benchmarks that measure a training step."""
+"""Share options, results, comparisons, tables, and JSON output between step time benchmarks."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ loss           of the final weights on the batch that would have come next; unde
 class Options:
     """Options of a benchmark.
 
-    Each loop is measured for ``rounds`` turns of ``steps`` steps, after ``warmup`` steps.
+    Each loop runs ``warmup`` steps, and then ``rounds`` measured turns with ``steps`` steps each.
 
     Attributes:
-        steps: Number of optimizer steps of a measured turn.
-        warmup: Number of steps of the first turn, which is not measured.
+        steps: Number of optimizer steps per measured turn.
+        warmup: Number of steps in the first turn, which is not measured.
         rounds: Number of measured turns.
-        precision: Setting ``precision``.
-        backend: Setting ``backend``.
+        precision: Value of the setting ``precision``.
+        backend: Value of the setting ``backend``.
         small: Whether to use a tiny model.
-        control: Whether to measure the bare loop twice, to see how much equal loops differ.
+        control: Whether to measure the bare loop twice, to determine how much equal loops differ.
     """
 
     steps: int = 10
@@ -66,11 +66,11 @@ class Options:
 
     @property
     def turns(self) -> list[int]:
-        """Number of steps of each turn. The first turn is the warmup."""
+        """Number of steps in each turn. The first turn is the warmup."""
         return [self.warmup, *[self.steps] * self.rounds]
 
     def add_to(self, parser: argparse.ArgumentParser) -> None:
-        """Add these options and ``--json`` to ``parser``, with the values of this object as defaults."""
+        """Add these options and ``--json`` to a parser. The defaults are the values in this object."""
         add = parser.add_argument
         add("--steps", type=int, default=self.steps, help="optimizer steps of a turn; each logs once")
         add("--warmup", type=int, default=self.warmup, help="steps that do not count")
@@ -83,7 +83,7 @@ class Options:
 
     @staticmethod
     def given(namespace: argparse.Namespace) -> dict[str, Any]:
-        """Return the parsed values of these options, keyed by name."""
+        """Return the parsed values for these options, keyed by name."""
         return {field.name: getattr(namespace, field.name) for field in fields(Options)}
 
 
@@ -97,9 +97,9 @@ class Result:
 
     Attributes:
         name: Name of the loop.
-        step_seconds: Seconds of every measured step, one list per turn.
-        turn_losses: Loss of the last step of every turn, including the warmup. None if the loop does not
-            report its loss.
+        step_seconds: Time of every measured step in seconds, as one list per turn.
+        turn_losses: Loss of the last step in every turn, including the warmup. None if the loop does
+            not report its loss.
         final_loss: Loss after the last turn. Each benchmark defines how it is computed.
     """
 
@@ -126,7 +126,7 @@ class Result:
 
     @property
     def turn_means(self) -> list[float]:
-        """Mean seconds per step of each measured turn, including the step that logs."""
+        """Mean seconds per step in each measured turn, including the step that logs."""
         return [statistics.fmean(turn) for turn in self.step_seconds]
 
     @property
@@ -135,9 +135,9 @@ class Result:
 
 
 def check_losses(results: Sequence[Result], baseline: str, tolerance: float) -> None:
-    """Check that this project's losses equal the losses of the loop ``baseline``, up to a relative tolerance.
+    """Check that this project's losses match the loop ``baseline`` within a relative tolerance.
 
-    Losses that are None in one of the two loops are not compared.
+    A loss is not compared if it is None in one of the loops.
 
     Raises:
         AssertionError: If a loss differs.
@@ -149,7 +149,7 @@ def check_losses(results: Sequence[Result], baseline: str, tolerance: float) -> 
 
 
 def table(results: Sequence[Result], baseline: str) -> str:
-    """Format a table with one line per loop. Ratios are relative to the loop ``baseline``."""
+    """Format a table with one row per loop. Ratios are relative to the loop ``baseline``."""
     bare = next(result for result in results if result.name == baseline)
     heads = f"{'step, ms':>10}{'middle half':>18}{'x bare':>9}{'with logs, ms':>15}{'x bare':>9}{'loss':>13}"
     lines = [f"{'':<16}{heads}"]
@@ -165,12 +165,12 @@ def table(results: Sequence[Result], baseline: str) -> str:
 
 
 def quickstart(options: Options, folder: Path, **more: Any) -> RunConfig:
-    """Build the quickstart config with a constant learning rate, and without evaluation and checkpoints.
+    """Build the quickstart config with a constant learning rate, and without evaluation or checkpoints.
 
     Args:
         options: Options of the benchmark.
         folder: Folder of the run.
-        more: Further settings, with ``__`` instead of a dot.
+        more: Additional settings, with ``__`` instead of a dot.
     """
     settings: dict[str, Any] = {
         "output_dir": str(folder / "run"),
@@ -197,5 +197,5 @@ def write(path: Path | None, command: str, machine: Mapping[str, str], **measure
 
 
 def about(options: Options, key: str, value: Any, results: Sequence[Result]) -> dict[str, Any]:
-    """Return one measurement for the JSON document: ``key`` with its value, the options, and the results."""
+    """Build one measurement for the JSON document: ``key`` with its value, the options, and the results."""
     return {key: value, "options": asdict(options), "loops": [asdict(result) for result in results]}

@@ -20,10 +20,10 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Watch:
-    """Watch on folders and files, which yields the events in them. Use it as a context manager.
+    """Context manager that watches folders and files, and yields events in them.
 
     Args:
-        mask: Bit mask of the kinds of events.
+        mask: Bit mask of the event types.
     """
 
     def __init__(self, mask: int = CREATED | RENAMED) -> None:
@@ -40,17 +40,17 @@ class Watch:
         os.close(self._fd)
 
     def add(self, folder: Path) -> None:
-        """Watch another folder or file. Does nothing if the path no longer exists."""
+        """Add a folder or file to the watch. Does nothing if the path no longer exists."""
         number = _libc.inotify_add_watch(self._fd, os.fsencode(folder), self._mask)
         if number >= 0:
             self._folders[number] = folder
 
     def events(self, going_on: Callable[[], bool], seconds: float) -> Iterator[tuple[int, Path]]:
-        """Yield the bit mask and the path of each event, and wait for further events.
+        """Yield the bit mask and the path of each event, waiting for new events.
 
         Args:
-            going_on: Function that returns whether to continue. It is called after each event, and at least
-                every 50 ms.
+            going_on: Function that returns whether to continue waiting. It is called after each event, and
+                at least every 50 ms.
             seconds: Number of seconds after which the iterator ends.
         """
         end = time.monotonic() + seconds
@@ -62,7 +62,7 @@ class Watch:
             yield from self._read()
 
     def drain(self) -> Iterator[tuple[int, Path]]:
-        """Yield the bit mask and the path of each event that has already happened, without waiting."""
+        """Yield the bit mask and the path of each pending event, without waiting."""
         while select.select([self._fd], [], [], 0)[0]:
             yield from self._read()
 

@@ -1,19 +1,21 @@
-"""Kill runs and conversions, and check the guarantees about the files that they leave behind.
+"""Kill runs and conversions, and check guarantees about the remaining files.
 
-``python -m benchmarks.kills --kills 100 --each 10`` trains a tiny model in several runs. Each launch of a run
-is ended by a kill: a SIGKILL of the launcher or of one rank, at a random moment or at a moment of a save that
-inotify reports; one or two SIGTERMs; or a full disk. The next launch resumes the run. The first run changes
-its engine with every launch, and each other run has one engine.
+``python -m benchmarks.kills --kills 100 --each 10`` trains a tiny model in several runs. Each
+launch of a run is stopped by a SIGKILL, by one or two SIGTERMs, or by a full disk. A SIGKILL is
+sent to the launcher or to one rank, either at a random time or at a moment of a save that inotify
+reports. The next launch resumes the run. The first run uses a different engine in every launch.
+Each of the other runs uses one engine.
 
-After every kill, each checkpoint is read completely and its checksums are verified. No retained checkpoint
-may be missing, and an error must be one line. The last launch of a run is not killed, and its result is
-compared with an undisturbed run. With several engines, losses may differ by 1e-5 and weights by 1e-4. With
-one engine, the results must be equal byte for byte, with the same file names in the run folder, the token
-cache and the temporary folder.
+After every kill, each checkpoint is read completely, and its checksums are verified. All retained
+checkpoints must exist, and errors must have one line. The last launch of a run is not killed, and
+its result is compared with an undisturbed run. With several engines, losses may differ by 1e-5 and
+weights by 1e-4. With one engine, the results must be equal byte for byte, and the file names in the
+run folder, the token cache and the temporary folder must be equal.
 
-``--bucket`` does the same with runs in a bucket of the tests' S3 server. ``--conversions N`` kills N runs of
-``portable-convert --overwrite``, each of which replaces the conversion of another step. ``--forks`` runs the
-commands as forks of one process that has imported all modules. Exits with 1 if a guarantee was violated.
+``--bucket`` does the same with runs in a bucket on the tests' S3 server. ``--conversions N`` kills
+N runs of ``portable-convert --overwrite``, each of which replaces the conversion of a different
+step. ``--forks`` runs the commands as forks of one process that has imported all modules. Exits
+with 1 if a guarantee is violated.
 """
 
 from __future__ import annotations
@@ -109,7 +111,7 @@ ALLOWED: Mapping[str, tuple[int, ...]] = {
 
 @dataclass
 class Launch:
-    """One launch of a run: its kill, and its result."""
+    """One launch of a run, with its kill and its result."""
 
     engine: str
     kind: str
@@ -129,16 +131,16 @@ class Launch:
 
 @dataclass
 class Outcome:
-    """Launches of one run, and the results of its checks.
+    """Launches of one run, and the results of the checks.
 
     Attributes:
         name: Name of the run.
-        launches: Launches that were killed.
+        launches: Killed launches.
         broken: Descriptions of violated guarantees.
-        loss_difference: Largest relative difference of a loss to the undisturbed run.
-        weight_difference: Largest relative difference of a weight to the undisturbed run.
+        loss_difference: Largest relative difference between a loss and the undisturbed run.
+        weight_difference: Largest relative difference between a weight and the undisturbed run.
         equal: Whether losses and exported files equal the undisturbed run.
-        refused_starts: Number of launches on a full disk.
+        refused_starts: Number of launches that were attempted on a full disk.
     """
 
     name: str
@@ -153,7 +155,7 @@ class Outcome:
 
     @property
     def lost(self) -> int:
-        """Largest number of steps that a kill lost, so that the next launch had to repeat them."""
+        """Largest number of steps that were lost in a kill and had to be repeated."""
         return max((launch.reached - launch.kept for launch in self.launches), default=0)
 
 
@@ -161,12 +163,11 @@ class Run:
     """Run of ``portable-train`` in one folder, which is launched several times.
 
     Args:
-        scratch: Folder for the output of the launchers, the training text, the token cache and temporary
-            files.
+        scratch: Folder for launcher output, the training text, the token cache and temporary files.
         folder: Folder of the run, on a disk or in a bucket.
-        steps: Number of steps of the schedule.
-        ranks: Number of ranks or devices of each launch.
-        changes: Settings that differ from the settings of this module.
+        steps: Number of steps in the schedule.
+        ranks: Number of ranks or devices per launch.
+        changes: Settings that differ from this module's settings.
     """
 
     def __init__(
@@ -243,7 +244,7 @@ class Run:
         return code, self.output()
 
     def alone(self, engine: str) -> tuple[int, str]:
-        """Run an undisturbed launch to its end, and return the exit code and the output."""
+        """Run a launch to its end without killing it, and return the exit code and the output."""
         self.start(engine)
         return self.wait()
 
@@ -251,20 +252,20 @@ class Run:
         return (self._notes / "stderr").read_text()
 
     def processes(self) -> list[int]:
-        """Return the IDs of the live processes of the launch."""
+        """Return the IDs of the launch's processes that are still alive."""
         return writing_to(self._notes / "stderr")
 
     def begun(self) -> bool:
-        """Return whether the launch has printed the line that it starts or resumes."""
+        """Return whether the launch has printed that it starts or resumes."""
         return any(line.startswith(("resuming at step ", "starting")) for line in self.output().splitlines())
 
     def running(self) -> bool:
         return self._process is not None and self._process.poll() is None
 
     def ranks(self) -> list[int]:
-        """Return the process ID of each running rank, in the order of the ranks.
+        """Return the process ID of each running rank, in rank order.
 
-        If the launcher has no child processes for the ranks, as with XLA, returns the ID of the launcher.
+        If the launcher has no child processes for ranks, as with XLA, its process ID is returned.
         """
         assert self._process is not None
         names = [path.name.split(".") for path in self.temporary.glob("portable-launch-*/rank*.*.pid")]
@@ -278,7 +279,7 @@ class Run:
             os.kill(self._process.pid, number)
 
     def kill_everything(self) -> None:
-        """Send SIGKILL to rank 0 and then to the launcher, whose death ends the other ranks.
+        """Send SIGKILL to rank 0 and then to the launcher, which also ends the other ranks.
 
         Rank 0 is killed first, because it could otherwise still rename a checkpoint folder.
         """
@@ -287,9 +288,9 @@ class Run:
         self.signal(signal.SIGKILL)
 
     def step(self) -> int:
-        """Return the last step of the run, or 0 if there is none.
+        """Return the last step of the run, or 0 if no step has been logged.
 
-        The step is read from the metrics, or from the output of the launch if the run is in a bucket.
+        The step is read from the metrics or, for a run in a bucket, from the output of the launch.
         """
         if is_in_store(self.folder):
             return max(map(int, re.findall(r"^step +(\d+)/", self.output(), re.MULTILINE)), default=0)
@@ -298,7 +299,7 @@ class Run:
 
     @property
     def final(self) -> AnyPath:
-        """Path of the exported model. The path is created anew, so it has no cached listing of a bucket."""
+        """Path of the exported model. It is created on each access, so it has no cached bucket listings."""
         return parse_path_or_url(str(self.folder / "final"))
 
     def losses(self) -> dict[int, float]:
@@ -307,7 +308,7 @@ class Run:
     def names(self) -> set[str]:
         """Return the names of all files in the run folder, the token cache and the temporary folder.
 
-        The logs of failed ranks, and temporary files of uploads to a bucket, are not included.
+        Logs of failed ranks and temporary upload files are not included.
         """
         found = {f"run/{name}" for name in list_files_below(self.folder) if not name.startswith("log.rank")}
         for folder in (self.cache, self.temporary):
@@ -320,7 +321,7 @@ def until(condition: Callable[[], bool], seconds: float = PATIENCE, poll: float 
     """Poll ``condition`` every ``poll`` seconds until it returns True.
 
     Raises:
-        TimeoutError: If it does not return True within ``seconds``.
+        TimeoutError: If ``condition`` does not return True within ``seconds``.
     """
     end = time.monotonic() + seconds
     while not condition():
@@ -330,16 +331,16 @@ def until(condition: Callable[[], bool], seconds: float = PATIENCE, poll: float 
 
 
 def wait_for_fork(pid: int) -> None:
-    """With ``--forks``, wait until the process ``pid`` is a fork or has ended. Otherwise do nothing.
+    """With ``--forks``, wait until the process ``pid`` is a fork or has ended. Otherwise, do nothing.
 
-    Only then does the parent know the ID of the fork, which it needs to end the fork.
+    Before this, the parent does not have the ID of the fork, and therefore cannot end it.
     """
     if Path(sys.executable).parent.name == FORKS:
         until(lambda: not _alive(pid) or Path(f"/proc/{pid}/comm").read_text().startswith(FORKED))
 
 
 def writing_to(notes: Path) -> list[int]:
-    """Return the IDs of the live processes whose standard error is the file ``notes``."""
+    """Return the IDs of live processes whose standard error is the file ``notes``."""
     found = []
     for process in Path("/proc").iterdir():
         with suppress(OSError):  # not a process, or it has ended
@@ -356,9 +357,9 @@ def _alive(pid: int) -> bool:
 
 
 def files_of(folder: AnyPath) -> dict[str, bytes]:
-    """Return the content of each file of an export or a conversion, keyed by the relative path.
+    """Return the content of each file in an export or a conversion, keyed by relative path.
 
-    The marker of completeness is excluded, because it contains times.
+    The completion marker is excluded, because it contains timestamps.
     """
     found = {name: (folder / name).read_bytes() for name in list_files_below(folder)}
     return {
@@ -369,13 +370,13 @@ def files_of(folder: AnyPath) -> dict[str, bytes]:
 
 
 class Attack:
-    """Series of kills of one run. The folder of the run is checked after each kill.
+    """Series of kills of one run. The run folder is checked after each kill.
 
     Args:
         run: Run to kill.
-        disk: Disk that contains the run and can be filled. None if there is none.
-        dice: Random number generator that chooses the moments.
-        seconds: Approximate number of seconds from the start of a launch until it has trained a few steps.
+        disk: Disk that contains the run and can be filled, or None.
+        dice: Random number generator that chooses the times of the kills.
+        seconds: Approximate duration in seconds of a launch that trains a few steps.
     """
 
     def __init__(self, run: Run, disk: SmallDisk | None, dice: random.Random, seconds: float = 10.0) -> None:
@@ -390,11 +391,11 @@ class Attack:
 
         Args:
             engine: Strategy of the launch, or ``xla``.
-            kind: Kind of kill, a key of ``KINDS``.
-            outcome: Outcome to which the launch and violated guarantees are added.
+            kind: Type of kill, a key in ``KINDS``.
+            outcome: Outcome that collects the launch and violated guarantees.
 
         Returns:
-            Whether the launch was killed. False if it ended before the kill.
+            Whether the launch was killed before it ended.
         """
         run, launch = self._run, Launch(engine, kind)
         begun = time.monotonic()
@@ -423,15 +424,15 @@ class Attack:
     # -- blows -------------------------------------------------------------------------------------------
 
     def _strike(self, kind: str, at: int, target: int) -> bool:
-        """Wait for the moment of the kill, and kill the running launch.
+        """Wait for the time of the kill, and kill the running launch.
 
         Args:
-            kind: Kind of kill.
-            at: Step at which the launch resumes.
-            target: Step after which the kill is due, for kinds that are not bound to a moment of a save.
+            kind: Type of kill.
+            at: Step from which the launch resumes.
+            target: Step after which to kill the launch, for types that do not depend on a save.
 
         Returns:
-            Whether the launch was killed. False if it ended by itself before that.
+            Whether the launch was killed before it ended.
         """
         run = self._run
         if kind in ("starting", "any"):
@@ -465,7 +466,10 @@ class Attack:
         return True
 
     def _at_moment(self, kind: str) -> bool:
-        """Send SIGKILL at the moment ``kind`` of the next save. Returns False if the launch ended before."""
+        """Send SIGKILL at the moment ``kind`` of the next save.
+
+        Returns False if the launch ended before the save.
+        """
         run, folder = self._run, self._run.checkpoints.path
         assert isinstance(folder, Path)
         with Watch() as watch:
@@ -486,7 +490,7 @@ class Attack:
         return struck
 
     def _start_on_full_disk(self, engine: str, outcome: Outcome) -> None:
-        """Check that a start on a full disk ends with a one-line error and changes nothing."""
+        """Check that a start on a full disk fails with a one-line error and changes nothing."""
         assert self._disk is not None
         before = self._newest()
         self._disk.fill(leave=0)
@@ -507,7 +511,7 @@ class Attack:
     def look(self, launch: Launch, output: str, outcome: Outcome) -> None:
         """Check the guarantees about files and processes after a launch, and add violations to ``outcome``.
 
-        Sets ``kept`` and ``moment`` of the launch. Processes that have not ended are killed.
+        This sets ``kept`` and ``moment`` of the launch. Processes that have not ended are killed.
         """
         broken = outcome.broken
         where = f"{launch.engine}, {KINDS[launch.kind]}, step {launch.reached}"
@@ -541,12 +545,12 @@ class Attack:
         launch.moment = self._moment(complete)
 
     def _lost(self, steps: list[int]) -> list[int]:
-        """Return the steps of checkpoints that were complete after the last launch and are wrongly missing.
+        """Return the steps of complete checkpoints that have wrongly disappeared since the previous launch.
 
         A checkpoint may only be removed if at least ``KEEP`` newer checkpoints exist.
 
         Args:
-            steps: Steps of the complete checkpoints now.
+            steps: Steps of the currently complete checkpoints.
         """
         gone = [step for step in self._complete if step not in steps]
         return [step for step in gone if sum(other > step for other in steps) < KEEP]
@@ -565,14 +569,14 @@ class Attack:
 
 
 def _renamed(path: Path) -> str:
-    """Return the moment of a save, one of ``MOMENTS``, at which a file or folder is renamed to ``path``."""
+    """Return the moment of a save, one of ``MOMENTS``, that a rename to ``path`` indicates."""
     if path.name == STATE_FILE:
         return "before rename"
     return "removing" if path.name.endswith(".old.partial") else "after rename"
 
 
 def _read_through(folder: AnyPath) -> None:
-    """Read every byte of a checkpoint, and verify its checksums."""
+    """Read a checkpoint completely, and verify its checksums."""
     checkpoint = open_checkpoint(folder)
     for tensor in checkpoint.tensors.values():
         tensor.read()
@@ -595,10 +599,10 @@ def _one_error(output: str) -> bool:
 def plan(
     dice: random.Random, engines: Sequence[str], kills: int, kinds: Sequence[str]
 ) -> Iterator[tuple[str, str]]:
-    """Yield the engine and the kind of kill of each launch.
+    """Yield the engine and the type of kill for each launch.
 
-    The engines alternate. For each engine, every kind of kill occurs once, in random order, before a kind is
-    repeated.
+    The engines alternate. For each engine, all types of kills occur once, in random order, before any
+    type is repeated.
     """
     decks: dict[str, list[str]] = {engine: [] for engine in engines}
     for number in range(kills):
@@ -623,13 +627,13 @@ def attack(
 
     Args:
         name: Name of the run.
-        engines: Engines of the launches, in turns.
+        engines: Engines of the launches, used in turns.
         kills: Number of kills.
-        scratch: Folder for files that are not part of the run.
+        scratch: Folder for files outside the run.
         where: Folder or bucket that will contain the run.
-        disk: Disk that contains ``where`` and can be filled. None if there is none.
+        disk: Disk that contains ``where`` and can be filled, or None.
         dice: Random number generator.
-        bar: Progress bar, which is advanced with each kill.
+        bar: Progress bar, which is advanced after each kill.
 
     Returns:
         The outcome, and the finished run.
@@ -677,8 +681,8 @@ def compare(outcome: Outcome, run: Run, whole: Run, *, exact: bool) -> None:
         outcome: Outcome of the run.
         run: Run that was killed.
         whole: Undisturbed run.
-        exact: Whether losses, files and file names must be equal. Otherwise losses and weights may differ
-            slightly.
+        exact: Whether losses, files and file names must be equal. Otherwise, losses and weights may
+            differ slightly.
     """
     ours, theirs = run.losses(), whole.losses()
     if list(ours) != list(theirs):
@@ -711,13 +715,14 @@ def _weights(run: Run) -> Mapping[str, Any]:
 
 
 def stay_away(seconds: Sequence[float], scratch: Path, store: ObjectStore, outcome: Outcome) -> None:
-    """Train in a bucket whose store is unreachable several times, and check that the run continues.
+    """Train in a bucket whose store is temporarily unreachable, and check that the run continues.
 
     Args:
-        seconds: Durations for which the store drops every connection. Each begins with a save.
-        scratch: Folder for files that are not part of the run.
-        store: Store of the bucket.
-        outcome: Outcome to which the launch and violated guarantees are added.
+        seconds: Durations of the outages, in which the store drops every connection. Each outage begins
+            with a save.
+        scratch: Folder for files outside the run.
+        store: Store that contains the bucket.
+        outcome: Outcome that collects the launch and violated guarantees.
     """
     changes = {
         "checkpoint.every_steps": 50,
@@ -754,13 +759,13 @@ def stay_away(seconds: Sequence[float], scratch: Path, store: ObjectStore, outco
 
 
 class Conversions:
-    """Conversions that overwrite each other, and are killed.
+    """Conversions that overwrite each other and are killed.
 
     Args:
         scratch: Folder for the outputs.
-        run: Complete run. Each conversion converts one of its checkpoints.
+        run: Complete run, whose checkpoints are converted.
         dice: Random number generator.
-        outcome: Outcome to which kills and violated guarantees are added.
+        outcome: Outcome that collects kills and violated guarantees.
     """
 
     def __init__(self, scratch: Path, run: Run, dice: random.Random, outcome: Outcome) -> None:
@@ -780,7 +785,7 @@ class Conversions:
                 self._results[source, to] = self._there[to] = files_of(self._out[to])
 
     def kill(self) -> None:
-        """Run one conversion, kill it, and check that the output is either the old or the new conversion.
+        """Start one conversion, kill it, and check that the output is either the old or the new conversion.
 
         The conversion may also end before the kill.
         """
@@ -813,7 +818,7 @@ class Conversions:
         self._there[to] = found
 
     def finish(self) -> None:
-        """Run one conversion to each format without a kill, and check that no other files are left."""
+        """Run one conversion to each format without a kill, and check that no additional files remain."""
         for to in self._out:
             source = self._dice.choice(self._sources)
             self._alone(source, to)
@@ -837,7 +842,7 @@ class Conversions:
 
 
 def tables(outcomes: Sequence[Outcome]) -> str:
-    """Format two Markdown tables: the kills by kind, and the result of each run."""
+    """Format two Markdown tables: the kills by type, and the result of each run."""
     launches = [launch for outcome in outcomes for launch in outcome.launches]
     lines = [
         "| blow | times | of these in that very moment | steps lost, at most |",

@@ -1,8 +1,8 @@
-"""Four training loops over one model, one data order and one optimizer, each advanced one turn at a time.
+"""Run four training loops in turns, with the same model, data order and optimizer.
 
-A *turn* consists of some optimizer steps of one loop. At its end, the loop reads and logs its loss once. All
-loops run in one thread of one process and take turns, so that changes in the speed of the machine affect all
-of them.
+A *turn* consists of some optimizer steps in one loop. At the end of a turn, the loop reads and logs
+its loss once. All loops run in turns in one thread of one process, so that changes in the machine's
+speed affect all of them.
 """
 
 from __future__ import annotations
@@ -49,19 +49,19 @@ TRAINERS = {"adamw_8bit": "adamw_bnb_8bit", "adafactor": "adafactor"}
 
 
 class Named(Protocol):
-    """Protocol of a loop with a name, which is the key of its turns and the label of its results."""
+    """Protocol for a loop with a name, which identifies its turns and its results."""
 
     name: str
 
 
 class Contestant(Named, Protocol):
-    """Protocol of a loop that trains a model."""
+    """Protocol for a loop that trains a model."""
 
     model: nn.Module
 
 
 class Loop(Contestant, Protocol):
-    """Protocol of a loop that the caller advances, turn by turn. The Trainer is not such a loop."""
+    """Protocol for a loop that the caller advances turn by turn. The Trainer does not support this."""
 
     def turn(self, steps: int) -> Turn:
         """Take ``steps`` optimizer steps, and return their times."""
@@ -69,17 +69,17 @@ class Loop(Contestant, Protocol):
 
 @dataclass(frozen=True)
 class Turn:
-    """Seconds of each optimizer step of a turn, and the loss of its last step if the loop reports it."""
+    """Duration of each optimizer step in a turn in seconds, and the last loss if the loop reports it."""
 
     seconds: list[float]
     loss: float | None
 
 
 class StepClock:
-    """Clock that measures the steps of one turn. The time between turns is not counted.
+    """Clock that measures the steps in one turn. The time between turns is not counted.
 
-    A GPU runs asynchronously, and synchronizing after each step would slow it down. On a GPU, the clock
-    therefore measures the complete turn, and reports the mean of the turn for each step.
+    A GPU runs asynchronously, and synchronization after each step would slow it down. On a GPU, the
+    clock therefore measures the complete turn, and reports the mean for each step.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -107,7 +107,7 @@ class StepClock:
 
 @dataclass(frozen=True)
 class Setting:
-    """Model, data and options that the loops of other libraries share with this project's loop."""
+    """Model, data and options that other libraries' loops share with this project's loop."""
 
     prepared: PreparedRun
     weights: dict[str, Tensor] | None
@@ -117,13 +117,13 @@ class Setting:
 
     @classmethod
     def of(cls, prepared: PreparedRun, model: nn.Module, *, steps: int) -> Setting:
-        """Build the setting for ``steps`` optimizer steps. Copies the current weights of ``model``."""
+        """Build the setting for ``steps`` optimizer steps, copying the current weights of ``model``."""
         weights = {name: value.detach().cpu().clone() for name, value in model.state_dict().items()}
         return cls(prepared, weights, _batches(prepared, steps))
 
     @classmethod
     def of_files(cls, prepared: PreparedRun, *, steps: int) -> Setting:
-        """Build the setting from the files of ``model.name_or_path``, without a model in memory."""
+        """Build the setting from the files in ``model.name_or_path``, without loading a model."""
         return cls(prepared, None, _batches(prepared, steps))
 
     @property
@@ -143,7 +143,7 @@ class Setting:
         return self.config.train.max_grad_norm or 0.0
 
     def build_model(self) -> nn.Module:
-        """Build the transformers model with the initial weights that all loops have in common.
+        """Build the transformers model with the initial weights that all loops share.
 
         If the run trains an adapter, the model is wrapped by peft.
         """
@@ -198,7 +198,7 @@ class Setting:
         return cast("nn.Module", peft.get_peft_model(model, adapter.config))
 
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """Build the AdamW of bitsandbytes for ``adamw_8bit``, otherwise the fused AdamW of torch."""
+        """Build bitsandbytes' AdamW for ``adamw_8bit``, otherwise torch's fused AdamW."""
         settings = self.config.train
         named = dict(model.named_parameters())
         groups = build_parameter_groups(
@@ -229,14 +229,14 @@ class Setting:
 
 
 def auto_class(task: str | None) -> Any:
-    """Return the auto class of transformers for a value of ``model.task``. The default is ``causal-lm``."""
+    """Return the transformers auto class for a value of ``model.task``. The default is ``causal-lm``."""
     import transformers
 
     return getattr(transformers, AUTO_CLASSES[task or "causal-lm"])
 
 
 def plain_model(model: Any) -> nn.Module:
-    """Return the transformers model inside of ``model``, which peft may have wrapped."""
+    """Return the transformers model inside ``model``, which may be wrapped by peft."""
     inner: nn.Module = model.get_base_model() if hasattr(model, "get_base_model") else model
     return inner
 
@@ -251,7 +251,7 @@ def _batches(prepared: PreparedRun, steps: int) -> list[Batch]:
 
 
 class Rows(Dataset[dict[str, Any]]):
-    """Dataset with the samples of micro-batches in order, for the data loaders of other libraries."""
+    """Dataset that yields the samples of the micro-batches in order, for other libraries' data loaders."""
 
     def __init__(self, batches: list[Batch]) -> None:
         self._columns = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
@@ -266,8 +266,8 @@ class Rows(Dataset[dict[str, Any]]):
 class ShiftedRows(Rows):
     """Dataset for transformers models that compute their loss.
 
-    The labels of the samples are already shifted. They are passed as ``shift_labels``, so that the model does
-    not shift them again.
+    The labels are already shifted, and are passed as ``shift_labels`` so that the model does not shift
+    them again.
     """
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
@@ -279,7 +279,7 @@ class ShiftedRows(Rows):
 
 
 class PortableLoop:
-    """The training loop of ``portable-train``, with its backend, engine, loader and reporter.
+    """Training loop of ``portable-train``, with its backend, engine, loader and reporter.
 
     A turn continues the run for some steps, without saving a checkpoint at the end.
     """
@@ -328,7 +328,7 @@ class _Ticks(Callback):
 
 
 class BareLoop:
-    """Hand-written training loop in plain PyTorch. All its batches are prepared before the measurement."""
+    """Hand-written training loop in plain PyTorch. All batches are prepared before the measurement."""
 
     def __init__(self, setting: Setting, name: str, *, with_torchao: bool = False) -> None:
         self.name = name
@@ -364,7 +364,7 @@ class BareLoop:
 
 
 class AccelerateLoop:
-    """Training loop of Accelerate's guide: ``prepare``, ``accumulate``, ``backward``, ``clip_grad_norm_``."""
+    """Training loop from Accelerate's guide, with ``prepare``, ``accumulate`` and ``backward``."""
 
     name = "Accelerate"
 
@@ -414,15 +414,15 @@ class AccelerateLoop:
 
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the mean cross-entropy over the positions of a micro-batch, computed in fp32."""
+    """Return the mean cross-entropy over all positions in a micro-batch, computed in fp32."""
     return functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
 
 
 class TrainerLoop:
     """Training loop of the Hugging Face Trainer.
 
-    The Trainer cannot be advanced turn by turn, because it controls its own loop. A callback therefore runs
-    the turns of the other loops after each turn of the Trainer.
+    The Trainer controls its loop, so it cannot be advanced turn by turn. Instead, a callback runs the
+    other loops' turns after each turn of the Trainer.
     """
 
     name = "Trainer"
@@ -442,7 +442,7 @@ class TrainerLoop:
         self.model = setting.build_model()
 
     def _tell_of_cpu_ranks(self) -> bool:
-        """Configure Accelerate for DeepSpeed on CPU ranks, because it would otherwise assume one process.
+        """Configure Accelerate for DeepSpeed on CPU ranks. Without this, it would assume a single process.
 
         Returns:
             Whether Accelerate's state was configured. False without DeepSpeed, or on a GPU.
@@ -460,9 +460,9 @@ class TrainerLoop:
         """Train for ``sum(turns)`` steps.
 
         Args:
-            turns: Number of steps of each turn.
-            after_turn: Function that is called after every turn, with the index and the times of the turn.
-                The time that it takes is not counted.
+            turns: Number of steps in each turn.
+            after_turn: Callback that receives the index and the times of each turn after it ends. The
+                duration of the call is not counted.
         """
         from transformers import TrainerCallback
 
@@ -470,7 +470,7 @@ class TrainerLoop:
         left = list(turns)
 
         class TakeTurns(TrainerCallback):  # type: ignore[misc, unused-ignore]
-            """Callback that stops the clock after the last step of a turn, while other loops run."""
+            """Callback that stops the clock after the last step in a turn, while other loops run."""
 
             def __init__(self) -> None:
                 self.steps_left = left.pop(0)
@@ -574,12 +574,12 @@ def take_turns(
 
     Args:
         trainer: Loop of the Trainer, which takes the first turn of every round.
-        others: Other loops, which take their turns afterwards. Their order rotates with every round.
-        lengths: Number of steps of each turn. The first turn is the warmup.
-        before_turn: Function that is called before every turn of ``others``.
+        others: Other loops, which take their turns afterward. Their order rotates in every round.
+        lengths: Number of steps in each turn. The first turn is the warmup.
+        before_turn: Function to call before every turn of ``others``.
 
     Returns:
-        The turns of each loop, keyed by the name of the loop.
+        The turns of each loop, keyed by loop name.
     """
     contestants: list[Contestant] = [*others, trainer]
     turns: dict[str, list[Turn]] = {contestant.name: [] for contestant in contestants}
@@ -606,7 +606,7 @@ def take_turns(
 
 
 def forget_accelerators() -> None:
-    """Reset the process-wide state of Accelerate, so that the next measurement can configure it."""
+    """Reset Accelerate's process-wide state, so that the next measurement can configure it."""
     from accelerate.state import AcceleratorState, GradientState
 
     AcceleratorState._reset_state(reset_partial_state=True)

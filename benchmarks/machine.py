@@ -1,4 +1,4 @@
-"""Describe the machine and libraries of a measurement."""
+"""Describe the machine and the libraries used for a measurement."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ LIBRARIES = ("torch", "transformers", "accelerate", "numpy")
 
 
 def describe_machine(device: torch.device, *more: str) -> dict[str, str]:
-    """Describe the processor, the load, the GPU if ``device`` is one, and the versions of libraries.
+    """Describe the processor, the load, the GPU if ``device`` is one, and library versions.
 
     Args:
         device: Device of the measurement.
-        *more: Further packages whose versions are included if they are installed.
+        *more: Additional packages whose versions are included if they are installed.
 
     Returns:
         Descriptions, keyed by name.
@@ -44,18 +44,18 @@ def describe_machine(device: torch.device, *more: str) -> dict[str, str]:
 
 
 def print_machine(command: str, machine: Mapping[str, str]) -> None:
-    """Print the head of a measurement: its command, and the result of :func:`describe_machine`."""
+    """Print the header of a measurement: its command, and the result of :func:`describe_machine`."""
     lines = [f"{name:<13} {value}" for name, value in machine.items()]
     print("\n".join([f"$ {command}", *lines]), flush=True)
 
 
 def command_line(module: str, argv: Sequence[str] | None) -> str:
-    """Return the command line that repeats a benchmark, from ``argv`` or this process's arguments."""
+    """Return a command line that repeats a benchmark, from ``argv`` or this process's arguments."""
     return shlex.join(["python", "-m", module, *(sys.argv[1:] if argv is None else argv)])
 
 
 def cpu_model() -> str:
-    """Return the name of the processor from ``/proc/cpuinfo``, or from Python if there is no such file."""
+    """Return the processor name from ``/proc/cpuinfo``, or from Python if this file does not exist."""
     info = Path("/proc/cpuinfo")
     for line in info.read_text().splitlines() if info.exists() else []:
         if line.startswith("model name"):

@@ -1,9 +1,10 @@
-"""Comparison of planned and measured memory, by model family and strategy.
+"""Compare planned and measured memory, by model family and strategy.
 
-``python -m benchmarks.plan --docs docs/strategies.md`` builds each model with the engine of a run, as rank 0
-of several CPU ranks. The other ranks do not exist, but all buffers of collectives are allocated. The
-benchmark takes two steps of two micro-batches, and compares the peak of torch's allocator with the plan. With
-two micro-batches, all gradients exist when the memory of activations is at its peak, as the planner assumes.
+``python -m benchmarks.plan --docs docs/strategies.md`` builds each model with a run's engine, as
+rank 0 of several CPU ranks. The other ranks do not exist, but all buffers for collectives are
+allocated. The benchmark takes two steps with two micro-batches each, and compares the peak of
+torch's allocator with the plan. With two micro-batches, all gradients exist when activation memory
+is at its peak, as the planner assumes.
 """
 
 from __future__ import annotations
@@ -84,9 +85,9 @@ class Row:
     Attributes:
         family: Model family.
         setting: Strategy.
-        recompute: Setting ``memory.activation_checkpointing``.
-        planned: Planned bytes of rank 0.
-        measured: Measured peak bytes of rank 0.
+        recompute: Value of the setting ``memory.activation_checkpointing``.
+        planned: Planned memory of rank 0 in bytes.
+        measured: Measured peak memory of rank 0 in bytes.
     """
 
     family: str
@@ -122,7 +123,7 @@ def settings_of(
 
 
 def measure(config: RunConfig, ranks: int) -> int:
-    """Train two steps as rank 0 of ``ranks`` ranks, and return the peak bytes of the last step."""
+    """Train two steps as rank 0 of ``ranks`` ranks, and return the last step's peak memory in bytes."""
     machine = RankInfo(torch.device("cpu"), 0, ranks, ranks)
     module = import_engine_module(config.strategy, "engine")
     gc.collect()
@@ -165,7 +166,8 @@ def measured_here(families: Sequence[str], ranks: int, folder: str) -> Iterator[
 def table(rows: Sequence[Row]) -> str:
     """Format a Markdown table with one column per strategy.
 
-    A cell has the measured memory in MiB, and in brackets the planned memory divided by the measured memory.
+    Each cell contains the measured memory in MiB and, in brackets, the ratio of planned to measured
+    memory.
     """
     columns = list(dict.fromkeys(_column(row) for row in rows))
     cells = {
@@ -192,7 +194,7 @@ def put_into(page: Path, text: str, begin: str, end: str) -> None:
     """Replace the text between the marks ``begin`` and ``end`` in the file ``page``.
 
     Raises:
-        ValueError: If the page does not contain the marks.
+        ValueError: If the file does not contain the marks.
     """
     whole = page.read_text("utf-8")
     start, stop = whole.index(begin) + len(begin), whole.index(end)

@@ -1,17 +1,17 @@
-"""Behavior of many gloo ranks on one machine: messages of a step, the death of a rank, fewer ranks.
+"""Test many gloo ranks on one machine: messages per step, a killed rank, and a resume on fewer.
 
-``python -m benchmarks.ranks --ranks 24`` has two parts. The first part counts the TCP segments that all ranks
-send to exchange the number of tokens and the stop request of a step. It compares the one all-reduce that
-:mod:`portable.loop` uses now with the two all-reduces that an earlier version used. Run the command under
-``unshare --net`` to exclude the messages of other programs.
+``python -m benchmarks.ranks --ranks 24`` has two parts. The first part counts the TCP segments that
+all ranks send to exchange the number of tokens and the stop request in a step. It compares the
+single all-reduce that :mod:`portable.loop` uses with the two all-reduces of an earlier version. Run
+the command under ``unshare --net`` to exclude other programs' messages.
 
-The second part trains a tiny model on ``--ranks`` ranks that are started only with environment variables. It
-kills one rank after a checkpoint, and measures how long the other ranks continue. It then resumes the run on
-``--fewer`` ranks, and compares all losses with a run on one rank. Exits with 1 if a rank continues for more
-than ``--seconds``, or if a loss differs by more than rounding.
+The second part trains a tiny model on ``--ranks`` ranks that are started only through environment
+variables. It kills one rank after a checkpoint, and measures how long the other ranks continue. It
+then resumes the run on ``--fewer`` ranks, and compares all losses with a run on one rank. Exits
+with 1 if a rank continues for more than ``--seconds``, or if a loss differs by more than rounding.
 
-Every rank is a fork of one process that has imported torch, because the imports would otherwise take longer
-than the measurements.
+Every rank is a fork of one process that has imported torch, because imports would otherwise take
+longer than the measurements.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ def start_ranks(ranks: int, function: Callable[..., None], *arguments: Any) -> l
 
     Args:
         ranks: Number of ranks.
-        function: Function that each rank calls.
+        function: Function to call in each rank.
         *arguments: Arguments of the function.
 
     Returns:
-        The processes, in the order of the ranks.
+        The processes, in rank order.
     """
     context: Any = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOADED))
@@ -83,7 +83,7 @@ def start_ranks(ranks: int, function: Callable[..., None], *arguments: Any) -> l
 
 
 def run_as_rank(variables: dict[str, str], function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-    """Set the environment variables of a rank, and call a function, in this process."""
+    """Set the environment variables of a rank in this process, and call a function."""
     os.environ.update(variables)
     import torch
 
@@ -95,7 +95,7 @@ def run_as_rank(variables: dict[str, str], function: Callable[..., None], argume
 
 
 def count_segments() -> int:
-    """Return the number of TCP segments that were sent in this network namespace since it exists."""
+    """Return the number of TCP segments sent in this network namespace since its creation."""
     names, values = (
         line.split() for line in Path("/proc/net/snmp").read_text().splitlines() if "Tcp:" in line
     )
@@ -105,12 +105,12 @@ def count_segments() -> int:
 def measure_messages(path: Path, lazy: bool) -> None:
     """Measure collectives as one rank, and end the process.
 
-    Rank 0 writes the TCP segments and the microseconds per call of each exchange, and the number of its
-    sockets, to ``path`` as JSON.
+    Rank 0 writes a JSON file with the TCP segments and the microseconds per call for each exchange, and
+    with the number of its sockets.
 
     Args:
         path: File for the result.
-        lazy: Whether gloo connects two ranks only when they first exchange a message.
+        lazy: Whether gloo delays the connection of two ranks until they first exchange a message.
     """
     import torch
     import torch.distributed as dist
@@ -182,18 +182,18 @@ def print_messages(sizes: Sequence[int], folder: Path) -> None:
 
 
 def wait_for(processes: Sequence[BaseProcess]) -> set[int | None]:
-    """Wait for processes, and return the set of their exit codes."""
+    """Wait for processes to end, and return the set of their exit codes."""
     for process in processes:
         process.join()
     return {process.exitcode for process in processes}
 
 
 def train(arguments: Sequence[str], errors: Path) -> None:
-    """Run ``portable-train`` in this process as a rank of another launcher, and end the process.
+    """Run ``portable-train`` in this process as a rank of a different launcher, and end the process.
 
     Args:
         arguments: Command-line arguments.
-        errors: Folder for a file with the standard error of each rank.
+        errors: Folder for files that contain the standard error of each rank.
     """
     sys.stderr.flush()
     os.dup2(os.open(errors / f"{os.environ['RANK']}.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
@@ -204,13 +204,13 @@ def train(arguments: Sequence[str], errors: Path) -> None:
 
 
 def config_flags(folder: Path, data: Path, stop_after: int | None, batch: int) -> list[str]:
-    """Return the command-line arguments of ``portable-train`` for the tiny run.
+    """Return the ``portable-train`` command-line arguments for the tiny run.
 
     Args:
         folder: Folder of the run.
         data: File with the training text.
-        stop_after: Step after which the launch ends. None to run until it is killed.
-        batch: Number of sequences of a step.
+        stop_after: Step after which the launch ends. None to run until the process is killed.
+        batch: Number of sequences per step.
     """
     model = json.dumps(SMALL_MODEL | {"max_position_embeddings": 64})
     values: dict[str, Any] = {
@@ -238,20 +238,20 @@ def config_flags(folder: Path, data: Path, stop_after: int | None, batch: int) -
 
 
 def read_losses(folder: Path) -> dict[int, float]:
-    """Read the losses of a run from its metrics, keyed by step. Empty if there are no metrics yet."""
+    """Read the losses of a run from its metrics, keyed by step. Empty without metrics."""
     if not (folder / METRICS_FILE).exists():
         return {}
     return {row["step"]: row["loss"] for row in read_metrics(folder) if "loss" in row}
 
 
 def kill_one(processes: Sequence[BaseProcess], victim: int, folder: Path) -> dict[int, float]:
-    """Kill a rank after the first checkpoint, and wait up to a minute for the end of the other ranks.
+    """Kill a rank after the first checkpoint, and wait up to a minute until the other ranks end.
 
-    Ranks that have not ended by then are killed as well.
+    Ranks that do not end in time are also killed.
 
     Returns:
-        Seconds from the kill to the end of each other rank, keyed by rank. A rank that did not end in time is
-        missing.
+        Seconds from the kill to the end of each other rank, keyed by rank. Ranks that did not end in
+        time are omitted.
 
     Raises:
         RuntimeError: If a rank ends before the first checkpoint.

@@ -1,4 +1,4 @@
-"""Small disk that can be filled and freed: an ext4 file system in a file, on a loop device."""
+"""Create a small disk that can be filled and freed: an ext4 file system in a file, on a loop device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _BALLAST = ".ballast"
 
 
 class SmallDisk:
-    """Mounted file system that no other program uses.
+    """Small mounted file system that no other program uses.
 
     Args:
         path: Mount point.
@@ -27,7 +27,7 @@ class SmallDisk:
         self._ballast = path / _BALLAST
 
     def fill(self, *, leave: int) -> None:
-        """Allocate a file that takes all free bytes of the disk except ``leave``."""
+        """Allocate a file that occupies all free bytes on the disk except ``leave``."""
         self.free()
         status = os.statvfs(self.path)
         left = status.f_bavail * status.f_frsize - leave
@@ -45,16 +45,16 @@ class SmallDisk:
                         break
 
     def free(self) -> None:
-        """Free the bytes that :meth:`fill` took."""
+        """Free the space that :meth:`fill` has allocated."""
         self._ballast.unlink(missing_ok=True)
 
 
 @contextmanager
 def small_disk(scratch: Path) -> Iterator[SmallDisk | None]:
-    """Mount a disk of 96 MiB below ``scratch`` in this context.
+    """Mount a 96 MiB disk below ``scratch`` within this context.
 
     Yields:
-        The disk. None if this user may not mount a disk.
+        The disk, or None if the user is not allowed to mount it.
     """
     image, path = scratch / "disk.img", scratch / "disk"
     path.mkdir()

@@ -1,11 +1,11 @@
-"""Train a tiny model for an hour and check that no process of the run grows.
+"""Train a tiny model for an hour, and check that no process of the run grows.
 
-``python -m benchmarks.soak --minutes 60`` trains with packing of documents, a mixture with a stream, a data
-worker, EMA, evaluations, a save every 10 steps (2 checkpoints and the 2 best are retained) and TensorBoard.
-Each minute, it sums the anonymous memory, file descriptors, threads and CPU time of all processes of the run.
-At the end, it stops the run with SIGTERM, and prints the first and last sample and the slopes. It exits with
-1 if the memory or the descriptors grew, if a temporary file remains in the run's folder, or if the run did
-not stop with exit code 75.
+``python -m benchmarks.soak --minutes 60`` trains with document packing, a mixture that includes a
+stream, a data worker, EMA, evaluations, a save every 10 steps (2 checkpoints and the 2 best are
+retained) and TensorBoard. Each minute, it sums up the anonymous memory, file descriptors, threads
+and CPU time of all processes in the run. At the end, it stops the run with SIGTERM, and prints the
+first and last sample and the slopes. It exits with 1 if memory or descriptors grew, if a temporary
+file remains in the run folder, or if the run did not stop with exit code 75.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ PATIENCE = 900.0
 
 @dataclass(frozen=True)
 class Sample:
-    """Sample of a run at one time. Numbers are sums over all processes of the run."""
+    """Measurement of a run at one time. Numbers are sums over all processes in the run."""
 
     minutes: float
     """Minutes since the first step."""
@@ -64,7 +64,7 @@ class Sample:
 
 
 def find_processes(pid: int) -> list[int]:
-    """Return the process ``pid`` and its descendants."""
+    """Return the process ID ``pid`` and the process IDs of its descendants."""
     pids = [pid]
     with suppress(OSError):
         for children in Path(f"/proc/{pid}/task").glob("*/children"):
@@ -73,7 +73,7 @@ def find_processes(pid: int) -> list[int]:
 
 
 def measure_folder(folder: Path) -> int:
-    """Return the bytes of all files below ``folder``."""
+    """Return the total size of all files below ``folder`` in bytes."""
     total = 0
     for path in folder.rglob("*"):
         with suppress(OSError):
@@ -82,7 +82,7 @@ def measure_folder(folder: Path) -> int:
 
 
 def take_sample(pid: int, output: Path, cache: Path, started: float) -> Sample:
-    """Take a sample of a run.
+    """Measure a run at the current time.
 
     Args:
         pid: Process ID of the launcher. Its descendants are included.
@@ -116,7 +116,7 @@ def take_sample(pid: int, output: Path, cache: Path, started: float) -> Sample:
 
 
 def write_texts(folder: Path) -> None:
-    """Write the two sources of the mixture and the evaluation data."""
+    """Write the two sources for the mixture, and the evaluation data."""
     dice = random.Random(0)
     words = [f"word{number}" for number in range(500)]
     for name, count in (("web", 4000), ("chat", 1000), ("eval", 40)):
@@ -127,7 +127,7 @@ def write_texts(folder: Path) -> None:
 
 
 def build_config(folder: Path) -> dict[str, Any]:
-    """Return the config of the run, whose files are in ``folder``."""
+    """Build the config of the run. Its files are in ``folder``."""
     return {
         "backend": "cpu",
         "strategy": "no_shard",
@@ -160,9 +160,9 @@ def build_config(folder: Path) -> dict[str, Any]:
 
 
 def compute_slope(samples: Sequence[Sample], name: str) -> float:
-    """Return the least-squares slope per hour of an attribute of the samples, such as ``memory``.
+    """Return the least-squares slope per hour of a sample attribute, such as ``memory``.
 
-    The samples of the warmup are ignored. Returns 0 if fewer than two samples remain.
+    Samples from the warmup are ignored. Returns 0 if fewer than two samples remain.
     """
     settled = samples[int(len(samples) * WARM_UP) :]
     if len(settled) < 2:
@@ -172,12 +172,12 @@ def compute_slope(samples: Sequence[Sample], name: str) -> float:
 
 
 def soak(folder: Path, minutes: float, interval: float) -> tuple[list[Sample], list[str]]:
-    """Run the training for some minutes, stop it, and check it.
+    """Run the training for some minutes, stop it, and check the guarantees.
 
     Args:
         folder: Folder for the run and its data.
-        minutes: Minutes from the first step to the stop.
-        interval: Seconds between samples.
+        minutes: Time from the first step to the stop in minutes.
+        interval: Time between samples in seconds.
 
     Returns:
         The samples, and descriptions of the violated guarantees.
@@ -222,7 +222,7 @@ def soak(folder: Path, minutes: float, interval: float) -> tuple[list[Sample], l
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the soak test and print its numbers. Returns 1 if a guarantee was violated, otherwise 0."""
+    """Run the soak test, and print its results. Returns 1 if a guarantee was violated, otherwise 0."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.soak", description=__doc__)
     parser.add_argument("--minutes", type=float, default=60.0, help="duration after the first step")
     parser.add_argument("--interval", type=float, default=60.0, help="seconds between samples")

@@ -1,12 +1,12 @@
-"""Tokenization of a source: its speed, its memory, and the cost of an interruption.
+"""Measure the tokenization of a source: its speed, its memory, and the cost of an interruption.
 
     python -m benchmarks.tokenizing [--megabytes 60] [--processes 1 2] [--json FILE]
 
-The source is a `.jsonl` file of random words, and the tokenizer is a byte-pair encoding that is trained on
-them. The file is first tokenized without an interruption. It is then tokenized by a process that is killed
-about halfway, and by a second process that continues. The tokens must be the same. With ``--processes``, the
-file is instead tokenized with each of the numbers of processes, with one thread per process. The CPU time is
-the sum of all processes.
+The source is a `.jsonl` file of random words, and the tokenizer is a byte-pair encoding trained on
+them. The file is first tokenized without an interruption. It is then tokenized by a process that is
+killed about halfway, and by a second process that continues. The tokens must be the same. With
+``--processes``, the file is instead tokenized once for each given number of processes, with one
+thread per process. The CPU time is the sum over all processes.
 """
 
 from __future__ import annotations
@@ -47,16 +47,17 @@ def write_source(path: Path, megabytes: float) -> None:
 def tokenize(
     source: Path, cache: Path, tokenizer_folder: Path, processes: int | None = None
 ) -> dict[str, Any]:
-    """Tokenize a file in this process, after training a tokenizer on it.
+    """Train a tokenizer on a file, and tokenize the file in this process.
 
     Args:
         source: File to tokenize.
         cache: Folder of the token cache.
-        tokenizer_folder: Folder of the tokenizer. A tokenizer that is already there is loaded.
-        processes: Number of tokenizing processes, with one thread each. None for the defaults.
+        tokenizer_folder: Folder of the tokenizer. An existing tokenizer is loaded instead of trained.
+        processes: Number of tokenizing processes, with one thread each. None to use the defaults.
 
     Returns:
-        Wall and CPU seconds, the number of tokens, their fingerprint, and the peak memory in MiB.
+        Wall and CPU time in seconds, number of tokens, fingerprint of the tokens, and peak memory in
+        MiB.
     """
     if processes is not None:
         os.environ["RAYON_NUM_THREADS"] = "1"  # the threads of the tokenizers library
@@ -89,7 +90,7 @@ def tokenize(
 
 
 def _read_cpu_seconds() -> float:
-    """Return the CPU time of this process and of its children that have ended."""
+    """Return the CPU time of this process and its terminated children, in seconds."""
     usages = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
@@ -101,17 +102,17 @@ def _run(queue: Any, *arguments: Any) -> None:
 def measure(
     megabytes: float, folder: Path, *, kill: bool, process_counts: Sequence[int] = ()
 ) -> dict[str, Any]:
-    """Write a file and tokenize it several times, each time in a new process.
+    """Write a file, and tokenize it several times, each time in a new process.
 
     Args:
         megabytes: Size of the file in MB.
         folder: Folder for the file and the caches.
-        kill: Whether to also kill a process halfway, and continue in another process. Ignored if
+        kill: Whether to also kill a process halfway and continue in another process. Ignored if
             ``process_counts`` is not empty.
         process_counts: Numbers of tokenizing processes to compare.
 
     Returns:
-        Results of :func:`tokenize`, keyed by their description.
+        Results of :func:`tokenize`, keyed by description.
 
     Raises:
         AssertionError: If the tokens of two results differ.

@@ -1,9 +1,10 @@
-"""Comparison of libtpu's compiler with the planner, by model, slice, and strategy.
+"""Compare libtpu's compiler with the planner, by model, slice, and strategy.
 
-``python -m benchmarks.tpu_compile`` traces each step of ``tests/tpu/compiled_steps.json`` without weights,
-compiles it for its slice, writes the results to this file, and prints them next to the current plan. No TPU
-is needed. A row of the file begins with the fields of a case. To add a case, add a row with only these
-fields. Large models take minutes each. ``--case`` selects some of the cases.
+``python -m benchmarks.tpu_compile`` traces each step in ``tests/tpu/compiled_steps.json`` without
+weights, and compiles it for its slice. It writes the results to this file, and prints them next to
+the current plan. A TPU is not required. A row in the file begins with the fields of a case. To add
+a case, add a row that contains only these fields. Large models take minutes each. ``--case``
+selects some of the cases.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ OTHER_TASKS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """Training step to compile: model, slice, strategy and settings."""
+    """Training step to compile, described by its model, slice, strategy and settings."""
 
     model: str
     device: str
@@ -166,10 +167,10 @@ _MODELS: dict[tuple[str, ...], MetaModel] = {}
 
 
 def planner_of(case: Case, folder: str) -> Planner:
-    """Build the planner of a case's run.
+    """Build the planner for a case's run.
 
-    Cases with the same model, adapter, optimizer and precision share the model on the meta device and its
-    cached forward and backward passes.
+    Cases with the same model, adapter, optimizer and precision share a model on the meta device, and
+    its cached forward and backward passes.
     """
     config = resolve_adapter_config(case.config(folder))
     sections = config.model.model_dump_json(), config.adapter.model_dump_json()
@@ -183,7 +184,7 @@ def planner_of(case: Case, folder: str) -> Planner:
 
 
 def plan(case: Case, folder: str) -> PlanOption:
-    """Return the planner's prediction for a case with its strategy."""
+    """Return the planner's prediction for a case."""
     planner = planner_of(case, folder)
     return planner.build_option(StrategySetting.from_config(planner.config))
 
@@ -196,8 +197,8 @@ def measure(case: Case, *, only_memory: bool) -> dict[str, Any]:
         only_memory: Whether to stop before code generation.
 
     Returns:
-        Row for the file: the fields of the case, and the results. Sizes are in bytes per device. FLOPs and
-        sent bytes are per step.
+        Row for the file, which contains the fields of the case and the results. Sizes are in bytes per
+        device. FLOPs and sent bytes are per step.
     """
     with tempfile.TemporaryDirectory(prefix="tpu-compile-") as scratch:
         vocabulary = planner_of(case, scratch).model.vocab_size
@@ -245,7 +246,7 @@ def measure(case: Case, *, only_memory: bool) -> dict[str, Any]:
 
 
 def table(found: Sequence[dict[str, Any]]) -> str:
-    """Format a Markdown table with one line per row of results. The plan is computed by the current code."""
+    """Format a Markdown table with one line per row of results. The plan comes from the current code."""
     lines = [
         "| step | slice | fits | state, GiB | + temporary | planned: state | + temporary | sum to plan | "
         "TFLOP a chip | sends, GiB | trace, s | compile, s |",
@@ -279,7 +280,8 @@ def _planned(row: dict[str, Any]) -> tuple[DeviceBytes, float]:
     """Compute the plan for a row of results.
 
     Returns:
-        The planned bytes, and the percentage by which the compiler needs more (negative: less) than planned.
+        The planned bytes, and by how many percent the compiler's memory exceeds the plan (negative if
+        it is lower).
     """
     with tempfile.TemporaryDirectory() as folder:
         planned = plan(case_of(row), folder).device_bytes
@@ -288,7 +290,7 @@ def _planned(row: dict[str, Any]) -> tuple[DeviceBytes, float]:
 
 
 def case_of(row: dict[str, Any]) -> Case:
-    """Return the case of a row. Missing fields have their defaults, and the results are ignored."""
+    """Convert a row to its case. Missing fields have their defaults, and results are ignored."""
     return Case(**{field.name: row.get(field.name, field.default) for field in fields(Case)})
 
 

@@ -1,8 +1,8 @@
-"""Comparison of this project's optimizer step with a bare PyTorch loop, Accelerate and the Trainer.
+"""Compare this project's optimizer step with a bare PyTorch loop, Accelerate and the Trainer.
 
-``python -m benchmarks.train_overhead`` trains the quickstart model with all four loops, in turns of a few
-steps, from the same weights on the same data. It fails if, in fp32, this project's losses differ from the
-bare loop's.
+``python -m benchmarks.train_overhead`` trains the quickstart model with all four loops, in turns of
+a few steps, from the same weights and on the same data. It fails if this project's fp32 losses
+differ from the bare loop's losses.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Options(harness.Options):
 
     Attributes:
         micro_batch_sizes: Micro-batch sizes to measure, one after the other.
-        adapter: ``lora`` or ``dora`` to train an adapter. None to train all weights.
+        adapter: Type of adapter to train, ``lora`` or ``dora``. None to train all weights.
     """
 
     micro_batch_sizes: tuple[int, ...] = (8, 4)
@@ -74,7 +74,7 @@ def measure(options: Options, micro_batch_size: int) -> list[Result]:
         The result of each loop. The bare loop is first.
 
     Raises:
-        AssertionError: If, in fp32, this project's losses differ from the bare loop's.
+        AssertionError: If this project's fp32 losses differ from the bare loop's losses.
     """
     sizes = {"train__global_batch_size": GLOBAL_BATCH_SIZE, "train__micro_batch_size": micro_batch_size}
     adapter = {"adapter__type": "lora", "adapter__use_dora": options.adapter == "dora"}

@@ -1,8 +1,9 @@
-"""Comparison of this project's optimizer step on XLA with a bare torch_xla SPMD loop.
+"""Compare this project's optimizer step on XLA with a bare torch_xla SPMD loop.
 
-``python -m benchmarks.xla`` trains one Llama with both, in turns of a few steps, from the same weights on the
-same data. Without a TPU, it runs on virtual devices that share the CPU, and then measures the work of the
-host and the resulting graph, not the speed of a TPU. It fails if the losses of the two loops differ.
+``python -m benchmarks.xla`` trains a Llama with both loops, in turns of a few steps, from the same
+weights and on the same data. Without a TPU, it uses virtual devices that share the CPU. It then
+measures the work on the host and the compiled graph instead of the speed of a TPU. It fails if the
+losses of the two loops differ.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ MODEL = {
 
 
 class Ours:
-    """Training loop of ``portable-train``, which reads its loss once, at the end of a turn."""
+    """Training loop of ``portable-train``, which reads its loss once at the end of a turn."""
 
     name = "portable-train"
 
@@ -85,7 +86,7 @@ class Ours:
 
 
 class Bare:
-    """Hand-written training loop that follows torch_xla's guide to SPMD.
+    """Hand-written training loop that follows torch_xla's SPMD guide.
 
     It annotates each tensor with its sharding, takes the optimizer step, and calls ``torch_xla.sync``.
     """
@@ -142,12 +143,12 @@ class Bare:
 
 
 def both(folder: Path, steps: int, **model: int) -> tuple[Backend, PreparedRun]:
-    """Prepare the run that both loops train, with a constant learning rate and one micro-batch per step.
+    """Prepare the run for both loops, with a constant learning rate and one micro-batch per step.
 
     Args:
         folder: Folder of the run.
         steps: Number of steps.
-        **model: Settings of the model's config that differ from the default.
+        **model: Settings in the model's config that differ from the defaults.
 
     Returns:
         The backend, and the prepared run.
@@ -169,19 +170,19 @@ def both(folder: Path, steps: int, **model: int) -> tuple[Backend, PreparedRun]:
 
 
 def compare(folder: Path, *, layers: int, hidden: int, rounds: int, steps: int) -> list[Result]:
-    """Measure both loops in turns, after a turn that compiles and is not measured.
+    """Measure both loops in turns, after an unmeasured turn that compiles the graphs.
 
-    The time of a step is the mean of its turn.
+    The step time is the mean over a turn.
 
     Args:
         folder: Folder of the run.
-        layers: Number of layers of the model.
+        layers: Number of layers in the model.
         hidden: Hidden size of the model.
         rounds: Number of measured turns.
-        steps: Number of steps of a turn.
+        steps: Number of steps per turn.
 
     Raises:
-        AssertionError: If the last losses of a turn differ.
+        AssertionError: If the loops' last losses in a turn differ.
     """
     backend, prepared = both(folder, (rounds + 1) * steps, num_hidden_layers=layers, hidden_size=hidden)
     ours = Ours(prepared, backend)

@@ -1,7 +1,7 @@
-"""Memory of a training step, as reported by XLA's compiler, for comparison with the plan.
+"""Measure the memory of a training step with XLA's compiler, for comparison with the plan.
 
-After compiling a graph, torch_xla writes the memory of the graph to the file that ``PT_XLA_DEBUG_FILE``
-names. The variable must be set before the first graph.
+After compiling a graph, torch_xla writes the memory of the graph to the file in
+``PT_XLA_DEBUG_FILE``. This variable must be set before the first graph is compiled.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ GIB = 1 << 30
 
 
 def told_in(file: Path) -> dict[str, str]:
-    """Return environment variables with which torch_xla reports the memory of every graph to ``file``.
+    """Return environment variables that make torch_xla report the memory of every graph to ``file``.
 
-    The variables must be set before the first graph is compiled.
+    They must be set before the first graph is compiled.
     """
     # The compiler for CPUs drops barriers, and then merges recomputed operations with the original ones.
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_disable_hlo_passes=cse_barrier_expander"
@@ -62,7 +62,7 @@ class Graph:
 
 
 def graph_of(compiled: Callable[[], object]) -> Graph:
-    """Call ``compiled``, and return the reported sizes of the graph that the call compiles.
+    """Call ``compiled``, and return the reported sizes of the graph that it compiles.
 
     Raises:
         AssertionError: If the call does not compile exactly one graph.

@@ -1,8 +1,8 @@
-"""Comparison of this project's step under DeepSpeed ZeRO with a bare DeepSpeed loop and the Trainer.
+"""Compare this project's step under DeepSpeed ZeRO with a bare DeepSpeed loop and the Trainer.
 
-``python -m benchmarks.zero`` trains one model with all three, from the same weights, on the same data and
-with the same DeepSpeed JSON, in turns of a few steps. It fails if, in fp32, this project's losses differ from
-the bare loop's.
+``python -m benchmarks.zero`` trains a model with all three loops, in turns of a few steps, from the
+same weights, on the same data and with the same DeepSpeed JSON. It fails if this project's fp32
+losses differ from the bare loop's losses.
 """
 
 from __future__ import annotations
@@ -65,13 +65,13 @@ class Options(harness.Options):
     """Options of this benchmark.
 
     Attributes:
-        steps: Number of optimizer steps of a measured turn.
-        warmup: Number of steps of the first turn, which is not measured.
+        steps: Number of optimizer steps per measured turn.
+        warmup: Number of steps in the first turn, which is not measured.
         strategies: ZeRO strategies to measure, one after the other.
         ranks: Number of ranks.
         offload: Whether to offload the optimizer to the CPU.
-        global_batch_size: Number of sequences of a step.
-        micro_batch_size: Number of sequences of a micro-batch on one rank.
+        global_batch_size: Number of sequences per step.
+        micro_batch_size: Number of sequences per micro-batch on one rank.
     """
 
     steps: int = 5
@@ -111,7 +111,7 @@ def accumulation(options: Options) -> int:
 
 
 class BareZeroLoop:
-    """Training loop of DeepSpeed's guide: ``initialize``, ``engine(...)``, ``backward``, ``step``."""
+    """Training loop from DeepSpeed's guide: ``initialize``, ``engine(...)``, ``backward``, ``step``."""
 
     def __init__(self, setting: Setting, values: dict[str, Any], name: str) -> None:
         import deepspeed
@@ -153,7 +153,7 @@ def measure(options: Options, strategy: str) -> list[Result]:
         The result of each loop on this rank. The bare loop is first.
 
     Raises:
-        AssertionError: If, in fp32, this project's losses differ from the bare loop's.
+        AssertionError: If this project's fp32 losses differ from the bare loop's losses.
     """
     forget_accelerators()  # other code in this process may have initialized them without DeepSpeed
     with tempfile.TemporaryDirectory(prefix="zero-") as scratch:
@@ -208,9 +208,9 @@ def _take_turns(options: Options, strategy: str, prepared: PreparedRun, folder: 
 
 
 def _whole_weights(prepared: PreparedRun) -> dict[str, Tensor]:
-    """Draw the complete initial weights of the run on this rank, for the loops of other libraries.
+    """Draw the complete initial weights of the run on this rank, for other libraries' loops.
 
-    The weights equal the weights of the run, in which each rank draws only its shard.
+    They equal the weights of the run, in which each rank only draws its shard.
     """
     drawn = InitialWeights.from_model(prepared.model).build_lazy_weights(prepared.config.seed)
     weights = {name: to_torch(tensor.read()) for name, tensor in drawn.items()}

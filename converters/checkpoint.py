@@ -1,4 +1,4 @@
-"""Format-independent representation of a checkpoint, returned by the readers of all formats."""
+"""Represent a checkpoint independently of its format. The readers of all formats return it."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ class Checkpoint:
 
     @property
     def aliases(self) -> Mapping[str, str]:
-        """Mapping from each alias of a tied tensor to the tensor's name in `tensors`."""
+        """Tied tensors, as a mapping from each alias to the name of its owner in `tensors`."""
         return self._tensors_and_aliases[1]
 
     @cached_property
@@ -223,7 +223,7 @@ class Checkpoint:
     def with_tensors(
         self, tensors: Mapping[str, Tensor], config: Mapping[str, Any], companions: Mapping[str, AnyPath]
     ) -> Checkpoint:
-        """Return a copy of the checkpoint with different tensors, for example dequantized weights.
+        """Return a copy of the checkpoint with different tensors, such as dequantized weights.
 
         Args:
             tensors: New tensors, keyed by Hugging Face name.
@@ -278,8 +278,8 @@ class Checkpoint:
     def with_state_as_weights(self, state_name: str) -> Checkpoint:
         """Return a copy of the checkpoint with its weights replaced by an optimizer state.
 
-        For example, the optimizer state may be a moving average of the weights. Parameters that do not have
-        this state, such as frozen parameters, keep their original values.
+        This state may be a moving average of the weights, for example. Parameters without it, such as
+        frozen ones, keep their original values.
 
         Args:
             state_name: Name of the optimizer state, for example `"ema"`.
@@ -316,9 +316,9 @@ class Checkpoint:
 
     @cached_property
     def _tensors_and_aliases(self) -> tuple[dict[str, Tensor], dict[str, str]]:
-        """Stored tensors without aliases, and the mapping from alias to owner.
+        """Stored tensors without aliases, and a mapping from alias to owner.
 
-        If ties are not resolved, all stored tensors are returned, and the mapping is empty.
+        If ties are not resolved, all stored tensors are included, and the mapping is empty.
         """
         if not self._should_resolve_ties:
             return dict(self._stored_tensors), {}

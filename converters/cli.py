@@ -1,4 +1,4 @@
-"""Command `portable-convert`, which converts sharded checkpoints to plain safetensors and other formats."""
+"""Implement `portable-convert`, which converts sharded checkpoints to safetensors and other formats."""
 
 from __future__ import annotations
 
@@ -256,7 +256,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _report_error(error: CheckpointError, *, as_json: bool) -> int:
-    """Print an error on standard error and, with `--json`, also as JSON on standard output.
+    """Print an error to standard error. With `--json`, also print it as JSON to standard output.
 
     Returns:
         The exit code.
@@ -349,7 +349,7 @@ def _format_json(conversion: Conversion, options: argparse.Namespace) -> str:
 
 
 def _format_summary(conversion: Conversion, *, verified: bool) -> str:
-    """Format the summary of a conversion.
+    """Format the summary line of a conversion.
 
     For example: `deepspeed ZeRO-3, 4 ranks, step 3 → out: 26 tensors, 63.10 kB, float32`.
     """
@@ -377,11 +377,11 @@ def _format_summary(conversion: Conversion, *, verified: bool) -> str:
 
 
 def _format_load_hint(conversion: Conversion, options: argparse.Namespace) -> str | None:
-    """Format the code that loads the output in Python.
+    """Format the Python code that loads the output.
 
     Returns:
-        The code. If the output is in an object store, the command that copies it precedes the code. None if
-        no library loads the output.
+        The code. If the output is in an object store, the code is preceded by a command that copies the
+        output. None if no library can load the output.
     """
     from portable.converters.storage.path_or_url import is_url
 
@@ -404,7 +404,7 @@ def _format_load_hint(conversion: Conversion, options: argparse.Namespace) -> st
 
 
 def _format_dry_run(conversion: Conversion, *, output_format: str) -> str:
-    """Format the plan of a dry run: each output file with its tensors, and the total size."""
+    """Format the plan of a dry run: the tensors in each output file, and the total size."""
     from portable.converters.writers.targets import is_single_file_output
 
     checkpoint, plan, out = conversion.checkpoint, conversion.plan, conversion.out

@@ -1,4 +1,4 @@
-"""Functions that all commands share: exit codes, `--version`, and errors without a traceback."""
+"""Helpers for all commands: exit codes, `--version`, and errors without a traceback."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def format_exit_codes(*codes: int) -> str:
     """Format the table of exit codes for `--help`.
 
     Args:
-        codes: Exit codes to list. If there are none, the exit codes of a training run are listed.
+        codes: Exit codes to list. If empty, the exit codes of a training run.
 
     Returns:
         The table, one line per exit code.
@@ -72,7 +72,7 @@ class CommandParser(argparse.ArgumentParser):
 
 
 class ShowVersion(argparse.Action):
-    """Action of `--version`. It looks up the version only when the option is used."""
+    """Action of `--version`. It only looks up the version when the option is used."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, help: str | None = None) -> None:
         super().__init__(option_strings, dest=argparse.SUPPRESS, nargs=0, help=help)
@@ -86,11 +86,12 @@ class ShowVersion(argparse.Action):
 def exit_without_traceback(main: MainFunction) -> Callable[..., int]:
     """Wrap the main function of a command so that it exits without a traceback.
 
-    The wrapped function handles Ctrl-C, a closed pipe (`... | head`), standard output that cannot be written,
-    and too little memory or too few threads.
+    The wrapped function handles Ctrl-C, a closed pipe (`... | head`), write errors on standard output,
+    and a lack of memory or threads.
 
     Args:
-        main: Main function of the command. It takes the command-line arguments and returns the exit code.
+        main: Main function of the command. It takes the command-line arguments and returns the exit
+            code.
 
     Returns:
         The wrapped function.
@@ -107,8 +108,8 @@ def exit_without_traceback(main: MainFunction) -> Callable[..., int]:
 def _run_main_with_exit_codes(main: MainFunction, argv: Sequence[str] | None) -> int:
     """Call a main function, flush standard output, and convert known exceptions to exit codes.
 
-    Known exceptions print one error line. Unknown exceptions are raised again. A closed standard stream is
-    redirected to `/dev/null`, so that the interpreter can exit without an error.
+    Known exceptions print one error line. Others propagate. A closed standard stream is redirected to
+    `/dev/null`, so that the interpreter can exit without an error.
     """
     try:
         try:

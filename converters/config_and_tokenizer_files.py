@@ -1,8 +1,8 @@
-"""Companion files of a model: config.json, the tokenizer, processors, chat templates, and the license.
+"""Find and update the companion files of a model: config, tokenizer, chat templates, license, etc.
 
-All small files in the folder of a model's config.json are companions, except weights, training state, logs,
-and custom code. The parent folders may contain unrelated files, so only files with well-known names are
-companions there.
+In the folder of a model's config.json, all small files are companions, except weights, training
+state, logs, and custom code. Parent folders may also contain unrelated files, so only files with
+well-known names are companions there.
 """
 
 from __future__ import annotations
@@ -106,11 +106,11 @@ _DTYPE_KEYS = ("dtype", "torch_dtype")  # transformers before 4.56 only reads to
 def find_companions(root: AnyPath) -> dict[str, AnyPath]:
     """Find the companion files of a checkpoint.
 
-    Searches the checkpoint's folder, its subfolders `model`, `hf`, `huggingface`, and `tokenizer`, the parent
-    folder, and the run folder if the checkpoint is in `<run>/checkpoints`. The file in the nearest folder
-    takes precedence. A symlink that points outside its folder is skipped with a warning. If the checkpoint
-    has a manifest that lists companions, all other files are skipped with a warning, because they were not
-    saved with the checkpoint.
+    Searches the checkpoint's folder, its subfolders `model`, `hf`, `huggingface`, and `tokenizer`, the
+    parent folder, and the run folder if the checkpoint is in `<run>/checkpoints`. The file in the
+    nearest folder takes precedence. A symlink that points outside its folder is skipped with a warning.
+    If the checkpoint's manifest lists companions, all other files are also skipped with a warning,
+    because they were not saved with the checkpoint.
 
     Args:
         root: Folder or file of the checkpoint.
@@ -134,12 +134,12 @@ def find_companions(root: AnyPath) -> dict[str, AnyPath]:
 
 
 def is_companion(name: str) -> bool:
-    """Return whether a small file with this name is a companion. Only the name is considered."""
+    """Return whether a small file with this name is a companion."""
     return bool(COMPANION_NAMES.fullmatch(name)) or _get_exclusion_reason(name) is None
 
 
 def find_companions_in_folder(root: AnyPath) -> dict[str, AnyPath]:
-    """Find the companion files in the folder of a model, without searching the parent folders.
+    """Find the companion files in a model's folder, without searching parent folders.
 
     Args:
         root: Folder or file of the model.
@@ -151,13 +151,13 @@ def find_companions_in_folder(root: AnyPath) -> dict[str, AnyPath]:
 
 
 def list_companion_names(root: AnyPath) -> set[str]:
-    """Return the names of all companion and custom code files in the folder of a model."""
+    """Return the names of all companion files and custom code files in a model's folder."""
     companions, excluded = _classify_files(_get_checkpoint_folder(root))
     return {*companions, *(name for name, reason in excluded.items() if reason == CUSTOM_CODE)}
 
 
 def find_excluded_files(root: AnyPath) -> dict[str, str]:
-    """Find the files in the folder of a model that are not companions.
+    """Find the files in a model's folder that are not companions.
 
     Args:
         root: Folder or file of the model.
@@ -203,11 +203,11 @@ def _get_exclusion_reason(name: str) -> str | None:
 
 
 class _ClassifiedFiles(NamedTuple):
-    """Files in the folder of a model.
+    """Classification of the files in a model's folder.
 
     Attributes:
         companions: Paths of the companion files, keyed by file name.
-        excluded: Reasons why the other files are not companions, keyed by file name. The name of a folder
+        excluded: Reasons why other files are not companions, keyed by file name. The name of a folder
             ends with a slash.
     """
 
@@ -216,11 +216,11 @@ class _ClassifiedFiles(NamedTuple):
 
 
 def _classify_files(folder: AnyPath) -> _ClassifiedFiles:
-    """Classify the files in the folder of a model.
+    """Classify the files in a model's folder.
 
-    The files of named chat templates, of custom generation code and of sentence-transformers modules are in
-    subfolders, so their names contain the subfolder. The weights of these modules are companions, because the
-    model's own files do not contain them.
+    The subfolders with named chat templates, custom generation code and sentence-transformers modules
+    are included. The names of their files contain the subfolder. The weights of the modules are
+    companions, because the model's own files do not contain them.
 
     Returns:
         The files. Both attributes are empty if the folder does not contain the config.json of a model.
@@ -278,11 +278,11 @@ def _get_size_limit(name: str) -> int:
 
 
 def _read_sentence_modules(file: AnyPath | None, folder: AnyPath) -> list[str]:
-    """Read the names of the module folders that sentence-transformers lists in `modules.json`.
+    """Read the module folders that sentence-transformers lists in `modules.json`.
 
     Returns:
-        The folder names. Empty if the file is missing, damaged, or too large. Names that are not a single
-        path component are ignored.
+        The folder names. Empty if the file is missing, damaged, or too large. Names that are not a
+        single path component are omitted.
     """
     if file is None or not _is_usable_companion(file, file.name):
         return []
@@ -317,7 +317,7 @@ def find_companion_file(root: AnyPath, name: str) -> AnyPath | None:
 
 
 def _list_searched_folders(root: AnyPath) -> list[AnyPath]:
-    """Return the folders to search for companions, the nearest folder first.
+    """Return the folders to search for companions, nearest first.
 
     These are the checkpoint's folder, its parent folder, and the run folder if the checkpoint is in
     `<run>/checkpoints`.
@@ -332,7 +332,7 @@ def _list_searched_folders(root: AnyPath) -> list[AnyPath]:
 
 
 def check_single_model(folder: AnyPath, first_file: str) -> None:
-    """Check that Accelerate's `save_state` did not write several models to a folder.
+    """Check that a folder contains only one model. Accelerate's `save_state` may write several.
 
     Args:
         folder: Folder of the checkpoint.
@@ -350,7 +350,7 @@ def check_single_model(folder: AnyPath, first_file: str) -> None:
 
 
 def find_or_download_companions(name_or_path: str) -> dict[str, AnyPath]:
-    """Find the companion files of the model in `--config-from`. Files of a model on the Hub are downloaded.
+    """Find the companion files of the `--config-from` model. Download them if it is on the Hub.
 
     Args:
         name_or_path: Folder, path of the `config.json`, or Hub ID of a model.
@@ -376,7 +376,7 @@ def find_or_download_companions(name_or_path: str) -> dict[str, AnyPath]:
 
 
 def locate_or_download_model(name_or_path: str) -> AnyPath:
-    """Return the path of a checkpoint, and download the checkpoint if it is on the Hub.
+    """Return the path of a checkpoint. Download it first if it is on the Hub.
 
     Args:
         name_or_path: Path or Hub ID.
@@ -433,8 +433,9 @@ def _find_files_in_folders(
     """Search folders and their model subfolders for files with matching names.
 
     Args:
-        folders: Folders to search. The first file with a name takes precedence.
-        name_pattern: Regular expression of the file names.
+        folders: Folders to search. If several contain a file of the same name, the first one takes
+            precedence.
+        name_pattern: Regular expression for the file names.
 
     Returns:
         Resolved paths, keyed by file name. Symlinks that point outside their folder are skipped with a
@@ -467,7 +468,7 @@ def _find_files_in_folders(
 
 
 def _list_entries(folder: AnyPath) -> list[AnyPath]:
-    """Return the entries of a folder, sorted by name, or an empty list if the folder cannot be listed."""
+    """Return the entries of a folder, sorted by name. Empty if the folder cannot be listed."""
     try:
         entries: list[AnyPath] = list(folder.iterdir())
     except (OSError, AccessDeniedError):  # The credentials may not cover the parent folders.
@@ -476,14 +477,14 @@ def _list_entries(folder: AnyPath) -> list[AnyPath]:
 
 
 def read_trainer_metadata(folder: AnyPath) -> dict[str, Any]:
-    """Read the `trainer_state.json` that this project or the Trainer of transformers saved.
+    """Read the `trainer_state.json` of this project or of transformers' Trainer.
 
     Args:
         folder: Folder of the checkpoint.
 
     Returns:
-        The content under `trainer_state`, and the number of steps under `step`. Empty if the file does not
-        exist.
+        The content under `trainer_state`, and the number of steps under `step`. Empty if the file does
+        not exist.
     """
     state = read_json_object_or_empty(folder / "trainer_state.json")
     if not state:
@@ -493,7 +494,7 @@ def read_trainer_metadata(folder: AnyPath) -> dict[str, Any]:
 
 
 def _is_usable_companion(path: AnyPath, name: str) -> bool:
-    """Return whether a file exists, is not too large and, if it is a `config.json`, belongs to a model.
+    """Return whether a companion file exists and is not too large. A `config.json` must describe a model.
 
     Raises:
         CheckpointError: If a `config.json` is damaged.
@@ -519,7 +520,7 @@ def _is_usable_companion(path: AnyPath, name: str) -> bool:
 
 
 class OutputCompanions(NamedTuple):
-    """Companion files of an output.
+    """Companion files to write along with the tensors of an output.
 
     Attributes:
         documents: Contents of the files to write, keyed by file name.
@@ -531,11 +532,11 @@ class OutputCompanions(NamedTuple):
 
 
 def plan_companion_files(checkpoint: Checkpoint, written_tensors: Iterable[OutputTensor]) -> OutputCompanions:
-    """Prepare the companion files of an output.
+    """Plan the companion files of an output.
 
-    The dtype in `config.json` is updated, because `from_pretrained` converts the weights to this dtype. The
-    checkpoint's settings override values in `config.json` and its nested configs. Legacy keys that
-    transformers no longer writes are added, because other programs still read them.
+    The dtype in `config.json` is updated, because `from_pretrained` converts the weights to this dtype.
+    The checkpoint's settings override values in `config.json` and its nested configs. Legacy keys that
+    transformers no longer writes are added for other programs that still read them.
 
     Args:
         checkpoint: Checkpoint to write.
@@ -595,7 +596,7 @@ def _build_updated_config(
 
 
 def _find_config_corrections(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Find the settings of a config that contradict the tensors. See `portable.converters.integrity`.
+    """Find the settings of a config that contradict the tensors.
 
     Returns:
         The corrected values, keyed by config key. None removes the setting.
@@ -617,7 +618,7 @@ def _find_config_corrections(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _set_config_dtype(config: dict[str, Any], dtype: str) -> None:
-    """Set the dtype of a config in place, and of all nested configs that have a dtype."""
+    """Set the dtype of a config and of all its nested configs that have one, in place."""
     present = [key for key in _DTYPE_KEYS if key in config]
     config.update(dict.fromkeys(present or _DTYPE_KEYS[:1], dtype))
     for key, nested_config in config.items():

@@ -1,4 +1,4 @@
-"""Output of a command to the terminal, to a closed pipe, or to a full disk."""
+"""Print the output and errors of a command. Closed pipes and full disks are handled."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ _LABEL_COLORS = {"error:": "1;31", "warning:": "1;33"}
 
 
 class OutputError(Exception):
-    """Raised if standard output cannot be written, for example to a full disk."""
+    """Error raised if standard output cannot be written, for example because the disk is full."""
 
 
 def escape_control_characters(text: str) -> str:
     r"""Escape the control characters of a string, except line feeds and tabs.
 
-    The string may come from an untrusted file. Its control characters could clear the terminal or change its
-    title.
+    In a string from an untrusted file, they could clear the terminal or change its title.
 
     Args:
         text: String to print.
@@ -37,11 +36,11 @@ def escape_control_characters(text: str) -> str:
 
 
 def print_line(text: str, *, is_colored: bool = False) -> None:
-    """Print a string to standard output with a line feed, and flush it.
+    """Print a line to standard output, and flush it.
 
     Args:
         text: String to print. Its control characters are escaped.
-        is_colored: Whether the string contains color codes, so that it is printed unchanged. Untrusted parts
+        is_colored: Whether the string contains color codes and is printed unchanged. Untrusted parts
             must already be escaped.
 
     Raises:
@@ -66,7 +65,7 @@ def flush_stdout() -> None:
 
 
 def print_error(line: str) -> None:
-    """Print a line to standard error. Do nothing if standard error cannot be written.
+    """Print a line to standard error. If this fails, do nothing.
 
     Args:
         line: Line to print. A leading `error:` or `warning:` is colored on a terminal.
@@ -102,7 +101,7 @@ def wrap_lines(text: str, stream: TextIO | None) -> str:
         stream: Output stream. If it is not a terminal, `text` is returned unchanged.
 
     Returns:
-        The wrapped lines. Continuation lines are indented by two more columns.
+        The wrapped lines. Continuation lines are indented by two additional columns.
     """
     width = get_terminal_width(stream)
     if width is None:
@@ -138,7 +137,7 @@ def color_error_label(line: str) -> str:
 
 @contextmanager
 def _raise_output_errors() -> Iterator[None]:
-    """Convert OSError to OutputError within this context, except for a closed pipe.
+    """Convert OSError to OutputError within this context. The error of a closed pipe propagates unchanged.
 
     After an error, standard output is redirected to `/dev/null`.
     """

@@ -1,4 +1,4 @@
-"""Function `convert` behind `portable-convert`: convert a checkpoint to another format.
+"""Convert a checkpoint to another format with `convert`, which implements `portable-convert`.
 
 Example:
     >>> from portable import convert
@@ -59,10 +59,11 @@ class Conversion:
         source: Path or URL of the source.
         out: Path or URL of the output.
         checkpoint: The checkpoint that was written, after merging, renaming, and quantizing.
-        plan: The output files with their tensors. `plan.nbytes` is the size of the files with tensors, and
-            `plan.names` are the names of all files.
-        tag: The step or tag that was chosen below the source, or None if the source is the checkpoint itself.
-        notes: Facts that the user should know, for example which files were not copied.
+        plan: The output files with their tensors. `plan.nbytes` is the size of the files with tensors,
+            and `plan.names` are the names of all files.
+        tag: The step or tag that was chosen below the source, or None if the source is the checkpoint
+            itself.
+        notes: Notes for the user, for example about files that were not copied.
         warning: Reason why other programs cannot load the output, or None.
     """
 
@@ -219,20 +220,21 @@ def _check_option_value(option: str, value: str | None, allowed: Sequence[str]) 
 
 
 class _PlannedConversion(NamedTuple):
-    """Checkpoint to write, and the function that plans its output files."""
+    """Checkpoint to write, and a function that plans its output files."""
 
     checkpoint: Checkpoint
     make_plan: Callable[[], ConversionPlan]
 
 
 class _AdapterOutcome(NamedTuple):
-    """Checkpoint to write, after an adapter in the source has been merged or extracted.
+    """Checkpoint to write after the adapter in the source, if any, has been merged or extracted.
 
     Attributes:
         checkpoint: Checkpoint to write.
         adapter: Adapter, if it is written without a base model. None if a complete model is written.
-        stored: Checkpoint whose experts `find_model_problems` compares. After merging, this is the base
-            model, because its experts can be read without computing merged weights.
+        stored: Checkpoint in which `find_model_problems` compares the experts with each other. After
+            merging, this is the base model, because reading its experts does not require computing
+            merged weights.
     """
 
     checkpoint: Checkpoint
@@ -241,7 +243,7 @@ class _AdapterOutcome(NamedTuple):
 
 
 class _MergedModel(NamedTuple):
-    """Result of merging an adapter into its base model.
+    """Merged model together with the base model.
 
     Attributes:
         merged: The merged checkpoint.
@@ -254,12 +256,13 @@ class _MergedModel(NamedTuple):
 
 @dataclass
 class _ConversionRequest:
-    """Options of `convert` that change the model, and the notes that arise while they are applied.
+    """Options of `convert` that change the model, and the notes and problems found while applying them.
 
     Attributes:
-        model_paths: Folders or files of the models from which files other than weights are copied.
+        model_paths: Folders or files of the models whose other files, such as the tokenizer, are
+            copied.
         config_from_companions: Files of `config_from`, keyed by name. None if `config_from` is not set.
-        problems: Problems of an incomplete model that the user allowed.
+        problems: Problems of an incomplete model that the user has accepted.
     """
 
     source: str
@@ -283,7 +286,7 @@ class _ConversionRequest:
     problems: Sequence[CheckpointProblem] = ()
 
     def prepare_conversion(self, checkpoint: Checkpoint) -> _PlannedConversion:
-        """Merge, dequantize, rename, and quantize as requested.
+        """Apply the requested options: merge, dequantize, rename, and quantize.
 
         Nothing is written, and tensor data stays lazy.
 
@@ -335,14 +338,14 @@ class _ConversionRequest:
         return _PlannedConversion(checkpoint, functools.partial(plan_adapter, adapter, choices))
 
     def _merge_or_extract_adapter(self, checkpoint: Checkpoint) -> _AdapterOutcome:
-        """Merge the adapter in the source into the base model, or extract it if no base model is given.
+        """Merge the adapter in the source into the base model, or extract it if no base model is specified.
 
-        A note is added if tensors of the base model are dropped. If the source has no adapter, the checkpoint
-        is returned unchanged.
+        If this drops tensors of the base model, a note is added. A source without an adapter is returned
+        unchanged.
 
         Raises:
-            CommandError: If an adapter option is given for a source without an adapter, or for another output
-                format.
+            CommandError: If an adapter option is given for a source without an adapter, or for another
+                output format.
         """
         from portable.converters.adapters.adapter import find_adapter
 
@@ -383,7 +386,7 @@ class _ConversionRequest:
     ) -> _MergedModel:
         """Merge an adapter into its base model.
 
-        If the base path is the source itself, use the weights in the source.
+        If the base path is the source itself, its base model is taken from the same checkpoint.
 
         Raises:
             CommandError: If the optimizer state is requested, because a merged model has none.
@@ -410,7 +413,7 @@ class _ConversionRequest:
         return _MergedModel(merged, stored)
 
     def _read_base_config(self, adapter: StoredAdapter) -> Mapping[str, Any]:
-        """Read the `config.json` of the adapter's base model, and download it from the Hub if necessary.
+        """Read the `config.json` of the adapter's base model. Download it from the Hub if necessary.
 
         Returns:
             The config. Empty if the base model is not known.
@@ -423,11 +426,11 @@ class _ConversionRequest:
         return read_json_object_or_empty(path if companions is None else companions.get("config.json"))
 
     def _rename_tensors_for_format(self, checkpoint: Checkpoint) -> Checkpoint:
-        """Convert the tensors to the names that `--names` specifies, or to the names of the output format.
+        """Rename the tensors as `--names` specifies, or as the output format requires.
 
         Returns:
-            A new checkpoint. `checkpoint` itself if `--names` is not given and the format keeps the names of
-            the source.
+            A new checkpoint. `checkpoint` itself if `--names` is not given and the format keeps the names
+            of the source.
         """
         from portable.converters.naming import (
             find_name_rules,
@@ -486,7 +489,7 @@ def _dequantize_checkpoint(checkpoint: Checkpoint, dtype: str) -> Checkpoint:
 def _find_chosen_tag(checkpoint: Checkpoint, source: AnyPath) -> str | None:
     """Return the name of the step or tag that `open_checkpoint` chose below the source.
 
-    Returns None if the source itself is the checkpoint.
+    None if the source itself is the checkpoint.
     """
     tag = checkpoint.metadata.get("tag")
     if isinstance(tag, str):
@@ -496,7 +499,7 @@ def _find_chosen_tag(checkpoint: Checkpoint, source: AnyPath) -> str | None:
 
 
 def _list_uncopied_files(checkpoint: Checkpoint, models: Sequence[AnyPath]) -> dict[str, str]:
-    """Return the reasons why files next to the models are not copied, keyed by file name.
+    """Return the files in the models' folders that are not copied, with the reason for each.
 
     Files that are copied as companions of the checkpoint are omitted.
     """
@@ -505,10 +508,10 @@ def _list_uncopied_files(checkpoint: Checkpoint, models: Sequence[AnyPath]) -> d
 
 
 def _describe_losses(plan: ConversionPlan, dtype: str) -> list[str]:
-    """Return a note about the values that a cast changed to infinity or zero.
+    """Return a note about values that a cast has turned into infinity or zero.
 
     Returns:
-        A list with the note, or an empty list if no value was changed.
+        A list with the note. Empty if there are no such values.
     """
     losses = plan.losses
     if not losses.first_tensor_name:
@@ -521,8 +524,8 @@ def _describe_losses(plan: ConversionPlan, dtype: str) -> list[str]:
 def _describe_excluded_files(excluded: Mapping[str, str], to: str) -> list[str]:
     """Return a note about the files that are not copied, as a list of at most one string.
 
-    The list is empty if only weights, training state, logs, and hidden files are not copied, or if the output
-    is a GGUF file.
+    Weights, training state, logs, and hidden files are not mentioned. The list is empty if nothing else
+    is left out, or if the output is a GGUF file.
     """
     reported = {name: reason for name, reason in excluded.items() if reason not in _EXPECTED_REASONS}
     if not reported or to == "gguf":
@@ -534,7 +537,7 @@ def _describe_excluded_files(excluded: Mapping[str, str], to: str) -> list[str]:
 def _describe_problems(problems: Sequence[CheckpointProblem]) -> list[str]:
     """Describe the problems of an incomplete model, with one string per problem.
 
-    The problem that files have the names in memory is omitted, because the conversion renames the tensors.
+    In-memory tensor names are not reported as a problem, because the conversion renames the tensors.
     """
     return [
         str(problem) if problem.repaired else f"--partial: {problem}"
@@ -544,7 +547,7 @@ def _describe_problems(problems: Sequence[CheckpointProblem]) -> list[str]:
 
 
 def _describe_missing_config(plan: ConversionPlan, source: AnyPath, out: str | AnyPath, to: str) -> list[str]:
-    """Return a note if `from_pretrained` cannot load a safetensors output because the config is missing.
+    """Return a note if `from_pretrained` cannot load a safetensors output because it has no config.
 
     Returns:
         A list with the note, or an empty list.
@@ -558,7 +561,7 @@ def _describe_missing_config(plan: ConversionPlan, source: AnyPath, out: str | A
 
 
 def _describe_foreign_names(checkpoint: Checkpoint, plan: ConversionPlan, to: str) -> str | None:
-    """Return a warning if most tensor names do not belong to the model type in the config, otherwise None."""
+    """Return a warning if most tensor names do not belong to the config's model type, otherwise None."""
     from portable.converters.names.known_words import find_foreign_name
 
     if to not in ("safetensors", "torch") or ADAPTER_CONFIG in plan.names:

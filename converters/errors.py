@@ -1,4 +1,4 @@
-"""Exceptions of the converters, and functions that make text safe to print."""
+"""Define the exceptions of the converters, and make untrusted text safe to print."""
 
 from __future__ import annotations
 
@@ -35,23 +35,23 @@ def to_printable(text: object) -> str:
 
 
 class CheckpointError(Exception):
-    """Error for a checkpoint that is damaged, incomplete or unsupported.
+    """Error raised for a checkpoint that is damaged, incomplete or unsupported.
 
-    The message is one line that names the file or key and, if there is one, the remedy.
+    The message is one line. It names the file or key and, if there is one, the remedy.
     """
 
     exit_code: int = 65
 
     @property
     def reason(self) -> str:
-        """Text of the message without the remedy that the class adds."""
+        """Message without the remedy that the class adds."""
         return str(self.args[0])
 
 
 class DamagedCheckpointError(CheckpointError):
-    """Error for a checkpoint with wrong, truncated or missing content.
+    """Error raised for a checkpoint with wrong, truncated or missing content.
 
-    The only argument of the exception is the reason. The message adds the remedy.
+    The constructor accepts only the reason. The class appends a remedy to the message.
     """
 
     def __str__(self) -> str:
@@ -74,7 +74,7 @@ class MixedCheckpointError(CheckpointError):
 class UnsupportedCheckpointError(CheckpointError):
     """Error for an intact checkpoint that uses a feature that is not supported.
 
-    The only argument of the exception is the reason. The message adds the remedy.
+    The constructor accepts only the reason. The class appends a remedy to the message.
     """
 
     def __str__(self) -> str:
@@ -84,7 +84,7 @@ class UnsupportedCheckpointError(CheckpointError):
 class UnsupportedQuantizationError(CheckpointError):
     """Error for quantized weights whose settings or layout are not supported.
 
-    The only argument of the exception is the reason. The message adds the remedy.
+    The constructor accepts only the reason. The class appends a remedy to the message.
     """
 
     def __str__(self) -> str:
@@ -94,7 +94,7 @@ class UnsupportedQuantizationError(CheckpointError):
 class UnconvertibleNamesError(CheckpointError):
     """Error for tensors that cannot be converted between the names in published files and in memory.
 
-    The only argument of the exception is the reason. The message adds the remedy.
+    The constructor accepts only the reason. The class appends a remedy to the message.
     """
 
     def __str__(self) -> str:
@@ -108,9 +108,9 @@ class CommandError(CheckpointError):
 
 
 class OptimizerStateError(CheckpointError):
-    """Error for an optimizer state that cannot be read although the weights can be read.
+    """Error raised if the optimizer state cannot be read, although the weights can.
 
-    The only argument of the exception is the reason. The message adds the remedy.
+    The constructor accepts only the reason. The class appends a remedy to the message.
     """
 
     def __str__(self) -> str:
@@ -150,7 +150,7 @@ def format_os_error(error: OSError) -> str:
 
 @contextmanager
 def prefix_checkpoint_errors(prefix: object) -> Iterator[None]:
-    """Add a prefix to the message of each `CheckpointError` that is raised within this context.
+    """Prepend a path or option to the message of each `CheckpointError` raised within this context.
 
     The exception keeps its type.
 
@@ -164,10 +164,10 @@ def prefix_checkpoint_errors(prefix: object) -> Iterator[None]:
 
 
 def raise_unless_panic(error: BaseException) -> None:
-    """Raise an exception again, unless it is a panic of a library that is written in Rust.
+    """Reraise an exception such as `KeyboardInterrupt`, but not a panic of a Rust library.
 
-    PyO3 converts a panic, which is usually caused by invalid input, to an exception that is not an
-    `Exception`.
+    PyO3 raises a panic, which is usually caused by invalid input, as a `BaseException` that is not an
+    `Exception`. Subclasses of `Exception` are not reraised either.
 
     Args:
         error: Exception that was caught.
@@ -208,9 +208,9 @@ _SECRET_NAME = re.compile(
 
 
 def redact_credentials(text: str) -> str:
-    """Replace credentials in a string by ``***``.
+    """Replace credentials in a string with ``***``.
 
-    Credentials are recognized in URLs, by the name of a parameter, by their prefix, and by the values of
+    They are recognized in URLs, by the name of a parameter, by their prefix, and by the values of
     environment variables.
     """
     text = _URL_USERINFO.sub(r"\g<scheme>***@", text)
@@ -224,7 +224,7 @@ def redact_credentials(text: str) -> str:
 
 
 def _list_secret_values() -> list[str]:
-    """Return the values of environment variables that may be secrets, the longest first."""
+    """Return the values of environment variables that may be secrets, longest first."""
     secrets = {
         value
         for name, value in os.environ.items()

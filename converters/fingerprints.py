@@ -1,4 +1,4 @@
-"""Fingerprint of a model's weights, which is independent of how the weights are divided into files."""
+"""Compute a fingerprint of a model's weights that is independent of how they are split into files."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _MAX_SAMPLED_TENSORS, _MAX_SAMPLED_ELEMENTS = 2048, 1 << 14
 
 
 def compute_fingerprint(checkpoint: Checkpoint) -> str:
-    """Compute a digest of a model's weights, reading only a few values of some tensors.
+    """Compute a digest of a model's weights by reading only a few values of some tensors.
 
     Args:
         checkpoint: Checkpoint of a model.
 
     Returns:
-        The digest of the names, dtypes and shapes of all tensors and of a few values of some tensors, as a
-        hexadecimal string.
+        The digest as a hexadecimal string. It covers the names, dtypes and shapes of all tensors, and a
+        few values of some of them.
 
     Raises:
         CheckpointError: If a file is damaged.
@@ -38,7 +38,7 @@ def compute_fingerprint(checkpoint: Checkpoint) -> str:
 
 
 def _build_sample_index(tensor: Tensor) -> tuple[slice, ...]:
-    """Build the index of a sample in the middle of a tensor.
+    """Build the index that selects a sample from the middle of a tensor.
 
     The sample consists of consecutive elements of the last dimension.
     """

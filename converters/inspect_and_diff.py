@@ -1,6 +1,6 @@
-"""Commands that print the contents of a checkpoint, or the differences between two checkpoints.
+"""Print the contents of a checkpoint, or the differences between two checkpoints.
 
-They are `portable-convert inspect SRC` and `portable-convert diff A B`.
+Implements `portable-convert inspect SRC` and `portable-convert diff A B`.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ _FIRST_LINE_KEYS = ("step", "world_size", "version", "architecture")
 
 @dataclass
 class TensorStatistics:
-    """Statistics of the elements of one tensor.
+    """Statistics of the elements of a tensor.
 
-    NaN and infinite elements are counted and excluded from the other statistics. The statistics of complex
-    elements are computed from their absolute values.
+    NaN and infinite elements are counted, but excluded from the other statistics. The statistics of
+    complex elements are computed from their absolute values.
 
     Attributes:
         count: Number of elements.
@@ -71,7 +71,7 @@ class TensorStatistics:
     _sums: list[float] = field(default_factory=lambda: [0.0, 0.0])
 
     def add_block(self, block: Array) -> None:
-        """Update all statistics in place with a block of the tensor."""
+        """Add a block of the tensor to all statistics, in place."""
         values = _convert_to_float64(block)
         values = np.abs(values) if values.dtype.kind == "c" else values
         finite = values[np.isfinite(values)]
@@ -108,7 +108,7 @@ class TensorDifference:
     _sums: list[float] = field(default_factory=lambda: [0.0, 0.0])
 
     def add_blocks(self, left: Array, right: Array) -> None:
-        """Update the difference in place with corresponding blocks of both tensors."""
+        """Add corresponding blocks of both tensors to the difference, in place."""
         left_values = _convert_to_float64(left)
         with np.errstate(all="ignore"):
             self._sums[1] += float(np.square(np.abs(left_values[np.isfinite(left_values)])).sum())
@@ -133,8 +133,8 @@ class TensorDifference:
         """Convert the difference to JSON values.
 
         Returns:
-            The attributes, and `relative`: the RMS of the differences divided by the RMS of the first tensor.
-            None if the first tensor is zero.
+            The attributes, and `relative`, which is the RMS of the differences divided by the RMS of the
+            first tensor. `relative` is None if the first tensor is zero.
         """
         values = {key: value for key, value in asdict(self).items() if key != "_sums"}
         return {**values, "relative": sqrt(self._sums[0] / self._sums[1]) if self._sums[1] else None}
@@ -146,7 +146,7 @@ def _convert_to_float64(block: Array) -> Array:
 
 
 def list_inspected_tensors(checkpoint: Checkpoint, *, includes_optimizer: bool) -> dict[str, Tensor]:
-    """Return the tensors of a checkpoint.
+    """Return the tensors of a checkpoint, optionally including its optimizer state.
 
     Args:
         checkpoint: Checkpoint to inspect.
@@ -213,7 +213,7 @@ def _inspect_gguf_file(path: AnyPath, options: argparse.Namespace) -> dict[str, 
         options: Options of `inspect`.
 
     Raises:
-        CheckpointError: If the file is damaged, or if an option is for checkpoints.
+        CheckpointError: If the file is damaged, or if an option only applies to checkpoints.
     """
     for option in ("tag", "optimizer", "stats"):
         if getattr(options, option):
@@ -345,7 +345,9 @@ def _format_statistics(entry: Mapping[str, Any]) -> str:
 
 
 def compute_tensor_statistics(tensors: Mapping[str, Tensor]) -> dict[str, TensorStatistics]:
-    """Compute the statistics of tensors. Each tensor is read once, in blocks, and several in parallel.
+    """Compute the statistics of tensors, reading each tensor only once.
+
+    Tensors are read in blocks, and several tensors are read in parallel.
 
     Args:
         tensors: Tensors, keyed by name.
@@ -373,8 +375,8 @@ def run_diff(make_parser: ParserFactory, argv: Sequence[str]) -> int:
         argv: Arguments after `diff`.
 
     Returns:
-        The exit code: 0 if the tensors of both checkpoints have the same names, shapes and values, otherwise
-        1.
+        The exit code: 0 if the tensors of both checkpoints have the same names, shapes and values,
+        otherwise 1.
     """
     arguments = make_parser(
         prog="portable-convert diff",
@@ -398,10 +400,10 @@ def run_diff(make_parser: ParserFactory, argv: Sequence[str]) -> int:
 
 
 def _rename_to_common_names(checkpoints: list[Checkpoint]) -> list[Checkpoint]:
-    """Convert both checkpoints to published names if their names differ.
+    """Convert both checkpoints to published names if their tensor names differ.
 
-    If the name rules of one checkpoint are unknown, the rules of the other checkpoint are used. If both are
-    unknown, the checkpoints are returned unchanged.
+    If the name rules of one checkpoint are unknown, the rules of the other checkpoint are used. If both
+    are unknown, the checkpoints are returned unchanged.
     """
     left, right = checkpoints
     if left.tensors.keys() == right.tensors.keys():

@@ -1,10 +1,11 @@
-"""Completeness of a checkpoint: missing layers and tensors, lost experts, and contradictions to the config.
+"""Check whether a checkpoint is a complete model that agrees with its config.
 
-    problems = find_problems(open_checkpoint("run/checkpoints/step-000100"))
+    problems = find_model_problems(open_checkpoint("run/checkpoints/step-000100"))
 
-If `portable.converters.names.expected_tensors` contains the model class, the tensors are compared with the
-tensors of the class in transformers. Otherwise, only rules apply that hold for every model, and an uncertain
-rule reports nothing.
+The problems are missing layers and tensors, lost experts, and contradictions between the tensors
+and the config. If `portable.converters.names.expected_tensors` contains the model class, the
+tensors are compared with the tensors that transformers creates for this class. For other classes,
+only rules that hold for every model apply. In uncertain cases, no problem is reported.
 """
 
 from __future__ import annotations
@@ -71,14 +72,14 @@ _TIE_SETTING = "tie_word_embeddings"
 
 @dataclass(frozen=True)
 class CheckpointProblem:
-    """One reason why a checkpoint is not a complete model.
+    """Reason why a checkpoint is not a complete model.
 
     Attributes:
         kind: Short identifier, such as `"missing"` or `"equal experts"`.
         message: Description of the problem.
         names: Names of the affected tensors.
         cause: Known cause of such a problem. Empty if no cause is recognized.
-        repaired: Whether a conversion repairs the problem, so that it need not refuse the checkpoint.
+        repaired: Whether a conversion repairs the problem, so that it need not reject the checkpoint.
     """
 
     kind: str
@@ -106,10 +107,11 @@ def check_model_complete(
         expert_source: Checkpoint with the values of the experts. See `find_model_problems`.
 
     Returns:
-        The problems that a conversion repairs. If `partial` is True, all problems.
+        The problems that a conversion repairs, or all problems if `partial` is True.
 
     Raises:
-        CheckpointError: If tensors are missing or contradict the config. The message lists the problems.
+        CheckpointError: If tensors are missing or contradict the config. The message lists the
+            problems.
     """
     problems = find_model_problems(checkpoint, expert_source=expert_source)
     serious = [problem for problem in problems if not problem.repaired]
@@ -132,14 +134,15 @@ def find_model_problems(
 
     Args:
         checkpoint: Checkpoint of a model or of an adapter, with any names.
-        read_values: Whether to compare the values of experts. For most experts, this reads a few bytes. In an
-            object store, only one weight of each expert is compared.
-        expert_source: Checkpoint whose experts are compared. By default, `checkpoint`. If an adapter is
-            merged, this must be the base model, because reading a part of a merged weight may compute the
+        read_values: Whether to compare the values of experts. For most experts, this reads a few bytes.
+            In an object store, only one weight of each expert is compared.
+        expert_source: Checkpoint whose experts are compared, `checkpoint` by default. When an adapter
+            is merged, pass the base model, because reading a part of a merged weight may compute the
             complete weight.
 
     Returns:
-        The problems. Empty if the checkpoint is complete, or if nothing certain is known about the model.
+        The problems. Empty if the checkpoint is complete, or if nothing certain is known about the
+        model.
     """
     try:
         if find_adapter(checkpoint) is not None:
@@ -187,7 +190,7 @@ def _affects_only_experts(problem: CheckpointProblem) -> bool:
 
 
 def find_lora_shape_problems(tensors: Mapping[str, Tensor]) -> list[CheckpointProblem]:
-    """Find LoRA factors that are empty, or whose ranks do not match.
+    """Find LoRA factors that are empty or have incompatible ranks.
 
     Args:
         tensors: Tensors of an adapter, keyed by name.
@@ -227,7 +230,7 @@ def find_lora_shape_problems(tensors: Mapping[str, Tensor]) -> list[CheckpointPr
 
 
 def _find_empty_tensors(tensors: Mapping[str, Tensor]) -> list[CheckpointProblem]:
-    """Find weights and biases without elements. At most one problem, which lists all of them."""
+    """Find weights and biases without elements. Return at most one problem, which lists all of them."""
     empty = tuple(
         name
         for name, tensor in tensors.items()
@@ -297,7 +300,7 @@ def _compare_with_expected_tensors(
 def _rename_shapes_to_live(
     checkpoint: Checkpoint, shapes: Mapping[str, Shape], expected: ExpectedTensors
 ) -> dict[str, Shape] | None:
-    """Convert the names and shapes of the tensors to the names and shapes that transformers has in memory.
+    """Convert tensor names and shapes to the names and shapes that transformers has in memory.
 
     Args:
         checkpoint: Checkpoint of the model.
@@ -305,8 +308,8 @@ def _rename_shapes_to_live(
         expected: Tensors of the class.
 
     Returns:
-        The shapes, keyed by name in memory. Unknown names are kept. None if the name rules are unknown, if a
-        tensor cannot be rearranged, or if fewer than half of the names belong to the class.
+        The shapes, keyed by name in memory. Unknown names are kept. None if the name rules are unknown,
+        if a tensor cannot be rearranged, or if fewer than half of the names belong to the class.
     """
     rules = find_name_rules(checkpoint)
     if rules is None:
@@ -349,7 +352,7 @@ def _rename_shapes_to_live(
 
 
 def _is_quantized(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> bool:
-    """Return whether weights are quantized.
+    """Return whether the weights are quantized.
 
     A stale `quantization_config` without quantized tensors is ignored.
     """
@@ -360,10 +363,11 @@ def _is_quantized(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> b
 
 
 class _TensorNames:
-    """Set of tensor names that also accepts the tensors of quantized weights.
+    """Set of tensor names that accounts for quantized weights.
 
-    If the weights are quantized, a weight counts as present if its module contains any tensor, because its
-    codes and scales have other names.
+    A quantized weight is stored as packed values and scales, which have different names than the
+    weight. If the weights are quantized, a weight therefore counts as present if its module contains
+    any tensor.
     """
 
     def __init__(self, names: Iterable[str], *, is_quantized: bool) -> None:
@@ -381,17 +385,17 @@ class _TensorNames:
     def has_tensor(self, name: str) -> bool:
         """Return whether a tensor exists.
 
-        If the weights are quantized, another tensor of its module suffices.
+        If the weights are quantized, any other tensor in its module suffices.
         """
         if name in self.names or name in self.masks:
             return True
         return name.rpartition(".")[0] in self.modules
 
     def has_non_expert_siblings(self, name_pattern: str) -> bool:
-        """Return whether the parent module of a tensor has tensors outside of experts.
+        """Return whether the parent module of a tensor contains tensors outside of experts.
 
-        Otherwise, the tensor is not required, because a mixture of experts may have no layer with an MLP.
-        Returns True for a tensor outside of layers.
+        If not, the tensor is not required, because a mixture-of-experts model may have no layer with a
+        plain MLP. True for a tensor outside of layers.
 
         Args:
             name_pattern: Name of the tensor, with the layer index replaced by an asterisk.
@@ -408,10 +412,10 @@ def _find_missing_layers(
     config: Mapping[str, Any],
     required: Iterable[str],
 ) -> list[CheckpointProblem]:
-    """Find layers that are missing completely, and layers beyond the number of layers in the config.
+    """Find layers that are missing completely, and layers in excess of the number in the config.
 
-    If the config does not contain the number of layers, only gaps between layers are found. Layers beyond the
-    number are accepted if the model has layers for multi-token prediction.
+    If the config does not contain the number of layers, only gaps between layers are found. Excess
+    layers are accepted if the model has layers for multi-token prediction.
 
     Args:
         stack: Name of the stack, such as `model.layers`.
@@ -454,7 +458,7 @@ def _find_missing_layers(
 
 
 class _TowerDepth(NamedTuple):
-    """Number of layers of an image or audio encoder.
+    """Number of layers in an image or audio encoder.
 
     Attributes:
         key: Config key of the number, such as `vision_config.depth`. Empty if the number is unknown.
@@ -469,7 +473,7 @@ def _find_tower_depth(stack: str, config: Mapping[str, Any]) -> _TowerDepth:
     """Find the number of layers of an image or audio encoder in its nested config.
 
     Returns:
-        The config key and the number. Empty and None if the nested config has no unique depth.
+        The config key and the number. An empty key and None if the nested config has no unique depth.
     """
     for word, part in _ENCODER_CONFIGS:
         nested = config.get(part)
@@ -490,7 +494,9 @@ def _find_incomplete_layers(
     config: Mapping[str, Any],
     matcher: _TensorNames,
 ) -> list[str]:
-    """Find the missing tensors of layers that exist at least partly.
+    """Find the tensors that are missing in incomplete layers.
+
+    Layers without any tensor are not considered.
 
     Args:
         stack: Name of the stack, such as `model.layers`.
@@ -537,7 +543,7 @@ def _find_incomplete_layers(
 
 
 def _find_mixture_modules(layers: LayerStack) -> list[str]:
-    """Find the modules of a layer that have experts in some layers and no experts in the other layers."""
+    """Find the modules that contain experts in some layers and no experts in others."""
     groups: dict[str, list[frozenset[str]]] = {}
     for group in layers.groups:
         modules = {rest.partition(".")[0] for rest in group}
@@ -551,16 +557,17 @@ def _find_mixture_modules(layers: LayerStack) -> list[str]:
 
 
 def _may_distinguish_layers(config: Mapping[str, Any], layers: set[int], depth: int) -> bool:
-    """Return whether a setting may give some layers other tensors than the other layers have.
+    """Return whether a config setting can explain why only these layers have certain tensors.
 
     Args:
         config: Content of the `config.json`.
         layers: Numbers of the layers.
-        depth: Number of layers.
+        depth: Number of layers in the model.
 
     Returns:
-        True if the layers are the first, the last or every nth layer, and the number is in the config, or if
-        a list of the config contains their numbers or one type per layer that only these layers have.
+        True if the layers are the first, the last or every nth layer, and the number is in the config.
+        Also True if a list in the config contains their numbers, or one type per layer that only these
+        layers have.
     """
     if len(layers) < 2 or len(layers) == depth:
         return False
@@ -597,9 +604,9 @@ def _has_replacement_module(
     """Return whether a layer has other tensors instead of a module, such as experts instead of an MLP.
 
     Args:
-        rest: Name inside the layer of a tensor that is missing.
-        always: Names inside the layer of the tensors that every layer of the class has.
-        rests: Names inside the layer of the tensors that the checkpoint contains.
+        rest: Name, within the layer, of a missing tensor of the module.
+        always: Names, within the layer, of the tensors that every layer of the class has.
+        rests: Names, within the layer, of the tensors that the checkpoint contains.
         contains: Function that returns whether the layer contains a tensor.
     """
     parent = rest.rpartition(".")[0].rpartition(".")[0]
@@ -617,8 +624,8 @@ def _find_wrong_shapes(
     """Find tensors whose shapes contradict the sizes in the config.
 
     Returns:
-        At most one problem, which lists all tensors with a wrong shape. Empty if the weights are quantized,
-        because their codes are packed and have other shapes.
+        At most one problem, which lists all tensors with a wrong shape. Empty if the weights are
+        quantized, because packed weights have other shapes.
     """
     if _is_quantized(checkpoint.tensors, config):
         return []
@@ -664,9 +671,9 @@ def _find_wrong_shapes(
 
 
 def _find_layer_gaps(shapes: Mapping[str, Shape]) -> list[CheckpointProblem]:
-    """Find gaps between layers, and single layers that lack tensors of all other layers.
+    """Find gaps between layers, and single layers that lack tensors that all other layers have.
 
-    The rules need no config. They only compare the layers of a stack with each other.
+    These rules do not require a config. They only compare the layers of a stack with each other.
     """
     problems = []
     for stack, layers in group_names_by_layer(shapes).items():
@@ -703,9 +710,10 @@ def _find_layer_gaps(shapes: Mapping[str, Shape]) -> list[CheckpointProblem]:
 def _find_deviating_shapes(
     shapes: Mapping[str, Shape], layers: Mapping[int, Mapping[str, str]]
 ) -> list[CheckpointProblem]:
-    """Find layers in which one tensor has a different shape from all other layers.
+    """Find layers in which one tensor has a different shape than in all other layers.
 
-    Layers of a different width differ in several tensors. Only damage changes one tensor of one layer.
+    Several tensors differ in layers with a different width. If only one tensor of one layer differs, it
+    is damaged.
     """
     deviating: dict[int, list[str]] = {}
     for rest in set.intersection(*(set(rests) for rests in layers.values())):
@@ -731,10 +739,10 @@ def _find_deviating_shapes(
 def _find_missing_embeddings(
     shapes: Mapping[str, Shape], config: Mapping[str, Any]
 ) -> list[CheckpointProblem]:
-    """Find a causal language model that lacks its input or output embeddings.
+    """Check that a causal language model has both its input and its output embeddings.
 
-    If the config sets `tie_word_embeddings` to false, two tensors must have at least as many rows as the
-    vocabulary. Returns at most one problem.
+    If `tie_word_embeddings` is false in the config, there must be at least two tables with a row for
+    each token of the vocabulary. Returns at most one problem.
     """
     words, architecture = (
         collect_integer_settings(config).get("vocab_size", 0),
@@ -764,7 +772,7 @@ def _find_missing_embeddings(
 
 
 def _replace_expert_numbers(rests: Iterable[str]) -> set[str]:
-    """Replace the expert index in each tensor name by `*`."""
+    """Replace the expert index in each tensor name with `*`."""
     return {
         f"{match['module']}.*.{match['rest']}" if (match := _EXPERT_NAME.fullmatch(rest)) else rest
         for rest in rests
@@ -835,7 +843,7 @@ def _find_expert_problems(
 
 
 def _list_expert_counts(config: Mapping[str, Any], *, least: int = 1) -> set[int]:
-    """Return the numbers of experts per layer that a config allows.
+    """Return the possible numbers of experts per layer according to a config.
 
     Args:
         config: Content of the `config.json`.
@@ -867,10 +875,11 @@ def _list_expert_counts(config: Mapping[str, Any], *, least: int = 1) -> set[int
 def _group_expert_weights(
     tensors: Mapping[str, Tensor], config: Mapping[str, Any]
 ) -> dict[tuple[str, str], list[_ExpertWeight]]:
-    """Group the expert weights of each layer that may be compared with each other.
+    """Group the weights to compare with each other: the same weight in all experts of a layer.
 
     Returns:
-        The weights, keyed by experts module and name inside an expert. The name is empty for stacked experts.
+        The weights, keyed by experts module and name within an expert. The name is empty for stacked
+        experts.
     """
     unused = config.get(_ZERO_EXPERTS)
     groups: dict[tuple[str, str], list[_ExpertWeight]] = {}
@@ -891,7 +900,7 @@ def _group_expert_weights(
 
 
 def _read_samples(weights: Sequence[_ExpertWeight]) -> dict[_ExpertWeight, Array]:
-    """Read a sample of each weight in an object store, with several connections in parallel."""
+    """Read a sample of each weight from an object store, with several connections in parallel."""
     from concurrent.futures import ThreadPoolExecutor  # not at the top, because the import is slow
 
     with ThreadPoolExecutor(_CONNECTIONS) as pool:
@@ -901,7 +910,7 @@ def _read_samples(weights: Sequence[_ExpertWeight]) -> dict[_ExpertWeight, Array
 def _find_zero_or_equal_experts(
     tensors: Mapping[str, Tensor], config: Mapping[str, Any], *, is_remote: bool
 ) -> list[CheckpointProblem]:
-    """Find experts whose weights are zero, or equal to the weights of another expert of the layer.
+    """Find experts with zero weights, or with the same weights as another expert in the layer.
 
     Reads tensor data.
     """
@@ -959,8 +968,8 @@ class _ExpertWeight:
     """Weight of one expert: a tensor, or one index of a stack of experts.
 
     Attributes:
-        name: Name in messages.
-        tensor: Tensor with the weight.
+        name: Name used in messages.
+        tensor: Tensor that contains the weight.
         index: Index along dimension 0, or None if the tensor belongs only to this expert.
     """
 
@@ -977,7 +986,7 @@ class _ExpertWeight:
         return self.tensor.read((*first, rows, columns))
 
     def read_sample(self) -> Array:
-        """Read a few elements in the middle of the weight."""
+        """Read a few elements from the middle row of the weight."""
         row = self._shape[0] // 2
         return self._read_rows(slice(row, row + 1), slice(0, _SAMPLE_ELEMENTS))
 
@@ -1010,7 +1019,11 @@ class _ExpertWeight:
 def _find_repairable_contradictions(
     checkpoint: Checkpoint, config: Mapping[str, Any], expected: ExpectedTensors | None
 ) -> list[CheckpointProblem]:
-    """Find settings of the config that contradict the tensors, and that a conversion corrects."""
+    """Find repairable contradictions between the config and the tensors.
+
+    A conversion corrects them. Examples are a `quantization_config` of an unquantized model, and
+    different embeddings that the config ties.
+    """
     problems = []
     tensors = checkpoint.tensors
     # Sharded checkpoints always have the stacks that transformers has in memory.

@@ -1,4 +1,4 @@
-"""Handling of Ctrl-C in a command and in the processes that it starts. Imports only fast modules."""
+"""Handle Ctrl-C in a command and in the processes that it starts. This module is fast to import."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _MESSAGE = b"error: interrupted\n"
 def install_exit_on_interrupt() -> None:
     """Install a signal handler that exits immediately on SIGINT, without a traceback.
 
-    Use this handler at the start and the end of a process, when nothing has to be cleaned up. Handlers other
-    than Python's default handler are left unchanged.
+    Use it at the start and the end of a process, when nothing has to be cleaned up. A handler other
+    than Python's default one is left unchanged.
     """
     if _is_main_thread() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _exit_interrupted)
@@ -31,9 +31,9 @@ def install_exit_on_interrupt() -> None:
 def raise_first_interrupt() -> Iterator[None]:
     """Raise `KeyboardInterrupt` at the first SIGINT within this context, and exit at the second.
 
-    A second `KeyboardInterrupt` would interrupt the cleanup after the first one, which would then end in a
-    traceback. Python discards a `KeyboardInterrupt` that is raised in a destructor or a callback, so the
-    process exits in this case too.
+    A second `KeyboardInterrupt` would interrupt the cleanup after the first one and print a traceback.
+    Python discards a `KeyboardInterrupt` raised in a destructor or callback, so the process exits in
+    this case as well.
     """
     previous_handler = signal.getsignal(signal.SIGINT)
     if not _is_main_thread() or previous_handler not in (signal.default_int_handler, _exit_interrupted):
@@ -66,10 +66,10 @@ def raise_first_interrupt() -> Iterator[None]:
 
 @contextmanager
 def block_interrupts_in_children() -> Iterator[None]:
-    """Block SIGINT in the child processes that are started within this context.
+    """Block SIGINT in child processes that are started within this context.
 
     Ctrl-C in a terminal signals every process of the command. Children inherit the signal mask of this
-    thread, so only this process handles the signal, and then ends its children.
+    thread, so only this process handles the signal and then ends its children.
     """
     if not hasattr(signal, "pthread_sigmask"):
         yield

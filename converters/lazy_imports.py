@@ -1,4 +1,4 @@
-"""Lazy imports: names of a package (PEP 562), and modules that are imported when they are first used."""
+"""Import modules, and the names of a package (PEP 562), when they are first used."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
 
 def build_lazy_getattr(package: str) -> Callable[[str], Any]:
-    """Build the `__getattr__` of a package that imports the names in its `__all__` when they are first used.
+    """Build a package's `__getattr__`, which imports the names in `__all__` when they are first used.
 
-    The module of each name is read from the imports below `if TYPE_CHECKING` in the source of the package.
-    Every import of a submodule runs the `__init__` of its package. Without lazy imports, it would import
-    numpy, which takes longer than the conversion of a small checkpoint.
+    Every import of a submodule runs the `__init__` of its package. Without lazy imports, this would
+    import numpy, which takes longer than the conversion of a small checkpoint. The module of each name
+    is parsed from the imports below `if TYPE_CHECKING` in the package's source.
 
     Args:
         package: Name of the package.
@@ -38,7 +38,7 @@ def build_lazy_getattr(package: str) -> Callable[[str], Any]:
 
 @cache
 def _find_modules_of_names(package: str) -> dict[str, str]:
-    """Parse the imports in the source of a package, and return the module of each imported name. Cached."""
+    """Parse the imports in a package's source, and return the module of each imported name. Cached."""
     import ast  # not at the top, because only the first use of a name needs it
 
     loader: Any = sys.modules[package].__loader__  # also reads the source of a package in a zip archive
@@ -55,7 +55,7 @@ class DeferredModule(ModuleType):
     """
 
     def __getattr__(self, name: str) -> Any:
-        """Import the module, and return and store one of its attributes."""
+        """Import the module, and return one of its attributes, which is stored for later reads."""
         # Store the attribute, so that later reads of it do not call this method.
         value = self.__dict__[name] = getattr(import_module(self.__name__), name)
         return value

@@ -1,7 +1,7 @@
-"""NumPy and ml_dtypes, imported when the program first uses them.
+"""Import NumPy and ml_dtypes when they are first used.
 
-Most conversions copy bytes without looking at their values. Importing NumPy takes longer than the rest of
-such a conversion of a small checkpoint.
+Most conversions copy bytes without reading their values. For a small checkpoint, importing NumPy
+would take longer than the rest of the conversion.
 """
 
 from __future__ import annotations

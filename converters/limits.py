@@ -1,8 +1,8 @@
-"""Upper limits of the counts and sizes in the files of a checkpoint, far above the values of real files.
+"""Define upper limits for counts and sizes in checkpoint files, far above the values in real files.
 
-Files are untrusted. Without these limits, a small file could declare counts that make a reader use all memory
-or run for hours. Limits that depend on the size of a file, and limits of a format, such as the number of
-dimensions in torch, are defined in other modules.
+Files are untrusted. Without these limits, a small file could declare counts that make a reader use
+all memory or run for hours. Limits that depend on the size of a file, and limits of a format, such
+as the number of dimensions in torch, are defined in other modules.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""Manifest of a checkpoint of this project: every file with its size and a checksum.
+"""Write and check the manifest of a checkpoint: every file with its size and a checksum.
 
     {"version": 1, "step": 100, "run": "1f0c...", "files": {"config.json": {"bytes": 654, "crc32": 123},
      "__0_0.distcp": {"bytes": 9876}, "mp_rank_00_model_states.pt": {"bytes": 8765, "directory": 456}},
      "crc32": 789}
 
-The last CRC32 is the checksum of the manifest. Writing a manifest reads no tensor data. The checksums of
-`.distcp` and `.metadata` files are in a separate file that the manifest lists, see
-:mod:`portable.converters.formats.dcp.checksums`. For a torch.save file, `directory` is the checksum of the
-zip directory, which contains the CRC32s that torch computed while writing. These checksums are verified when
-a tensor is read.
+The last CRC32 is the checksum of the manifest itself. Writing a manifest reads no tensor data. The
+checksums of `.distcp` and `.metadata` files are in a separate file that the manifest lists, see
+:mod:`portable.converters.formats.dcp.checksums`. For a torch.save file, `directory` is the checksum
+of the zip directory, which contains the CRC32s that torch computed while writing. They are verified
+when a tensor is read.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _OTHER_FORMAT_NAMES = re.compile(r"(.*/)?(\w*\.metadata|\w+\.distcp|latest_unive
 
 
 def compute_manifest_entries(folder: Path) -> ManifestEntries:
-    """Compute the manifest entries of the files that this process has written.
+    """Compute the manifest entries for the files that this process has written.
 
     Args:
         folder: Local folder of the checkpoint. Its subfolders are included.
@@ -125,12 +125,13 @@ def check_manifest(
 
     Args:
         folder: Folder or URL of the checkpoint.
-        only: Function that returns whether to check the file with a name. None to check all files.
-        reads: Function that returns whether to read the file with a name and compare its checksum. Otherwise,
-            only the size is compared. By default, all checked files are read.
+        only: Function that takes a file name, and returns whether to check the file. None to check all
+            files.
+        reads: Function that takes a file name, and returns whether to read the file and compare its
+            checksum. If not, only the size is compared. By default, all checked files are read.
 
     Returns:
-        The manifest. None if the checkpoint does not have one, so that nothing was checked.
+        The manifest. None if the checkpoint does not have one, in which case nothing was checked.
 
     Raises:
         CheckpointError: If a file is missing or has changed, or if a file of another format was added.

@@ -1,4 +1,4 @@
-"""Checkpoints with published tensor names, or with the names that transformers uses in memory.
+"""Convert checkpoints between published tensor names and the names that transformers has in memory.
 
     published = rename_to_published(open_checkpoint("run/checkpoints/step-000100"))
 
@@ -52,9 +52,9 @@ def find_name_rules(
     Args:
         checkpoint: Checkpoint with a `config.json`. If a training run recorded the rules of its base
             checkpoint in the same folder, these rules are returned.
-        published_names: Names of the tensors in the published files from which the model was loaded, if they
-            are known. The names in old files may differ from the default names of the model type.
-        read_shapes: Function that reads the shapes of these tensors. It is called only if the layout of the
+        published_names: Names of the tensors in the published files from which the model was loaded, if
+            they are known. The names in old files may differ from the default names of the model type.
+        read_shapes: Function that reads the shapes of these tensors. Only called if the layout of the
             files depends on them.
 
     Returns:
@@ -90,7 +90,7 @@ def read_recorded_rules(checkpoint: Checkpoint) -> RecordedRules | None:
         checkpoint: Checkpoint of any format.
 
     Returns:
-        The recorded rules. None if the checkpoint does not contain a record.
+        The recorded rules. None if the checkpoint does not contain any.
 
     Raises:
         CheckpointError: If the record is damaged.
@@ -147,11 +147,11 @@ def rename_to_published(checkpoint: Checkpoint, rules: NameRules | None = None) 
 
     Args:
         checkpoint: Checkpoint of any format.
-        rules: Name rules of the model. By default, these are the result of `find_name_rules`.
+        rules: Name rules of the model. Defaults to the result of `find_name_rules`.
 
     Returns:
-        A new `Checkpoint`. If the checkpoint already has published names, or if its model type is unknown,
-        `checkpoint` is returned unchanged.
+        A new `Checkpoint`. If the checkpoint already has published names, or if its model type is
+        unknown, `checkpoint` is returned unchanged.
 
     Raises:
         CheckpointError: If a tensor cannot be rearranged.
@@ -183,16 +183,16 @@ def rename_to_published(checkpoint: Checkpoint, rules: NameRules | None = None) 
 def rename_to_live(
     checkpoint: Checkpoint, rules: NameRules | None = None, live: Mapping[str, Shape] | None = None
 ) -> Checkpoint:
-    """Convert a checkpoint to the tensor names and shapes that transformers uses in memory.
+    """Convert a checkpoint to the tensor names and shapes that transformers has in memory.
 
     Args:
         checkpoint: Checkpoint of any format.
-        rules: Name rules of the model. By default, these are the result of `find_name_rules`.
+        rules: Name rules of the model. Defaults to the result of `find_name_rules`.
         live: Shapes of the model's tensors in memory, if they are known.
 
     Returns:
-        A new `Checkpoint`. If the checkpoint already has names in memory, or if its model type is unknown,
-        `checkpoint` is returned unchanged.
+        A new `Checkpoint`. If the checkpoint already has names in memory, or if its model type is
+        unknown, `checkpoint` is returned unchanged.
 
     Raises:
         CheckpointError: If a tensor cannot be rearranged.
@@ -221,7 +221,7 @@ def _build_renamed_checkpoint(
     rename_alias: Callable[[str], str],
     names: str,
 ) -> Checkpoint:
-    """Build the checkpoint with new names.
+    """Build a checkpoint with new tensor names.
 
     Args:
         checkpoint: Checkpoint with the old names.

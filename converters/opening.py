@@ -1,4 +1,4 @@
-"""Opening of a checkpoint: find the checkpoint that a path refers to, and detect its format."""
+"""Find the checkpoint that a path refers to, detect its format, and open it."""
 
 from __future__ import annotations
 
@@ -49,17 +49,17 @@ def open_checkpoint(
         path: Run folder (its newest complete step is opened), folder of a step, folder of shards, or file, as
             a local path or a URL (`s3://bucket/run`). Only the required byte ranges of objects are fetched.
         tag: Step to open in a folder of several steps: a folder name (`step-000100`) or a number (`100`).
-        order: Names of the model's parameters in the order of its modules, if the caller has the model. They
-            name optimizer state that is keyed by index, if the files do not record the order.
-        companions: Paths of files, keyed by name, that replace the files next to the shards. For example the
-            `config.json` of the model, which determines the tensor names in some formats.
+        order: Names of the model's parameters in module order, if known. If the optimizer state is keyed by
+            index and the files do not record the order, it is needed to assign names to the state.
+        companions: Paths of files, keyed by name, that replace the files next to the shards. An example
+            is the `config.json` of the model, which determines the tensor names in some formats.
         rank: Rank and world size of this process, if each rank of a job opens the checkpoint to read only its
             slices. The files of other ranks are then only opened if a slice needs them, so missing or damaged
             files are only noticed then.
-        build_once: Function that writes a file in one process of each node, if several processes of a node
-            open the checkpoint. It takes a key and a function that writes the file at a path, and returns the
-            path of the file, or None if the processes cannot share files. Only one process of a node then
-            parses large metadata, and the other processes memory-map the file with the result.
+        build_once: Function that writes a file in one process per node, if several processes of a node open
+            the checkpoint. It takes a key and a function that writes the file to a path, and returns the path
+            of the file, or None if the processes cannot share files. Only one process of a node then parses
+            large metadata, and the other processes memory-map the file with the result.
 
     Returns:
         The checkpoint. Tensors are read when they are used.
@@ -90,14 +90,14 @@ def open_checkpoint(
 
 
 def read_pickled(path: str | AnyPath) -> Any:
-    """Read the content of a small `torch.save` file without running code.
+    """Read a small `torch.save` file without running code.
 
     Args:
         path: Path or URL of the file.
 
     Returns:
-        The content as dicts, lists, strings and numbers. Tensors and objects are replaced by the names of
-        their classes.
+        The content as dicts, lists, strings and numbers. Tensors and objects are replaced with the
+        names of their classes.
 
     Raises:
         CheckpointError: If the file is damaged, or contains a class that torch does not write.
@@ -167,7 +167,7 @@ def _detect_checkpoint(root: AnyPath, tag: str | None) -> DetectedFormat:
 
 
 def _validate_inside(root: AnyPath, step: AnyPath) -> AnyPath:
-    """Return a step folder after checking that no symlink in its path points outside the run folder.
+    """Check that no symlink in the path of a step folder points outside the run folder, and return the path.
 
     Raises:
         LinkError: If a symlink points outside the run folder.
@@ -177,9 +177,9 @@ def _validate_inside(root: AnyPath, step: AnyPath) -> AnyPath:
 
 
 def _is_finished_write(path: AnyPath) -> bool:
-    """Return whether a path has no marker of an incomplete write.
+    """Return whether a path was written completely, according to the marker of incomplete writes.
 
-    Only folders in object stores, and copies of such folders, have markers.
+    Only folders in object stores, and copies of such folders, have these markers.
     """
     return not is_incomplete_folder(path.parent if path.is_file() else path)
 
@@ -192,7 +192,7 @@ def _format_unfinished_write_error(path: AnyPath) -> str:
 
 
 class _StepFolder(NamedTuple):
-    """Folder of a step, and the number in its name."""
+    """Step folder, and the step number in its name."""
 
     number: int
     path: AnyPath
@@ -226,7 +226,7 @@ def is_gguf_file(path: AnyPath) -> bool:
 
 
 def _find_gguf_file(path: AnyPath) -> AnyPath | None:
-    """Return a GGUF file: the path itself, or the first one in the folder. None if there is none."""
+    """Return the path if it is a GGUF file, or the first GGUF file in the folder. None if there is none."""
     if not path.is_dir():
         return path if is_gguf_file(path) else None
     try:

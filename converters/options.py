@@ -1,7 +1,7 @@
-"""Values that the options of `portable-convert` accept.
+"""Define the values that the options of `portable-convert` accept.
 
-They are in a separate module, because `--help` needs them and the modules that implement them are slow to
-import.
+They have their own module, because `--help` needs them and the modules that implement them are slow
+to import.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ VERL_CONFIG = "lora_train_meta.json"
 def is_unset(value: object) -> bool:
     """Return whether a setting written by another program is None, False, or empty.
 
-    Programs write settings that a later release added, although they have no effect, so an unknown setting
-    with such a value is not an error.
+    Later releases of a program may add settings, and write them even if they are off. An unknown
+    setting with such a value is therefore not an error.
     """
     return value is None or value is False or (isinstance(value, (str, list, tuple, dict)) and not value)

@@ -1,4 +1,4 @@
-"""Suggestions for misspelled keys, values, file names, and tensor names in error messages."""
+"""Suggest corrections for misspelled keys, values, file names, and tensor names in error messages."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ def find_similar_names(
 ) -> list[str]:
     """Find the candidates that are most similar to a misspelled name.
 
-    Upper and lower case are equal, and so are dashes and underscores.
+    Case is ignored, and dashes equal underscores.
 
     Args:
         name: Misspelled name.
         candidates: Valid names.
         max_results: Maximum number of names to return.
-        compare_last_parts: Whether a dotted candidate is also similar if only its last part is similar. For
-            example, `learning_rat` is then similar to `train.learning_rate`.
+        compare_last_parts: Whether a dotted candidate is also similar if only its last component is
+            similar. For example, `learning_rat` is then similar to `train.learning_rate`.
 
     Returns:
-        Similar names, the most similar name first. Equally similar names have the order of the candidates.
+        Similar names, most similar first. Equally similar names are in the order of the candidates.
         Empty if no candidate is similar.
     """
     from difflib import SequenceMatcher  # not at the top, because the import takes milliseconds
@@ -69,8 +69,8 @@ def format_name_suggestion(
         name: Misspelled name.
         candidates: Valid names.
         prefix: Text before the suggested name, such as `--`.
-        compare_last_parts: Whether only the last part of a dotted candidate has to be similar, see
-            `find_similar_names`.
+        compare_last_parts: Whether a dotted candidate is also similar if only its last component is
+            similar. See `find_similar_names`.
 
     Returns:
         A text such as `"; did you mean X?"`, or an empty string if no candidate is similar.

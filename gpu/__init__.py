@@ -1,1 +1,1 @@
-"""Backend on CUDA, and the DeepSpeed ZeRO engine."""
+"""CUDA backend and DeepSpeed ZeRO engine."""

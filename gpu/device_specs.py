@@ -1,4 +1,4 @@
-"""Choice of a rank's GPU, and specifications of GPUs from their data sheets."""
+"""Choose the GPU for each rank, and look up GPU specifications from data sheets."""
 
 from __future__ import annotations
 
@@ -96,16 +96,16 @@ SRUN_BINDING_VARIABLES = ("SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_G
 
 
 def choose_gpu_index(local_rank: int, num_visible_gpus: int) -> int:
-    """Choose the CUDA index of the GPU for a local rank.
+    """Choose the CUDA device index for a local rank.
 
-    This is the local rank, or 0 if srun lets each task see only its own GPU.
+    The index equals the local rank, or is 0 if srun restricts each task to one GPU.
 
     Args:
         local_rank: Index of the rank among the ranks of this node.
-        num_visible_gpus: Number of GPUs that this process sees.
+        num_visible_gpus: Number of GPUs that are visible to this process.
 
     Raises:
-        UserError: If there is no GPU for the rank.
+        UserError: If no GPU is available for the rank.
     """
     if local_rank < num_visible_gpus:
         return local_rank
@@ -137,10 +137,10 @@ def list_gpus() -> list[Device]:
 
 
 def _look_up_by_prefix(table: dict[str, Value], name: str) -> Value | None:
-    """Look up a GPU by name in a table whose keys are prefixes of names.
+    """Look up a GPU in a table whose keys are prefixes of GPU names.
 
     Returns:
-        The value of the longest matching key. None if no key matches.
+        The value for the longest matching prefix, or None if no prefix matches.
     """
     keys = sorted(filter(name.startswith, table), key=len)
     return table[keys[-1]] if keys else None
@@ -150,11 +150,11 @@ def _list_peak_flops(name: str) -> tuple[tuple[str, float], ...]:
     """List the dense peak FLOP/s of a GPU for each precision.
 
     Args:
-        name: Name of the GPU in the planner, such as ``a100-80``.
+        name: Planner's name for the GPU, such as ``a100-80``.
 
     Returns:
-        Pairs of a precision and its peak. Precisions without tensor cores are missing. Empty if the GPU is
-        not in :data:`GPU_PEAK_TERAFLOPS`.
+        Pairs of precision and peak. Precisions without tensor core support are omitted. Empty if the
+        GPU is not in :data:`GPU_PEAK_TERAFLOPS`.
     """
     for card, half, tf32 in GPU_PEAK_TERAFLOPS:
         key = card.lower().removeprefix("rtx ").replace(" ", "-")
@@ -165,17 +165,17 @@ def _list_peak_flops(name: str) -> tuple[tuple[str, float], ...]:
 
 
 def get_shape_multiple(capability: tuple[int, int], precision: str) -> int | None:
-    """Return the number by which matrix dimensions should be divisible for full tensor-core speed.
+    """Return the number of elements to which matrix dimensions should be aligned.
 
-    A dimension should be a multiple of 16 bytes, or of 128 bytes on A100 and later server GPUs. See
-    :mod:`portable.model.flops`.
+    For full tensor core speed, a dimension should be a multiple of 16 bytes, or of 128 bytes on A100
+    and later server GPUs. See :mod:`portable.model.flops`.
 
     Args:
         capability: Compute capability of the GPU, such as (9, 0).
-        precision: Precision of the product.
+        precision: Precision of the matrix product, such as ``bf16``.
 
     Returns:
-        The number of elements. None if the GPU has no tensor cores for the precision, such as for fp32.
+        The number of elements. None if the tensor cores do not support the precision, such as fp32.
     """
     size = {"bf16": 2, "fp16": 2, "tf32": 4}.get(precision)
     oldest = {"fp16": (7, 0)}.get(precision, (8, 0))
@@ -188,7 +188,7 @@ def get_peak_flops(device_name: str, precision: str) -> float | None:
     """Return the dense peak FLOP/s of a GPU for a precision, or None if unknown.
 
     Args:
-        device_name: Name of the GPU, as ``torch.cuda.get_device_name`` returns it.
+        device_name: Name of the GPU from ``torch.cuda.get_device_name``.
         precision: ``bf16``, ``fp16`` or ``tf32``.
     """
     for name, half, tf32 in GPU_PEAK_TERAFLOPS:

@@ -1,4 +1,4 @@
-"""Memory of a GPU: allocation history, driver counters, and a limit for memory trials."""
+"""Record GPU memory allocations, query the driver, and limit memory for trial runs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class CudaDiagnostics(Diagnostics):
     Args:
         device: GPU of this rank.
         rank: This rank.
-        world_size: Number of ranks of the run.
+        world_size: Number of ranks in the run.
     """
 
     def __init__(self, device: torch.device, rank: int, world_size: int) -> None:
@@ -33,15 +33,15 @@ class CudaDiagnostics(Diagnostics):
         self._world_size = world_size
 
     def record_memory(self) -> None:
-        """Start to record the history of allocations, up to 200,000 entries."""
+        """Start recording the history of allocations, up to 200,000 entries."""
         torch_internals.record_memory_history(max_entries=_RECORDED_ALLOCATIONS)
 
     def dump_memory(self, path: Path) -> None:
-        """Write a snapshot of the GPU's memory, with the recorded history, for https://pytorch.org/memory_viz."""
+        """Write a memory snapshot, with the recorded history, for https://pytorch.org/memory_viz."""
         torch_internals.dump_memory_snapshot(str(path))
 
     def dump_collectives(self, folder: Path) -> None:
-        """Write NCCL's flight recorder to a file in ``folder`` that ``torchfrtrace`` reads.
+        """Write NCCL's flight recorder to a file in ``folder``, for use with ``torchfrtrace``.
 
         Does nothing for a single rank.
         """
@@ -50,22 +50,22 @@ class CudaDiagnostics(Diagnostics):
             (folder / f"nccl_trace_rank_{self._rank}").write_bytes(torch_internals.dump_nccl_trace())
 
     def query_driver_memory(self) -> DriverMemory | None:
-        """Return the used and the total memory of the GPU in bytes, as the driver reports them."""
+        """Return the GPU's used and total memory in bytes, as reported by the driver."""
         free, total = torch.cuda.mem_get_info(self._device)
         return DriverMemory(used_bytes=total - free, total_bytes=total)
 
 
 @contextmanager
 def limit_gpu_memory(device: torch.device, world_size: int) -> Iterator[None]:
-    """Limit the memory of torch's allocator within this context to the memory that a run can use.
+    """Return a context manager that limits torch's allocator to the memory available to a run.
 
-    The limit is the free memory of the GPU, less a reserve for memory outside of the allocator. Allocations
-    beyond it raise ``torch.OutOfMemoryError``.
+    The limit is the free memory of the GPU, minus a reserve for memory outside the allocator.
+    Allocations beyond the limit raise ``torch.OutOfMemoryError``.
 
     Args:
         device: GPU of this rank. It becomes the current device.
-        world_size: Number of ranks of the run. With several ranks, the reserve also contains buffers of
-            collectives.
+        world_size: Number of ranks in the run. With several ranks, the reserve also includes the
+            buffers of collectives.
     """
     torch.cuda.set_device(device)
     free, total = torch.cuda.mem_get_info(device)

@@ -1,4 +1,4 @@
-"""Record of the backend ``cuda``, which describes it to the rest of the program.
+"""Describe the ``cuda`` backend to the backend-independent code.
 
 See :class:`portable.registry.BackendPackage`.
 """
@@ -25,25 +25,25 @@ _RECORDED_COLLECTIVES = "2000"
 
 
 class CudaPackage(TorchPackage):
-    """Record of the backend ``cuda``: one rank per GPU, with NCCL."""
+    """Description of the ``cuda`` backend: one rank per GPU, with NCCL."""
 
     def is_available(self) -> bool:
-        """Return whether torch finds a GPU."""
+        """Return whether torch detects a GPU."""
         import torch
 
         return torch.cuda.is_available()
 
     def count_local_ranks(self) -> int:
-        """Return the number of GPUs that this process sees."""
+        """Return the number of GPUs that are visible to this process."""
         import torch
 
         return torch.cuda.device_count()
 
     def check_ranks(self, ranks: int) -> None:
-        """Check that this machine has a GPU for each of its ranks.
+        """Check that this machine has one GPU per rank.
 
         Raises:
-            UserError: If it has fewer GPUs, or none.
+            UserError: If it has no GPU, or fewer GPUs than ranks.
         """
         from portable.gpu.device_specs import NO_GPU_MESSAGE
 
@@ -55,13 +55,14 @@ class CudaPackage(TorchPackage):
         require(devices > 0, NO_GPU_MESSAGE)
 
     def choose_default_precision(self, *, in_rank: bool) -> str | None:
-        """Return the default of ``precision`` for the current GPU.
+        """Return the default ``precision`` for the current GPU.
 
         Args:
-            in_rank: Whether this process is a rank, which may open a GPU.
+            in_rank: Whether this process is a rank. Only ranks may open a GPU.
 
         Returns:
-            ``bf16`` if the GPU supports it natively, otherwise ``fp32``. None if this process is not a rank.
+            ``bf16`` if the GPU supports it natively, otherwise ``fp32``. None if this process is not a
+            rank.
         """
         # A launcher must not open a GPU, because its CUDA context would exist during the entire run.
         if not in_rank:
@@ -71,16 +72,16 @@ class CudaPackage(TorchPackage):
         return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
 
     def list_devices(self) -> tuple[Device, ...]:
-        """Return the GPUs that a user of the planner can name."""
+        """Return the GPUs that the planner supports by name."""
         from portable.gpu.device_specs import list_gpus
 
         return tuple(list_gpus())
 
     def open_device(self, local_rank: int, local_world_size: int) -> torch.device:
-        """Return the GPU of a rank, whose index is usually the local rank.
+        """Return the GPU for a rank. Its index is usually the local rank.
 
         Raises:
-            UserError: If torch finds no GPU, or fewer GPUs than local ranks.
+            UserError: If torch detects no GPU, or fewer GPUs than local ranks.
         """
         import torch
 
@@ -92,28 +93,29 @@ class CudaPackage(TorchPackage):
     def make_current(self, device: torch.device) -> None:
         """Make ``device`` current, and enable NCCL's flight recorder unless the user has configured it.
 
-        The recorder is enabled by environment variables, which NCCL's process group reads when it starts.
+        The recorder is enabled through environment variables, which NCCL's process group reads at startup.
         """
         super().make_current(device)
         for variable in _FLIGHT_RECORDER:
             os.environ.setdefault(variable, _RECORDED_COLLECTIVES)
 
     def build_diagnostics(self, device: torch.device, rank: int, world_size: int) -> Diagnostics:
-        """Return the diagnostic tools of a rank's GPU."""
+        """Return the diagnostic tools for a rank's GPU."""
         from portable.gpu.memory import CudaDiagnostics
 
         return CudaDiagnostics(device, rank, world_size)
 
     def build_memory_limit(self, device: torch.device, world_size: int) -> AbstractContextManager[None]:
-        """Return a context in which allocations raise if a run would not have the memory for them."""
+        """Return a context manager that limits allocations to the memory available to a run."""
         from portable.gpu.memory import limit_gpu_memory
 
         return limit_gpu_memory(device, world_size)
 
     def get_shape_multiple(self, device: torch.device, precision: str) -> int | None:
-        """Return the number by which matrix dimensions should be divisible for full tensor-core speed.
+        """Return the number of elements to which matrix dimensions should be aligned.
 
-        None if the GPU has no tensor cores for the precision.
+        The alignment is required for full tensor core speed. None if the tensor cores do not support the
+        precision.
         """
         import torch
 

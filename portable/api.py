@@ -36,7 +36,7 @@ class Result:
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """Rows of ``metrics.jsonl``, one dictionary per row, for example for ``pandas.DataFrame``.
+        """Rows of ``metrics.jsonl`` as dictionaries, for example for ``pandas.DataFrame``.
 
         The file is read again at each access.
         """
@@ -50,7 +50,7 @@ class Result:
 
     @property
     def final(self) -> AnyPath | None:
-        """Folder of the exported model, for ``from_pretrained``. None if the run has not exported it yet."""
+        """Folder of the exported model, for ``from_pretrained``. None if there is no export yet."""
         folder = self.folder / "final"
         return folder if folder.is_dir() else None
 
@@ -77,11 +77,11 @@ def replace_settings_with_objects(
     schedule: Any = None,
     optimizer: Any = None,
 ) -> RunConfig:
-    """Return a config whose settings name the objects that were passed to :func:`train`.
+    """Register the objects passed to :func:`train`, and return a config whose settings refer to them.
 
-    Each object is registered in this process, and its name becomes the value of a setting, because ranks
-    read only the config. A list of records is written to a file in the cache folder, and ``data.source``
-    names that file.
+    Ranks read only the config, so each object is registered under a name that becomes the value of its
+    setting. A list of records is written to a file in the cache folder, and ``data.source`` is set to
+    that file.
 
     Args:
         config: Config of the run, which is not changed.
@@ -94,8 +94,8 @@ def replace_settings_with_objects(
         optimizer: See :func:`train`.
 
     Returns:
-        The new config, which also contains the source text that ranks need to create the objects. ``config``
-        itself if no object was passed.
+        The new config. It includes the source code from which ranks create the objects. Returns
+        ``config`` itself if no object was passed.
 
     Raises:
         UserError: If ranks cannot create an object.
@@ -140,11 +140,11 @@ def train(
 ) -> Result:
     """Train a model, or resume the run in ``config.output_dir``, as ``portable-train`` does.
 
-    Settings can also be passed as Python objects: a function, a class, a ``functools.partial`` of these with
-    plain values as arguments, or an instance of a dataclass whose fields are plain values. If several ranks
-    are started, each rank creates its own copy of the object. The rank imports the object, or executes its
-    source text if the object is defined in the script or notebook itself. With a single rank, training runs
-    in this process and uses the passed objects.
+    Some settings can also be passed as Python objects: a function, a class, a ``functools.partial`` of
+    one of these with plain values as arguments, or a dataclass instance whose fields are plain values.
+    With a single rank, training runs in this process and uses the objects directly. With several ranks,
+    each rank creates its own copy: it imports the object, or executes its source text if it is defined
+    in the script or notebook itself.
 
     Example:
         >>> from portable import load_config, train
@@ -157,17 +157,17 @@ def train(
 
     Args:
         config: Config of the run, from :func:`portable.load_config`.
-        nproc: Number of processes to start. Default: one for each GPU, or only this process on a CPU. XLA
-            always runs in this process.
+        nproc: Number of processes to start. Default: one for each GPU, or only this process on a CPU.
+            XLA always runs in this process.
         loss: Replaces ``train.loss``.
         metrics: Metrics in addition to ``train.metrics``.
         callbacks: Callbacks in addition to ``train.callbacks``.
         data: Replaces ``data.source``: a function or class that returns records, or a list of records.
         model: Replaces ``model.function``.
-        schedule: Replaces ``train.schedule``: a function of the step and the number of steps that returns the
-            factor of the learning rate.
-        optimizer: Replaces ``train.optimizer``: an optimizer class, a partial of one, or a function that
-            creates one.
+        schedule: Replaces ``train.schedule``: a function of the step and the number of steps that
+            returns the factor of the learning rate.
+        optimizer: Replaces ``train.optimizer``: an optimizer class, a partial of one, or a function
+            that creates one.
 
     Returns:
         The folder of the run, its metrics, and whether a signal stopped it early.
@@ -220,17 +220,19 @@ def plan(
 
     Args:
         config: Config of the run, from :func:`portable.load_config`.
-        device: Name of the accelerator, for example ``h100``, ``a100-80``, or ``v5e``. If None, the device is
-            unknown, and the plan shows the memory that each strategy needs instead of what fits.
+        device: Name of the accelerator, for example ``h100``, ``a100-80``, or ``v5e``. If None, the
+            device is unknown, and the plan shows the memory that each strategy needs instead of what
+            fits.
         devices: Number of devices.
-        device_memory: Memory of a device, for example ``80GB``, instead of ``device`` or to override it.
+        device_memory: Memory of a device, for example ``80GB``. Overrides the memory of ``device``,
+            which is then optional.
         host_memory: Memory of a node, for example ``512GB``. It limits offloading.
         price_per_hour: Price of one device for an hour. Requires ``device``.
 
     Returns:
-        The plan. ``print(plan)`` shows it as ``portable-plan`` does, ``plan.best`` is the recommended option
-        (None if nothing fits), ``plan.options`` are all options with their bytes, and ``plan.to_dict()`` is
-        the plan as plain values.
+        The plan. ``print(plan)`` shows it as ``portable-plan`` does. ``plan.best`` is the recommended
+        option, or None if nothing fits. ``plan.options`` contains all options with their memory in
+        bytes, and ``plan.to_dict()`` returns plain values.
 
     Raises:
         UserError: If the config is not valid, the device is unknown, or a memory size cannot be parsed.

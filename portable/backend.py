@@ -110,15 +110,16 @@ class Engine(Protocol):
 
         Args:
             batch: Micro-batch on the device, from :meth:`Backend.copy_to_device`.
-            global_weight: Divisor of the summed loss: the number of target tokens in the global batch, or the
-                sum of their weights if ``train.loss`` uses weights. A device scalar from
+            global_weight: Divisor of the summed loss: the number of target tokens in the global batch, or
+                the sum of their weights if ``train.loss`` uses weights. Device scalar from
                 :meth:`Backend.sum_host_numbers`.
-            is_last_micro_batch: Whether this is the last micro-batch before :meth:`take_optimizer_step`,
-                which means that the gradients must be reduced across ranks.
+            is_last_micro_batch: Whether this is the last micro-batch before :meth:`take_optimizer_step`. If
+                so, the gradients are reduced across ranks.
             with_token_metrics: Whether to also compute token accuracy and entropy.
 
         Returns:
-            This micro-batch's contributions to the global mean loss and to the logged values, on the device.
+            This micro-batch's contributions to the global mean loss and to the logged values, on the
+            device.
         """
 
     def take_optimizer_step(self, learning_rate: float, max_grad_norm: float, loss: Tensor) -> Tensor:
@@ -134,7 +135,7 @@ class Engine(Protocol):
         Args:
             learning_rate: Learning rate for this step.
             max_grad_norm: Maximum global gradient norm for gradient clipping. 0 disables clipping.
-            loss: Global loss of this step, a device scalar. It only determines whether the update is skipped.
+            loss: Global loss of this step, a device scalar. Used only to decide whether to skip the update.
 
         Returns:
             The global gradient norm before clipping, an fp32 device scalar.
@@ -178,8 +179,8 @@ class Engine(Protocol):
 
         Args:
             batch: Micro-batch on the device, from :meth:`Backend.copy_to_device`.
-            metric_accumulator: Function that computes the metrics to accumulate in addition to the summed
-                ``loss``.
+            metric_accumulator: Function that computes further metrics to accumulate, in addition to the
+                summed ``loss``.
             totals: Totals over this rank's previous micro-batches. Empty for the first micro-batch.
 
         Returns:
@@ -188,9 +189,7 @@ class Engine(Protocol):
         """
 
     def swap_ema_weights(self) -> None:
-        """Swap the weights with their exponential moving average (``train.ema``).
-
-        A second call swaps them back.
+        """Swap the weights with their exponential moving average (``train.ema``). A second call swaps back.
 
         Does not trigger a host-device sync.
         """
@@ -204,17 +203,17 @@ class Engine(Protocol):
             prompt: Token ids, an int64 tensor of shape ``[1, length]``.
             max_new_tokens: Maximum number of tokens to generate.
             seed: Random seed for sampling.
-            image_columns: Further arguments of the model for the images of the prompt, keyed by name. None if
-                the prompt has no images.
+            image_columns: Additional model inputs for the images in the prompt, keyed by name. None if
+                there are no images.
 
         Returns:
-            Token ids of the prompt and its continuation, an int64 tensor of shape ``[1, length + added]`` on
-            the host.
+            Token ids of the prompt and its continuation, an int64 tensor of shape ``[1, length + added]``
+            on the host.
         """
 
 
 class DriverMemory(NamedTuple):
-    """Memory of a device, as counted by its driver."""
+    """Memory usage of a device, as reported by its driver."""
 
     used_bytes: int
     """Memory in use, including the memory of libraries and other processes."""
@@ -315,17 +314,17 @@ class Backend(Protocol):
 
         The temporary engine allocates the same memory as the run's engine, but the values that it computes
         are meaningless. The engine does not call any collectives of the run's process group, so an
-        out-of-memory error on one rank does not hang the other ranks. The engine is freed before this method
-        returns. Must be called before :meth:`start` or after :meth:`abandon_process_group`.
+        out-of-memory error on one rank does not hang the other ranks. The engine is freed before this
+        method returns. Must be called before :meth:`start` or after :meth:`abandon_process_group`.
 
         Args:
             build_meta_model: Function that builds the model on the meta device.
             config: Config of the run.
-            take_steps: Function that takes training steps on this backend with the given engine.
+            take_steps: Function that takes training steps with the given engine.
 
         Returns:
-            Whether the steps fit. None if this backend cannot recover from an out-of-memory error. In this
-            case, nothing is run.
+            Whether the steps fit. None, without running any steps, if this backend cannot recover from an
+            out-of-memory error.
         """
 
     def is_out_of_memory(self, error: BaseException) -> bool:
@@ -359,15 +358,14 @@ class Backend(Protocol):
         """
 
     def is_stop_requested(self, requested_by_rank: bool) -> bool:
-        """Return whether any rank has requested a stop in the latest :meth:`sum_host_numbers`.
+        """Return whether any rank requested a stop in the latest :meth:`sum_host_numbers`.
 
-        The result is the same on all ranks. The host may wait until the device has finished the work that was
-        queued before that call. The work that was queued after the call keeps the device busy during this
-        time.
+        The result is the same on all ranks. The host may block until the device has finished the work
+        queued before that call. Work queued after the call keeps the device busy in the meantime.
 
         Args:
-            requested_by_rank: Whether this rank requests a stop now. If there is only one rank, this value is
-                returned.
+            requested_by_rank: Whether this rank requests a stop now. Returned directly if there is only one
+                rank.
         """
 
     def sum_tensor_over_ranks(self, value: Tensor) -> Tensor:
@@ -383,14 +381,14 @@ class Backend(Protocol):
     def reduce_any(self, flag: bool) -> bool:
         """Return whether ``flag`` is True on any rank. Must be called on all ranks.
 
-        The flags are exchanged between the hosts, without a host-device sync. Since the time grows with the
-        logarithm of the number of ranks, do not call this method after every step.
+        The hosts exchange the flags without a host-device sync. The latency grows with the logarithm of the
+        number of ranks, so do not call this method in every step.
         """
 
     def gather_text(self, text: str) -> list[str]:
         """Gather ``text`` from all ranks, ordered by rank. Must be called on all ranks.
 
-        The strings are exchanged between the hosts, without the device.
+        The hosts exchange the strings without using the device.
         """
 
     def barrier(self) -> None:
@@ -403,7 +401,7 @@ class Backend(Protocol):
         """
 
     def get_shape_multiple(self, precision: str) -> int | None:
-        """Return the number that matrix dimensions should be a multiple of to reach full speed.
+        """Return a number that matrix dimensions should be divisible by for full speed.
 
         Args:
             precision: Precision of the matrix products, such as ``bf16``.

@@ -1,4 +1,4 @@
-"""Type of a batch, and names of the columns that a batch can have in addition to the model's inputs."""
+"""The batch type, the names of its additional columns, and host copies of columns."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _HOST_COPY = "host_copy"
 
 
 def attach_host_copy(column: torch.Tensor, host_copy: torch.Tensor) -> None:
-    """Keep the values of a column on the host, so that :func:`read_host_copy` does not sync with the device.
+    """Attach a host copy to a column, so that :func:`read_host_copy` does not sync with the device.
 
     Args:
         column: Column of a batch on the device.
@@ -46,6 +46,6 @@ def attach_host_copy(column: torch.Tensor, host_copy: torch.Tensor) -> None:
 
 
 def read_host_copy(column: torch.Tensor) -> list[Any]:
-    """Read the values of a column on the host. Syncs with the device if the column has no host copy."""
+    """Return the values of a column on the host. Syncs with the device if the column has no host copy."""
     values: list[Any] = getattr(column, _HOST_COPY, column).tolist()
     return values

@@ -1,4 +1,4 @@
-"""Division of the global batch into micro-batches, and the number of steps of a run."""
+"""Divide the global batch into micro-batches, and compute the number of steps of a run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_STEPS = 1 << 53
 
 
 class SequencePart(NamedTuple):
-    """Part of each sequence that a context-parallel rank processes."""
+    """Part of each sequence that a rank processes under context parallelism."""
 
     part_index: int
     """Index of the part, from 0."""
@@ -33,18 +33,19 @@ WHOLE_SEQUENCE = SequencePart(0, 1)
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """Division of the global batch among ranks and into micro-batches.
+    """Plan that divides the global batch among ranks and into micro-batches.
 
-    Rank ``r`` takes the ``r``-th of ``world_size`` contiguous parts of each global batch, in
-    ``accumulation_steps`` micro-batches. The devices of a rank share a micro-batch.
+    Each global batch is split into ``world_size`` contiguous parts. Rank ``r`` processes part ``r`` in
+    ``accumulation_steps`` micro-batches. The devices of a rank share each micro-batch.
 
-    If the global batch cannot be divided evenly, the parts differ by one sequence, and sequences without
-    labels fill up the micro-batches. All ranks therefore call the same number of collectives. The mean loss
-    is still exact, because the summed loss is divided by the number of tokens of the global batch.
+    If the global batch cannot be divided evenly, the sizes of the parts differ by one sequence, and
+    padding sequences without labels fill up the micro-batches. All ranks therefore call the same number
+    of collectives. The mean loss stays exact, because the summed loss is divided by the number of
+    tokens in the global batch.
 
-    The ranks of a context-parallel or tensor-parallel group process the same sequences, so ``world_size`` and
-    ``rank`` then count groups instead of ranks. Under ``one_program``, the compiler divides sequences among
-    devices, so each rank's batches contain complete sequences.
+    The ranks of a context-parallel or tensor-parallel group process the same sequences, so
+    ``world_size`` and ``rank`` then count groups instead of ranks. Under ``one_program``, the compiler
+    divides sequences among devices, so each rank's batches contain complete sequences.
     """
 
     global_batch_size: int
@@ -77,23 +78,23 @@ class BatchPlan:
 
     @property
     def max_sequences_per_rank(self) -> int:
-        """Largest number of sequences that any rank processes in a step, without padding sequences."""
+        """Largest number of sequences per step on any rank, without padding sequences."""
         return -(-self.global_batch_size // self.world_size)
 
     @property
     def padded_batch_size(self) -> int:
-        """Number of sequences in all micro-batches of a step, including padding sequences."""
+        """Number of sequences per step over all ranks, including padding sequences."""
         return self.micro_batch_size * self.accumulation_steps * self.world_size
 
     def compute_dropout_seed(self, first_sample: int, micro_batch: int) -> int:
         """Compute the dropout seed of a micro-batch.
 
-        The seed depends only on the seed of the run, on the samples, and on the part of each sequence that
-        this rank processes. Therefore, a resumed run uses the same seeds without a saved generator state.
+        It depends only on the seed of the run, on the samples, and on the part of each sequence that this
+        rank processes. A resumed run therefore uses the same seeds without saving a generator state.
 
         Args:
-            first_sample: Index of the first sample of the global batch, in the order of the run.
-            micro_batch: Index of the micro-batch on this rank, within the step.
+            first_sample: Index of the global batch's first sample in the order of the run.
+            micro_batch: Index of the micro-batch within the step on this rank.
         """
         sample = first_sample + self.first_sequence_of_rank + micro_batch * self.micro_batch_size
         part = f"/{self.sequence_part.part_index}" if self.sequence_part.part_index else ""
@@ -104,23 +105,24 @@ class BatchPlan:
 def compute_batch_plan(
     config: RunConfig, *, world_size: int, rank: int, devices_per_rank: int = 1, one_program: bool = False
 ) -> BatchPlan:
-    """Compute the division of the global batch, including the number of gradient accumulation steps.
+    """Compute how to divide the global batch, including the number of gradient accumulation steps.
 
-    The default micro-batch size is lowered to a divisor of the number of sequences per rank. A micro-batch
-    size that the user has set must itself divide this number. If the number of ranks does not divide the
-    global batch, no divisor is required: sequences without labels fill up the last micro-batch of a rank.
+    If the user has not set a micro-batch size, the default size is lowered to a divisor of the number
+    of sequences per rank. A size that the user has set must divide that number. Neither applies if the
+    global batch cannot be divided evenly among the ranks: padding sequences then fill up the last
+    micro-batch of each rank.
 
     Args:
         config: Config of the run.
         world_size: Number of ranks.
         rank: Rank to compute the plan for.
         devices_per_rank: Number of devices of each rank.
-        one_program: Whether all ranks run one program. See ``Backend.one_program``.
+        one_program: Whether all ranks run a single program. See ``Backend.one_program``.
 
     Raises:
-        UserError: If there are more ranks than sequences, if the devices cannot be divided into groups of
-            context-parallel or tensor-parallel devices, or if the global batch or the micro-batch size cannot
-            be divided as required.
+        UserError: If there are more ranks than sequences, if the devices cannot be divided into groups
+            of context-parallel or tensor-parallel devices, or if the global batch or the micro-batch
+            size cannot be divided as required.
     """
     total, parts = config.train.global_batch_size, config.ranks_together
     key = "tensor_parallel_size" if config.tensor_parallel_size > 1 else "context_parallel_size"
@@ -168,10 +170,10 @@ def compute_batch_plan(
 
 
 def describe_padding(plan: BatchPlan) -> str:
-    """Describe the sequences without labels in a step, as the end of a sentence about the batch.
+    """Describe the number of padding sequences per step, as a suffix for a sentence about the batch.
 
     Returns:
-        Text such as `` (1 of the 8 is empty)``, or an empty string if there are no such sequences.
+        Text such as `` (1 of the 8 is empty)``, or an empty string if there are no padding sequences.
     """
     padding = plan.padded_batch_size - plan.global_batch_size
     return (
@@ -182,7 +184,7 @@ def describe_padding(plan: BatchPlan) -> str:
 
 
 def compute_batch_plan_of_rank(config: RunConfig, backend: Backend) -> BatchPlan:
-    """Compute the batch plan of this rank.
+    """Compute the batch plan of the calling rank.
 
     Args:
         config: Config of the run.
@@ -205,10 +207,10 @@ def compute_total_steps(config: RunConfig, samples: int) -> int:
 
     Args:
         config: Config of the run.
-        samples: Number of samples in an epoch. Not used if ``train.epochs`` is not set.
+        samples: Number of samples per epoch. Only used if ``train.epochs`` is set.
 
     Returns:
-        The number of steps, at least 1. The last step is counted even if the epochs end within it.
+        The number of steps, at least 1. A last step that the epochs fill only partly is counted.
 
     Raises:
         UserError: If the number of steps exceeds :data:`MAX_STEPS`.

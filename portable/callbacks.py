@@ -1,4 +1,4 @@
-"""Callbacks that run between training steps: their base class, and the run object that is passed to them."""
+"""Callbacks that run between training steps: the base class, and the run object passed to them."""
 
 from __future__ import annotations
 
@@ -56,8 +56,7 @@ class Callback:
     def on_step(self, run: Run) -> None:
         """Handle the end of a training step. Called before the step is logged, evaluated, or saved.
 
-        The only steps after which this method may read from the device are the steps that are also logged,
-        evaluated, or saved.
+        This method may read from the device only after steps that are also logged, evaluated, or saved.
         """
 
     def on_log(self, run: Run, values: Mapping[str, float]) -> None:
@@ -252,33 +251,33 @@ class Run:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the run is complete, because all its steps are done or a callback or evaluation ended it.
+        """Whether the run is complete: all its steps are done, or a callback or evaluation ended it.
 
-        False if only this launch has ended, so that the next launch continues the run.
+        False if only this launch has ended and the next launch continues the run.
         """
         return self.progress.has_ended or self.progress.step == self.steps
 
     @property
     def is_last_step(self) -> bool:
-        """Whether this launch ends after the latest step: a signal stopped it, or its last step is done."""
+        """Whether this launch ends after the latest step: it was the last step, or a signal arrived."""
         return self.is_stopped_by_signal or self.step == self.end_step
 
     def logs_step(self, step: int) -> bool:
-        """Return whether a step is logged, which depends on ``log.every_steps``.
+        """Return whether to log a step, according to ``log.every_steps``.
 
-        The first and the last step of a launch are always logged.
+        The first and last steps of a launch are always logged.
 
         Args:
-            step: Step, counted from 1.
+            step: Step number, counted from 1.
         """
         return step in (self.first_step, self.end_step) or step % self.config.log.every_steps == 0
 
     def is_interval_reached(self, every_steps: int | None, every_epochs: float | None) -> bool:
-        """Return whether an interval in steps or in epochs ends with the latest step.
+        """Return whether the latest step completes an interval, given in steps or in epochs.
 
         Args:
             every_steps: Interval in steps, or None if there is no such interval.
-            every_epochs: Interval in epochs, possibly a fraction, or None if there is no such interval.
+            every_epochs: Interval in epochs, which may be fractional, or None if there is no such interval.
         """
         if every_steps and self.step % every_steps == 0:
             return True
@@ -291,9 +290,9 @@ class Run:
 
     @property
     def is_evaluation_due(self) -> bool:
-        """Whether ``train.eval_every`` or ``.eval_every_epochs`` requires an evaluation now.
+        """Whether an evaluation is due, according to ``train.eval_every`` and ``.eval_every_epochs``.
 
-        False if there is no data to evaluate.
+        Always False if there is no evaluation data.
         """
         train = self.config.train
         return bool(self.prepared.data.evals) and self.is_interval_reached(
@@ -302,16 +301,16 @@ class Run:
 
     @property
     def is_save_due(self) -> bool:
-        """Whether ``checkpoint.every_steps`` or ``.every_epochs`` requires a save after the latest step."""
+        """Whether a save is due, according to ``checkpoint.every_steps`` and ``.every_epochs``."""
         return self.is_interval_reached(
             self.config.checkpoint.every_steps, self.config.checkpoint.every_epochs
         )
 
     def finish_step(self) -> None:
-        """Call the callbacks after a step, and let them log, evaluate and save if this is due.
+        """Run the callbacks after a step, including logging, evaluation and saving if they are due.
 
-        Evaluations run before saves, because a checkpoint contains the best evaluations. If a signal ends the
-        launch, a checkpoint is saved but nothing is evaluated.
+        Evaluations run before saves, because a checkpoint records the best evaluation results. If a signal
+        ends the launch, a checkpoint is saved without an evaluation.
         """
         self.call_callbacks("on_step")
         if self.is_last_step or self.logs_step(self.step):
@@ -328,31 +327,31 @@ class Run:
 
         Args:
             method_name: Name of the method.
-            values: Arguments after the run.
+            values: Arguments to pass after the run.
         """
         for callback in self.callbacks:
             getattr(callback, method_name)(self, *values)
 
     @contextmanager
     def measure_pause(self) -> Iterator[None]:
-        """Measure the time within this context, and report it to all callbacks as a pause.
+        """Measure the time spent in this context, and report it to all callbacks as a pause.
 
-        Callbacks exclude pauses from the throughput of the steps. Nothing is reported if the body of the
-        context raises an exception, because the exception ends the run. A callback that also fails would hide
-        the exception.
+        Callbacks use pauses to exclude this time from the throughput. Nothing is reported if the body of
+        the context raises an exception. The exception ends the run, and an error in a callback would hide
+        it.
         """
         begun = time.perf_counter()
         yield
         self.call_callbacks("record_pause", time.perf_counter() - begun)
 
     def exchange_requests(self) -> StepRequests:
-        """Combine the requests of all ranks' callbacks, and reset this rank's request to save.
+        """Combine the requests from the callbacks of all ranks, and clear this rank's save request.
 
-        Must be called on all ranks, because the requests are exchanged if there are custom callbacks. Without
+        Must be called on all ranks, because they exchange requests if there are custom callbacks. Without
         custom callbacks, the returned ``stop`` is always False.
 
         Returns:
-            Whether any rank requested to end the run, and whether any rank requested a checkpoint.
+            Whether any rank requested that the run ends, and whether any rank requested a checkpoint.
         """
         if (
             not self.config.train.callbacks
@@ -368,9 +367,9 @@ class Run:
         return StepRequests(self.is_stop_requested, save)
 
     def take_logged_values(self) -> dict[str, float]:
-        """Return the values passed to :meth:`log` since the last call, keyed by name, and clear them.
+        """Return and clear the values passed to :meth:`log` since the last call, keyed by name.
 
-        Triggers a host-device sync if there are tensors among the values.
+        Triggers a host-device sync if any value is a tensor.
         """
         pending, self.pending_values = self.pending_values, {}
         tensors = {name: value for name, value in pending.items() if isinstance(value, torch.Tensor)}
@@ -396,14 +395,13 @@ def _wait_for_last_good_checkpoint(run: Run) -> str:
 
 
 class NonFiniteReporter:
-    """Reporter of skipped updates, and of weights or optimizer values that are not finite.
+    """Reporter for skipped updates and for weights or optimizer values that are not finite.
 
-    To avoid additional host-device syncs, callers only read the count of skipped updates when the host waits
-    for the device anyway.
+    To avoid additional host-device syncs, call it only when the host waits for the device anyway.
 
     Args:
         run: Run in training.
-        folder: Folder with the config of the run. Error messages contain a command with its path.
+        folder: Folder with the config of the run, for a command in error messages.
     """
 
     def __init__(self, run: Run, folder: Path) -> None:
@@ -415,11 +413,11 @@ class NonFiniteReporter:
     def report_skipped_updates(self, run: Run) -> None:
         """Update ``run.progress.skipped_updates``, and report new skipped updates to the callbacks.
 
-        Triggers a host-device sync. Further calls after the same step do nothing.
+        Triggers a host-device sync. Repeated calls in the same step do nothing.
 
         Raises:
-            RunError: If the number of consecutive skipped updates reached the limit of
-                ``train.on_non_finite``. The weights have not changed since before the first skipped update.
+            RunError: If the number of consecutive skipped updates has reached the limit of
+                ``train.on_non_finite``. The weights are unchanged since the first of these updates.
         """
         if self._last_checked_step == run.step:
             return
@@ -458,8 +456,8 @@ class NonFiniteReporter:
     def check_state_is_finite(self, run: Run) -> None:
         """Check that all weights and optimizer values are finite. Must be called on all ranks before a save.
 
-        Finite gradients can lead to values that are not finite if the learning rate is too large or
-        ``train.eps`` too small.
+        Even with finite gradients, values can overflow if the learning rate is too large or ``train.eps``
+        is too small.
 
         Raises:
             RunError: If a value is not finite on any rank. No checkpoint is saved.

@@ -37,7 +37,7 @@ Each value is a module in ``portable.commands`` and a function in it.
 
 
 def run_command(name: str, *arguments: Any) -> int:
-    """Import the module of a command, call the command's function, and return its exit code.
+    """Import the module of a command, run the command, and return its exit code.
 
     Args:
         name: Key of :data:`COMMANDS`.
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run ``portable-train`` in this process.
 
     Args:
-        argv: Arguments. If None, ``sys.argv`` is used.
+        argv: Command-line arguments. Defaults to ``sys.argv``.
 
     Returns:
         The exit code. See :data:`portable.converters.commands.EXIT_CODES`.
@@ -81,11 +81,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_as_process() -> int:
-    """Run :func:`main` as the only task of this process. A launcher may have started the process as a rank.
+    """Run :func:`main` as the entry point of this process, which a launcher may have started as a rank.
 
     Returns:
-        The exit code of the process. If there are several ranks, the process is also set to end with this
-        code without finalizing the interpreter. See :func:`set_process_exit_code`.
+        The exit code. If there are several ranks, the process is also set to exit with this code
+        without finalizing the interpreter. See :func:`set_process_exit_code`.
     """
     code = main()
     return code if os.environ.get("WORLD_SIZE", "1") == "1" else set_process_exit_code(code)
@@ -98,8 +98,8 @@ def _strip_local_rank(argv: Sequence[str]) -> list[str]:
         argv: Arguments of the command line.
 
     Returns:
-        The other arguments. All arguments if this process is not a rank, so that an option that the user has
-        typed is reported as unknown.
+        The other arguments. All arguments if this process is not a rank, so that the option is reported
+        as unknown if the user has typed it.
     """
     if "LOCAL_RANK" not in os.environ:
         return list(argv)
@@ -109,15 +109,16 @@ def _strip_local_rank(argv: Sequence[str]) -> list[str]:
 def run_invocation(invocation: Invocation) -> int:
     """Run a parsed command line of ``portable-train``.
 
-    By default, this function launches the ranks of this machine and waits for them. If a launcher such as
-    torchrun started this process, the process runs as one of the launcher's ranks instead. Sets the
-    environment variables that the launch requires.
+    By default, launches the ranks on this machine and waits for them. If a launcher such as torchrun
+    started this process, runs it as one of the launcher's ranks instead. Sets the required environment
+    variables.
 
     Returns:
         The exit code.
 
     Raises:
-        UserError: If the config is not valid, or if an option contradicts another option or the launcher.
+        UserError: If the config is not valid, or if an option contradicts another option or the
+            launcher.
         RunError: If the run failed in this process.
     """
     with show_loading_message():
@@ -189,7 +190,11 @@ def run_invocation(invocation: Invocation) -> int:
 
 
 def _check_train_options(invocation: Invocation) -> None:
-    """Raise UserError if options contradict each other, or if the file of ``--json`` must not be written."""
+    """Check that the options are consistent, and that ``--json`` does not overwrite another file.
+
+    Raises:
+        UserError: If a check fails.
+    """
     if invocation.json is not None and not invocation.eval_only:
         raise UserError(
             "--json: writes the values of an evaluation, but this command trains; add --eval-only"
@@ -225,7 +230,7 @@ def _check_train_options(invocation: Invocation) -> None:
 
 
 def _may_overwrite(path: Path) -> bool:
-    """Return whether ``path`` does not exist, is empty, or contains the values of an evaluation."""
+    """Return whether ``path`` does not exist, is empty, or contains evaluation results."""
     from portable.paths import read_json_file
 
     try:

@@ -1,8 +1,8 @@
-"""Parser of the command line of ``portable-train``, and of all other commands that take a config.
+"""Parse the command lines of ``portable-train`` and of all other commands that take a config.
 
-The settings can also come from a config file or the environment of Accelerate. Importing this module has a
-side effect: if an unknown key is the name of a setting in another program, such as Axolotl, the error message
-suggests the corresponding setting of this project.
+Settings can also come from Accelerate's config file or environment. Importing this module has a
+side effect: if the user enters a setting name of another program, such as Axolotl, the error
+message suggests the corresponding setting.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ PositiveCount = Annotated[
 
 
 def _load_foreign_names() -> ForeignVocabulary:
-    """Import the names of the settings of other programs. Called only for an error message."""
+    """Import the setting names of other programs. Called only to build an error message."""
     from portable.importing.hints import FOREIGN_VOCABULARY
 
     return FOREIGN_VOCABULARY
@@ -76,7 +76,7 @@ register_foreign_vocabulary(_load_foreign_names)
 class CommandOptions(Section):
     """Options of every command that takes a config.
 
-    The default values have no effect, because only options that are present on the command line are used.
+    The defaults have no effect, because only the options on the command line are used.
     """
 
     config: Annotated[tuple[PathText, ...], Field(strict=False)] = ()
@@ -119,22 +119,23 @@ class TrainOptions(CommandOptions):
 
 @dataclass(frozen=True)
 class Invocation:
-    """Parsed command line of ``portable-train``. Each attribute without further explanation is an option.
+    """Parsed command line of ``portable-train``. Most attributes are options of the same name.
 
     Attributes:
         config: Config of the run.
         config_files: YAML files, in merge order.
-        nproc: Number of local ranks to start. None if the backend's default is used.
-        dry_run: Whether to check everything and train nothing.
+        nproc: Number of local ranks to start. None uses the backend's default.
+        dry_run: Whether to check everything without training.
         show_data: Number of samples to print. None if the option is not set.
-        eval_only: Whether to evaluate and train nothing.
-        json: Path of a file for the values of an evaluation. None if the option is not set.
+        eval_only: Whether to evaluate without training.
+        json: Path of a file for the evaluation results. None if the option is not set.
         resume_info: Path of a checkpoint to describe. None if the option is not set.
-        replay: Step to replay to find a value that is not finite. None if the option is not set.
+        replay: Step to replay to locate non-finite values. None if the option is not set.
         profile: Whether to write a trace of a few steps.
-        gpu_ids: GPUs to use, from an Accelerate config file, in the format of ``CUDA_VISIBLE_DEVICES``. None
-            if there is no such file, or if it does not name GPUs.
-        notes: Notes about Accelerate keys that are ignored or have a different meaning here, one line each.
+        gpu_ids: GPUs selected in an Accelerate config file, in the format of ``CUDA_VISIBLE_DEVICES``.
+            None if there is no such file, or if it does not select GPUs.
+        notes: Notes about Accelerate keys that are ignored or have a different meaning here, one line
+            each.
     """
 
     config: RunConfig
@@ -152,7 +153,7 @@ class Invocation:
 
     @property
     def is_from_elsewhere(self) -> bool:
-        """Whether a YAML file is outside the current folder, so that its author may be someone else."""
+        """Whether a YAML file is outside the current folder and may have been written by someone else."""
         return not all(path.resolve().is_relative_to(Path.cwd()) for path in self.config_files)
 
 
@@ -160,10 +161,10 @@ def parse_train_args(argv: Sequence[str] | None = None) -> Invocation:
     """Parse the command line of ``portable-train``.
 
     Args:
-        argv: Arguments. If None, ``sys.argv`` is used.
+        argv: Command-line arguments. Defaults to ``sys.argv``.
 
     Raises:
-        UserError: If the command line or a file that it names is not valid.
+        UserError: If the command line or one of its config files is not valid.
         SystemExit: After ``--help`` or ``--version``, which print and exit.
     """
     config, options = parse_command_line(sys.argv[1:] if argv is None else argv, TrainOptions, USAGE)
@@ -173,7 +174,7 @@ def parse_train_args(argv: Sequence[str] | None = None) -> Invocation:
 
 
 class ParsedCommand(NamedTuple):
-    """Parsed command line of a command with a config."""
+    """Parsed command line of a command that takes a config."""
 
     config: RunConfig
     options: dict[str, Any]
@@ -189,14 +190,14 @@ def parse_command_line(argv: Sequence[str], options: type[CommandOptions], usage
 
     Args:
         argv: Arguments, without the name of the program.
-        options: Class with the options of the command.
+        options: Schema of the command's options.
         usage: First part of the help text.
 
     Returns:
         The config and the options.
 
     Raises:
-        UserError: If the command line or a file that it names is not valid.
+        UserError: If the command line or one of its config files is not valid.
         SystemExit: After ``--help`` or ``--version``, which print and exit.
     """
     command_line = flags.parse_flags(argv, RunConfig, options)
@@ -228,15 +229,15 @@ def parse_command_line(argv: Sequence[str], options: type[CommandOptions], usage
 
 
 def _read_accelerate_settings(values: dict[str, Any]) -> list[ImportedRun]:
-    """Read the environment of ``accelerate launch`` and the file in ``--accelerate-config``.
+    """Read settings from the environment of ``accelerate launch`` and the file in ``--accelerate-config``.
 
     Args:
-        values: Options on the command line, which are changed in place: ``accelerate_config`` is removed, and
-            the number of ranks and the GPUs in the file are added as ``nproc`` and ``gpu_ids``. An existing
-            ``nproc`` is kept.
+        values: Options on the command line, changed in place. ``accelerate_config`` is removed. The
+            number of ranks and the GPUs in the file are added as ``nproc``, unless it is set already,
+            and ``gpu_ids``.
 
     Returns:
-        The settings of the environment and of the file, in this order. Empty if there is neither.
+        The settings from the environment and from the file, in this order. Empty if there is neither.
 
     Raises:
         UserError: If a key of Accelerate is unknown or has no counterpart.

@@ -1,4 +1,4 @@
-"""Exceptions that a command reports as an error message without a traceback, because they are not bugs."""
+"""Exceptions that are not bugs. Commands report them as an error message without a traceback."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ rank. ``NOTICE_SECONDS`` applies otherwise.
 
 
 class UserError(Exception):
-    """Invalid input of the user. The message names the file or key and the remedy.
+    """Invalid user input. The message names the file or key and suggests a remedy.
 
     Commands print the message as one ``error: ...`` line and exit with code 2, without a traceback.
     """
@@ -53,7 +53,7 @@ class ReportedElsewhereError(Exception):
     :meth:`wait_for_report`, and exit with ``exit_code``.
 
     Args:
-        message: Error of the other rank.
+        message: Error message of the other rank.
         exit_code: Exit code of the other rank.
     """
 
@@ -114,7 +114,7 @@ class RunError(Exception):
 
 
 class NotExportedError(RunError):
-    """Error raised if a run is complete, but its model could not be exported. The next launch exports it."""
+    """Error raised if a run is complete but its export failed. The next launch retries the export."""
 
     exit_code = NOT_EXPORTED
 

@@ -1,4 +1,4 @@
-"""Functions that format numbers and tables as text."""
+"""Format numbers and tables as text."""
 
 from __future__ import annotations
 
@@ -50,8 +50,7 @@ def format_columns(lines: Sequence[Sequence[str]], num_text_columns: int = 1) ->
 
     Args:
         lines: Cells of each row. All rows have the same number of cells.
-        num_text_columns: Number of columns at the start that are aligned to the left. The others are aligned
-            to the right.
+        num_text_columns: Number of leading columns that are left-aligned. The others are right-aligned.
     """
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
@@ -68,8 +67,8 @@ def format_table(rows: Sequence[tuple[str, str]], max_width: int | None = None) 
 
     Args:
         rows: Name and value of each row. There must be at least one row.
-        max_width: Number of characters after which values are wrapped between words. None to not wrap them.
-            Lines can be longer if a word or the column of names is too long.
+        max_width: Maximum line width, at which values are wrapped between words. None to not wrap them.
+            Lines can be wider if a word or the column of names is too long.
     """
     indent = max(len(name) for name, _ in rows) + 4
     lines = []

@@ -1,9 +1,10 @@
-"""Requests to the Hugging Face hub, which only one rank of each node sends.
+"""Send requests to the Hugging Face hub from only one rank of each node.
 
-Even if all files are cached, loading a model sends several requests, and the hub limits the number of
-requests from an IP address. Therefore, the first rank of a node that needs a repository sends the requests.
-The other ranks of the node wait, and then read the files from the shared cache without requests. The ranks
-synchronize with a lock file, because no process group exists yet at that time.
+Even if all files are cached, loading a model sends several requests, and the hub limits the number
+of requests from an IP address. Therefore, the first rank of a node that needs a repository sends
+the requests. The other ranks of the node wait, and then read the files from the shared cache
+without requests. The ranks synchronize through a lock file, because the process group does not
+exist yet.
 """
 
 from __future__ import annotations
@@ -31,16 +32,18 @@ _holds_lock = False
 
 
 def read_hub_once_per_node(name: str, purpose: str, read: Callable[[], T], *, repo_type: str = "model") -> T:
-    """Call a function that reads a repository of the hub, so that only one rank of each node sends requests.
+    """Call a function that reads a hub repository, so that only one rank of each node sends requests.
 
-    The first call on a node for a repository and purpose may send requests, while the other processes of the
-    launch wait. Later calls run ``read`` in offline mode, so that it only reads the cache. If ``read`` fails
-    in offline mode, for example because a file is not cached, it is called again with requests.
+    The first call on a node for a repository and purpose may send requests, and the other processes of
+    the launch wait for it. Later calls run ``read`` in offline mode, in which it only reads the cache.
+    If ``read`` fails in offline mode, for example because a file is not cached, it is called again with
+    requests.
 
     Args:
-        name: Name of the repository. If it is a local folder, ``read`` is called without any restriction.
-        purpose: Description of the files that ``read`` reads, such as ``model`` or ``tokenizer``. Calls with
-            the same purpose must read the same files.
+        name: Name of the repository. If it is a local folder, ``read`` is called without these
+            restrictions.
+        purpose: Description of the files that ``read`` reads, such as ``model`` or ``tokenizer``. Calls
+            with the same purpose must read the same files.
         read: Function that reads the repository.
         repo_type: "model" or "dataset".
 
@@ -71,17 +74,17 @@ def read_hub_once_per_node(name: str, purpose: str, read: Callable[[], T], *, re
 
 
 def get_revisions_read() -> dict[str, str]:
-    """Return the commits of the repositories that this process has read with this module.
+    """Return the commits of the hub repositories that this process has read through this module.
 
     Returns:
-        The commits, keyed by type and name, such as ``model org/name``. Repositories whose commit is unknown
-        are omitted.
+        Commits, keyed by repository type and name, such as ``model org/name``. Repositories whose
+        commit is unknown are omitted.
     """
     return {name: revision for name, revision in _revisions.items() if revision}
 
 
 def _is_path(name: str) -> bool:
-    """Return whether ``name`` is a local path, and not the name of a repository."""
+    """Return whether ``name`` is a local path instead of the name of a repository."""
     try:
         return Path(name).exists() or name.startswith(("/", ".", "~")) or name.count("/") > 1
     except (OSError, ValueError):  # not a possible path
@@ -89,7 +92,7 @@ def _is_path(name: str) -> bool:
 
 
 def _read_revision(name: str, repo_type: str) -> str:
-    """Return the cached commit of a repository's branch ``main``. Empty string if it is not cached."""
+    """Return the cached commit of a repository's ``main`` branch, or an empty string if it is not cached."""
     from huggingface_hub import constants
 
     folder = Path(constants.HF_HUB_CACHE) / f"{repo_type}s--{name.replace('/', '--')}"
@@ -112,7 +115,7 @@ def _mark_lock_held() -> Iterator[None]:
 
 @contextmanager
 def _force_offline() -> Iterator[None]:
-    """Make huggingface_hub and datasets use only their caches within this context."""
+    """Make huggingface_hub and datasets read only their caches within this context."""
     from huggingface_hub import constants
 
     modules = [constants, *(sys.modules[name] for name in ("datasets.config",) if name in sys.modules)]

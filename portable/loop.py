@@ -2,9 +2,10 @@
 
 :func:`run_training_loop` runs a launch, :func:`iter_steps` iterates over its optimizer steps, and
 :func:`train_step` takes one step. The loop accesses the device only through a
-:class:`portable.backend.Backend` and a :class:`portable.backend.Engine`. SIGTERM and SIGINT stop it after the
-current step (see :class:`StopSignals`). If there are several ranks, the loop may take one more step, because
-the request of a rank reaches the other ranks with the all-reduce at the start of the next step.
+:class:`portable.backend.Backend` and a :class:`portable.backend.Engine`. SIGTERM and SIGINT stop it
+after the current step (see :class:`StopSignals`). With several ranks, the loop may take one more
+step, because a stop request reaches the other ranks in the all-reduce at the start of the next
+step.
 """
 
 from __future__ import annotations
@@ -44,10 +45,10 @@ def train_step(
 ) -> StepResult:
     """Take one optimizer step without a host-device sync.
 
-    The loss is the mean over all valid tokens in the global batch, regardless of the distribution of the
-    tokens across micro-batches and ranks. The valid tokens of all micro-batches are counted up front, while
-    the batches are still on the host, and each micro-batch's summed loss is divided by the global count. A
-    custom ``train.loss`` can use weights instead of token counts.
+    The loss is the mean over all valid tokens in the global batch, regardless of the distribution of
+    the tokens across micro-batches and ranks. The valid tokens of all micro-batches are counted first,
+    while the batches are still on the host. Each micro-batch's summed loss is then divided by the
+    global count. A custom ``train.loss`` can use weights instead of token counts.
 
     Args:
         backend: Backend of this rank.
@@ -58,9 +59,10 @@ def train_step(
         first_sample: Index of the first sample in the global batch, which determines the dropout seeds.
         learning_rate: Learning rate for this step.
         max_grad_norm: Maximum global gradient norm for gradient clipping. 0 disables clipping.
-        with_token_metrics: Whether to also compute token accuracy and entropy, which only logged steps need.
-        is_stop_requested: Function that returns whether this rank requests a stop. The request is sent to all
-            ranks together with the number of valid tokens.
+        with_token_metrics: Whether to also compute token accuracy and entropy, which only logged steps
+            need.
+        is_stop_requested: Function that returns whether this rank requests a stop. The request is sent
+            to all ranks together with the number of valid tokens.
 
     Returns:
         The global loss, the gradient norm and the values to log, as device tensors.
@@ -136,16 +138,17 @@ def run_training_loop(run: Run, micro_batches: Iterable[Batch], signals: StopSig
     The loop also ends if a callback, an evaluation or a signal stops the run.
 
     Args:
-        run: The run to train. Its ``result`` and ``is_stopped_by_signal`` attributes are updated after each
-            step.
+        run: The run to train. Its ``result`` and ``is_stopped_by_signal`` attributes are updated after
+            each step.
         micro_batches: This rank's micro-batches, in host memory.
-        signals: Handlers of the signals that request a stop, which are installed during the steps. If they
-            stopped the run, the caller restores the previous handlers, because another SIGTERM must not
-            interrupt the checkpoint that is still being written.
+        signals: Signal handlers to install while the loop runs. If a signal stopped the run, they stay
+            installed, so that another SIGTERM does not interrupt the checkpoint that is still being
+            written. The caller then restores the previous handlers.
 
     Returns:
-        Whether SIGTERM or SIGINT stopped the run early. In this case, the callbacks have begun to save a
-        checkpoint. False if the run reached ``run.end_step`` or was ended by a callback in the same step.
+        Whether SIGTERM or SIGINT stopped the run early. In this case, the callbacks have begun to save
+        a checkpoint. False if the run reached ``run.end_step`` or was ended by a callback in the same
+        step.
     """
     signals.install_handlers()
     batches, requested = iter(micro_batches), signals.is_requested
@@ -178,10 +181,10 @@ _STOP_MESSAGE = (
 class StopSignals:
     """Signal handlers that turn SIGTERM and SIGINT into a request to stop after the current step.
 
-    A second Ctrl-C terminates the process immediately, because the first SIGINT restores its previous
-    handler. A second SIGTERM has no effect, because schedulers may send several, and the ranks still have to
-    save a checkpoint. If a signal was ignored before, it remains ignored. Python can set signal handlers only
-    in the main thread, so signals are not intercepted if training runs in another thread.
+    A second Ctrl-C terminates the process immediately, because the first SIGINT restores the previous
+    handler. A second SIGTERM has no effect, because schedulers may send several, and the ranks still
+    have to save a checkpoint. Signals that were ignored before stay ignored. Python can set signal
+    handlers only in the main thread, so signals are not intercepted if training runs in another thread.
 
     Attributes:
         requested: Whether a signal has been received.
@@ -192,7 +195,7 @@ class StopSignals:
         self._previous: dict[int, Any] = {}
 
     def install_handlers(self) -> None:
-        """Set the handlers, and remember the previous handlers. Does nothing outside of the main thread."""
+        """Install the handlers and remember the previous ones. Does nothing outside of the main thread."""
         if threading.current_thread() is not threading.main_thread():
             return
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -202,18 +205,18 @@ class StopSignals:
                 signal.signal(number, self._request_stop)
 
     def is_requested(self) -> bool:
-        """Return whether a signal has been received. :func:`iter_steps` takes this method as a function."""
+        """Return whether a signal has been received. This method is passed to :func:`iter_steps`."""
         return self.requested
 
     def restore_handlers(self) -> None:
-        """Restore the handlers from before :meth:`install_handlers`."""
+        """Restore the handlers that :meth:`install_handlers` replaced."""
         while self._previous:
             signal.signal(*self._previous.popitem())
 
     def _request_stop(self, number: int, _: object) -> None:
         """Handle a signal by requesting a stop. Rank 0 also prints a message if stderr is a terminal.
 
-        A first SIGINT also restores the previous handler of SIGINT.
+        The first SIGINT also restores the previous handler of SIGINT.
 
         Args:
             number: Signal number.

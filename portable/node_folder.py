@@ -1,6 +1,6 @@
-"""Temporary folder that the ranks of one launch share on a node, and files in it that only one rank writes.
+"""Temporary folder that the ranks of a launch share on a node, for files that only one rank writes.
 
-The name of the folder is derived from the parent process of the ranks, so ranks find it without a process
+The folder name is derived from the parent process of the ranks, so ranks find it without a process
 group.
 """
 
@@ -34,13 +34,13 @@ def write_once_per_node(key: str, write_file: Callable[[Path], None]) -> Path | 
     """Write a file in one process of this node, while the other processes of the launch wait.
 
     Args:
-        key: Name of the content. If a process of this launch has written the content in the last 15 minutes,
-            the file is not written again.
+        key: Name of the content. If a process of this launch has written this content in the last 15
+            minutes, the file is not written again.
         write_file: Function that writes the content to a path.
 
     Returns:
-        Path of the file, which exists until :func:`remove_shared_files` is called. None if the file cannot be
-        written, for example because the disk for temporary files is full.
+        Path of the file, which exists until :func:`remove_shared_files` is called. None if the file
+        cannot be written, for example because the disk for temporary files is full.
     """
     try:
         path = get_node_folder() / f"{_SHARED_PREFIX}{hashlib.sha256(key.encode()).hexdigest()}"
@@ -65,9 +65,9 @@ def compute_once_per_node(key: str, compute: Callable[[], T]) -> T:
 
     Args:
         key: Name of the value.
-        compute: Function that returns a value that can be pickled. If the function raises an exception, this
-            rank raises the exception, and the next waiting rank calls the function. Every rank calls the
-            function if no file for the result can be written.
+        compute: Function that returns a picklable value. If it raises an exception, this rank raises
+            the exception, and the next waiting rank calls the function. If no file can be written for
+            the result, every rank calls the function.
 
     Returns:
         The value.
@@ -88,10 +88,10 @@ def compute_once_per_node(key: str, compute: Callable[[], T]) -> T:
 
 
 def is_recently_written(path: Path) -> bool:
-    """Return whether a file was written within the last 15 minutes.
+    """Return whether a file was written in the last 15 minutes. Returns False if it does not exist.
 
-    Returns False if the file does not exist. Callers ignore older files, because a process such as a notebook
-    may start several launches, and a later launch should read new data.
+    Callers ignore older files, because a process such as a notebook may start several launches, and a
+    later launch should read new data.
     """
     try:
         return time.time() - path.stat().st_mtime < _RECENT_SECONDS
@@ -121,12 +121,13 @@ def get_node_folder() -> Path:
 def _create_node_folder(launcher: int, attempt: str, is_rank: bool) -> Path:
     """Create the folder of a launch if it does not exist. The result is cached.
 
-    First removes this user's folders of launchers that no longer run. The launcher also removes its own
-    folder at exit.
+    The function first removes this user's folders of launchers that have ended. The launcher also
+    removes its own folder at exit.
 
     Args:
-        launcher: Process id of the launcher, which is the parent of all ranks of a node.
-        attempt: Number of times that torchrun has restarted the ranks, as text. Empty without torchrun.
+        launcher: Process id of the launcher, which is the parent of all ranks on a node.
+        attempt: Number of times that torchrun has restarted the ranks, as a string. Empty without
+            torchrun.
         is_rank: Whether this process is a rank.
 
     Raises:
@@ -149,10 +150,10 @@ def _create_node_folder(launcher: int, attempt: str, is_rank: bool) -> Path:
 
 
 def _read_process_start_time(pid: int) -> str:
-    """Read the start time of a process, which distinguishes processes that have had the same process id.
+    """Read the start time of a process, to distinguish processes that reuse a process id.
 
     Returns:
-        The time in clock ticks since the machine was booted, as text. Empty if it is unknown.
+        The time in clock ticks since boot, as a string. Empty if it is unknown.
     """
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
@@ -161,7 +162,7 @@ def _read_process_start_time(pid: int) -> str:
 
 
 def _is_alive(pid: int) -> bool:
-    """Return whether a process with this id exists, including the processes of other users."""
+    """Return whether a process with this id exists, including processes of other users."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

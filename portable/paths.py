@@ -1,8 +1,8 @@
-"""Functions for local paths and URLs of object stores (``s3://bucket/run``), and for durable writes.
+"""Handle local paths and URLs of object stores (``s3://bucket/run``), and write files durably.
 
 Local paths and URLs have the same interface for reading (``name``, ``/``, ``is_file``, ``iterdir``,
-``read_text``), so most functions accept both. A durable write returns only after the contents and the file
-names are on disk.
+``read_text``), so most functions accept both. A durable write returns only after the contents and
+the file names are on disk.
 """
 
 from __future__ import annotations
@@ -58,14 +58,15 @@ _NUM_FLUSH_THREADS = 16
 
 
 def parse_place_setting(key: str, text: str) -> AnyPath:
-    """Convert the value of a setting to a local path or to the URL of an object store.
+    """Convert the value of a setting to a local path or an object store URL.
 
     Args:
         key: Name of the setting, used in error messages.
         text: Value of the setting.
 
     Raises:
-        UserError: If the URL is not valid, contains credentials, or needs a package that is not installed.
+        UserError: If the URL is not valid, contains credentials, or needs a package that is not
+            installed.
     """
     with convert_storage_errors(key):
         try:
@@ -90,7 +91,7 @@ def convert_storage_errors(key: str) -> Iterator[None]:
     """Convert errors of an object store within this context to a UserError or RunError.
 
     Args:
-        key: Setting that names the URL, with which the message of the new error begins.
+        key: Setting that contains the URL, used at the beginning of the error message.
 
     Raises:
         RunError: If all retries have failed.
@@ -107,8 +108,8 @@ def convert_storage_errors(key: str) -> Iterator[None]:
 def path_exists(path: AnyPath) -> bool:
     """Return whether ``path`` exists.
 
-    Returns False instead of raising an exception if the path cannot exist, for example because it is too long
-    or contains a NUL character.
+    Returns False instead of raising an exception for an invalid path, which for example is too long or
+    contains a NUL character.
     """
     try:
         return path.exists()
@@ -120,12 +121,12 @@ def path_exists(path: AnyPath) -> bool:
 
 
 def open_file(path: Path, root_folder: Path | None = None) -> io.FileIO:
-    """Open a regular file for reading. Does not block if the path is a pipe or device.
+    """Open a regular file for reading. Does not block on pipes and devices.
 
     Args:
         path: Path of the file.
-        root_folder: Folder that symbolic links on the path must not leave. None if the user has named the
-            file, so that links to any folder are allowed.
+        root_folder: Folder that symbolic links on the path must not leave. None if the user has
+            specified the file, so that its links may point to any folder.
 
     Raises:
         OSError: If the file cannot be read or is not a regular file.
@@ -138,7 +139,7 @@ def open_file(path: Path, root_folder: Path | None = None) -> io.FileIO:
 
 
 def read_json_file(path: AnyPath) -> Any:
-    """Read a JSON file of at most 1 GiB. If the file is a link, the link must not leave the file's folder.
+    """Read a JSON file of at most 1 GiB. If the file is a link, its target must be inside the file's folder.
 
     Raises:
         OSError: If the file cannot be read, is not a regular file, or is a link that leaves the folder.
@@ -153,7 +154,7 @@ def read_json_file(path: AnyPath) -> Any:
 
 
 def validate_relative_name(name: object) -> str:
-    """Check that ``name`` is a relative path that cannot leave the folder it is joined to.
+    """Check that ``name`` is a relative path that stays inside the folder to which it is appended.
 
     Links are not checked.
 
@@ -173,15 +174,15 @@ def validate_relative_name(name: object) -> str:
 def iter_regular_files(key: str, folder: Path, *, hidden: bool = False) -> Iterator[Path]:
     """Yield the files in a folder and its subfolders, in no particular order.
 
-    Linked subfolders are searched as well. Broken links are skipped.
+    Linked subfolders are also searched. Broken links are skipped.
 
     Args:
-        key: Setting that names the folder, used in error messages.
+        key: Setting that specifies the folder, used in error messages.
         folder: Folder to search.
         hidden: Whether to include files and folders whose names begin with a dot.
 
     Raises:
-        UserError: If a link leaves the folder, or if something is not a regular file.
+        UserError: If a link leaves the folder, or if an entry is neither a regular file nor a folder.
     """
     seen: set[str] = set()
     for folder_path, folders, names in os.walk(folder, followlinks=True):
@@ -211,18 +212,18 @@ A folder with more files was probably named by mistake, such as a home folder.
 
 
 def check_folder_files(key: str, folder: str, *, max_files: int | None = MAX_FILES) -> None:
-    """Check a folder that other libraries will read: its links stay inside, and all its files are regular.
+    """Check a folder that other libraries will read: no link leaves it, and all its files are regular.
 
-    Hidden files are checked as well, because a library may open files of any name.
+    Hidden files are also checked, because a library may open files of any name.
 
     Args:
-        key: Setting that names the folder, used in error messages.
+        key: Setting that specifies the folder, used in error messages.
         folder: The folder. Nothing is checked if it does not exist.
-        max_files: Maximum number of files in the folder. None if the number is not limited.
+        max_files: Maximum number of files in the folder. None for no limit.
 
     Raises:
-        UserError: If a link leaves the folder, if something is not a regular file, or if there are too many
-            files.
+        UserError: If a link leaves the folder, if an entry is neither a regular file nor a folder, or
+            if there are too many files.
     """
     files = iter_regular_files(key, Path(folder), hidden=True) if path_exists(Path(folder)) else ()
     for number, _ in enumerate(files, start=1):
@@ -236,7 +237,7 @@ def check_link_stays_inside(key: str, path: Path, folder: Path) -> None:
     """Check that no link on the path to ``path`` leaves ``folder``.
 
     Args:
-        key: Setting that names the folder, used in error messages.
+        key: Setting that specifies the folder, used in error messages.
         path: Path below ``folder``.
         folder: Folder that links must not leave.
 
@@ -253,10 +254,10 @@ _PARTIAL_SUFFIX = ".partial"
 
 
 def write_durably(path: AnyPath, text: str) -> None:
-    """Write a local file or an object of a store, so that a reader sees the complete old or new contents.
+    """Write a local file or an object in a store so that readers see either the old or the new contents.
 
-    For a local file, the contents are written to a temporary file in the same folder, which is synced to disk
-    and then renamed.
+    A local file is first written under a temporary name in the same folder, then synced to disk and
+    renamed.
 
     Args:
         path: Path or URL.
@@ -290,7 +291,7 @@ def sync_tree(folder: Path) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Flush the names of a folder's entries to disk, for example after a rename. Does nothing on Windows."""
+    """Flush the names of a folder's entries to disk, such as after a rename. Does nothing on Windows."""
     if os.name != "nt":
         fsync_path(path)
 
@@ -298,7 +299,7 @@ def sync_folder(path: Path) -> None:
 def prepare_path_inside(root: Path, *names: str) -> Path:
     """Build a path below ``root`` for a library that opens the path itself and would follow links.
 
-    Creates the parent folder. If the path itself is a link, the link is removed.
+    The parent folder is created. If the path itself is a link, the link is removed.
 
     Args:
         root: Folder that links must not leave.

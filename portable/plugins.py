@@ -1,10 +1,11 @@
-"""Loader for custom code: losses, metrics, callbacks, data sources, and functions that change the model.
+"""Load custom code: losses, metrics, callbacks, data sources, and functions that change the model.
 
-A setting names custom code as ``package.module:name``, or with arguments as
-``package.module:name(gamma=2.0)``. A class is instantiated with the arguments. A function receives the
-arguments at each call. :func:`portable.train` takes Python objects, and :func:`register_object` converts them
-to such names. If a notebook or script defines the object, its source text is sent to the ranks, where
-:func:`install_notebook_modules` creates a module from the text. Nothing is pickled.
+A setting refers to custom code as ``package.module:name`` or, with arguments, as
+``package.module:name(gamma=2.0)``. A class is instantiated with the arguments. A function receives
+the arguments at each call. :func:`portable.train` accepts Python objects, and
+:func:`register_object` converts them to such names. If a notebook or script defines the object, its
+source text is sent to the ranks, and :func:`install_notebook_modules` creates a module from the
+text there. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -57,17 +58,16 @@ _explain_refusal: ContextVar[Callable[[str], str | None] | None] = ContextVar("_
 
 
 class CodeRefusedError(UserError):
-    """Error raised instead of importing custom code if :func:`refuse_custom_code` forbids the module."""
+    """Error raised if :func:`refuse_custom_code` forbids the import of a module."""
 
 
 @contextmanager
 def refuse_custom_code(explain_refusal: Callable[[str], str | None] | None) -> Iterator[None]:
-    """Refuse to import certain modules of custom code within this context.
+    """Forbid the import of some custom code modules within this context.
 
     Args:
-        explain_refusal: Function that takes the name of a module, and returns the reason why it must not be
-            imported, or None if it may be imported. If no function is passed but None, all modules may be
-            imported.
+        explain_refusal: Function that takes a module name, and returns the reason why the module must
+            not be imported, or None if it may be imported. None to allow all modules.
     """
     token = _explain_refusal.set(explain_refusal)
     try:
@@ -79,8 +79,8 @@ def refuse_custom_code(explain_refusal: Callable[[str], str | None] | None) -> I
 def explain_foreign_module(name: str) -> str | None:
     """Explain why a config from outside the current folder must not import a module.
 
-    Such a config may only import modules in the current folder or in a folder of PYTHONPATH, because the
-    author of the config could otherwise run code of any installed package. This function is meant for
+    Such a config may only import modules in the current folder or in a PYTHONPATH folder. Otherwise,
+    its author could run code of any installed package. Use this function with
     :func:`refuse_custom_code`.
 
     Args:
@@ -102,12 +102,13 @@ def explain_foreign_module(name: str) -> str | None:
 
 @dataclass(frozen=True)
 class PluginSpec:
-    """Parsed value of a setting that names custom code or a built-in object.
+    """Parsed value of a setting that refers to custom code or a built-in object.
 
     ``str()`` converts it back to the value of the setting.
 
     Attributes:
-        module: Name of the module. None if the value is a built-in name of the setting, such as ``DPO``.
+        module: Name of the module. None if the value is a built-in name of the setting, such as
+            ``DPO``.
         name: Name of the object in the module, possibly dotted.
         arguments: Numbers, strings and other Python literals, keyed by argument name.
     """
@@ -123,13 +124,14 @@ class PluginSpec:
 
 
 def parse_plugin_spec(text: str) -> PluginSpec:
-    """Parse the value of a setting that names custom code or a built-in object.
+    """Parse the value of a setting that refers to custom code or a built-in object.
 
     Args:
-        text: Value such as ``package.module:name(gamma=2.0)``. The module and the arguments are optional.
+        text: Value such as ``package.module:name(gamma=2.0)``. The module and the arguments are
+            optional.
 
     Raises:
-        ValueError: If ``text`` does not have this form.
+        ValueError: If ``text`` does not have this format.
     """
     match = _PLUGIN_NAME.fullmatch(text.strip())
     if match is None:
@@ -156,7 +158,7 @@ def parse_plugin_spec(text: str) -> PluginSpec:
 
 
 def is_plugin_name(text: object) -> bool:
-    """Return whether the value of a setting names custom code, as ``package.module:name``.
+    """Return whether the value of a setting refers to custom code, as ``package.module:name``.
 
     Returns False for paths and for built-in names.
     """
@@ -169,23 +171,23 @@ def is_plugin_name(text: object) -> bool:
 def load_plugin(
     key: str, text: str, builtin_paths: Mapping[str, str] | None = None, default: str | None = None
 ) -> Any:
-    """Load the object that a setting names.
+    """Load the object that a setting refers to.
 
     Args:
         key: Setting, used in error messages.
         text: Value of the setting.
-        builtin_paths: Built-in objects of the setting as ``package.module:name``, keyed by their short names.
-            None if the setting has no built-in objects.
+        builtin_paths: Built-in objects of the setting as ``package.module:name``, keyed by their short
+            names. None if the setting has no built-in objects.
         default: Meaning of a null value, used in error messages. None if the setting cannot be null.
 
     Returns:
-        If ``text`` names a class, an instance of the class. If it names a function, the function, or a
-        partial of the function if ``text`` has arguments. Other objects are returned unchanged. An object
-        that was passed to :func:`register_object` in this process is returned without an import.
+        For a class, an instance of the class. For a function, the function itself, or a partial if
+        ``text`` contains arguments. Other objects are returned unchanged. An object that was passed to
+        :func:`register_object` in this process is returned without an import.
 
     Raises:
-        UserError: If there is no such object, if its module cannot be imported, or if the object does not
-            accept the arguments.
+        UserError: If the object does not exist, if its module cannot be imported, or if the object does
+            not accept the arguments.
     """
     spec = _parse_spec(key, text)
     if str(spec) in _objects:
@@ -205,19 +207,19 @@ def load_plugin(
 
 
 def load_plugin_factory(key: str, text: str) -> Callable[..., Any]:
-    """Load the function or class that a setting names, for a caller that adds arguments and calls it.
+    """Load the function or class in a setting, for a caller that adds arguments and calls it.
 
-    In contrast to :func:`load_plugin`, a class is not instantiated.
+    Unlike :func:`load_plugin`, this function does not instantiate a class.
 
     Args:
         key: Setting, used in error messages.
         text: Value of the setting.
 
     Returns:
-        The function or class, or a partial of it if ``text`` has arguments.
+        The function or class, or a partial of it if ``text`` contains arguments.
 
     Raises:
-        UserError: If there is no such object, or if it does not accept the arguments.
+        UserError: If the object does not exist, or if it does not accept the arguments.
     """
     spec, context = _parse_spec(key, text), f"{key}: {text}"
     target = _objects.get(str(spec))
@@ -233,14 +235,14 @@ def load_plugin_factory(key: str, text: str) -> Callable[..., Any]:
 
 
 def load_plugin_value(key: str, text: str) -> Any:
-    """Load the object that a setting names. If it is a function, call it and return its result.
+    """Load the object that a setting refers to. If it is a function, call it and return its result.
 
     Args:
         key: Setting, used in error messages.
         text: Value of the setting.
 
     Raises:
-        UserError: If there is no such object, or if the function fails.
+        UserError: If the object does not exist, or if the function fails.
     """
     target = load_plugin(key, text)
     with convert_user_errors(f"{key}: {text}"):
@@ -248,7 +250,7 @@ def load_plugin_value(key: str, text: str) -> Any:
 
 
 def _parse_spec(key: str, text: str) -> PluginSpec:
-    """Parse the value of the setting ``key``. Raises UserError instead of ValueError if it is not valid."""
+    """Parse the value of the setting ``key``. Raise UserError instead of ValueError if it is invalid."""
     try:
         return parse_plugin_spec(text)
     except ValueError as error:
@@ -256,7 +258,7 @@ def _parse_spec(key: str, text: str) -> PluginSpec:
 
 
 def _find_object(context: str, spec: PluginSpec) -> Any:
-    """Import the module of a spec, and return the object that the spec names.
+    """Import the module of a spec, and return the object that the spec refers to.
 
     Args:
         context: Beginning of the error message.
@@ -336,12 +338,12 @@ def _create_object(context: str, target: Any, arguments: Mapping[str, Any]) -> A
 
     Args:
         context: Beginning of the error message.
-        target: Object that the spec names.
+        target: Object that the spec refers to.
         arguments: Arguments of the spec, keyed by name.
 
     Returns:
-        An instance of the class, or a partial of the function. ``target`` itself if it is not callable, or if
-        it is a function and there are no arguments.
+        An instance of the class, or a partial of the function. ``target`` itself if it is not callable,
+        or if it is a function without arguments in the spec.
 
     Raises:
         UserError: If ``target`` does not accept the arguments, or if the constructor fails.
@@ -371,14 +373,14 @@ def _create_object(context: str, target: Any, arguments: Mapping[str, Any]) -> A
 def _check_arguments(context: str, target: Any, arguments: Mapping[str, Any], *, all_of_them: bool) -> None:
     """Raise UserError if ``target`` does not accept the arguments.
 
-    Nothing is checked if Python cannot determine the signature, for example of a function written in C.
+    Nothing is checked if Python cannot determine the signature, for example of a C function.
 
     Args:
         context: Beginning of the error message.
         target: Function or class.
         arguments: Arguments of the spec, keyed by name.
-        all_of_them: Whether the arguments must include all required arguments. If False, the caller adds more
-            arguments later.
+        all_of_them: Whether the arguments must include all required arguments. False if the caller adds
+            more arguments later.
     """
     try:
         signature = inspect.signature(target)
@@ -396,7 +398,7 @@ def _check_arguments(context: str, target: Any, arguments: Mapping[str, Any], *,
 
 @contextmanager
 def convert_user_errors(context: str) -> Iterator[None]:
-    """Convert errors of user-defined code within this context to a UserError.
+    """Convert errors in custom code within this context to UserError.
 
     Out-of-memory errors are not converted, because the run reports them with a remedy. UserErrors and
     RunErrors are raised unchanged.
@@ -420,25 +422,25 @@ def convert_user_errors(context: str) -> Iterator[None]:
 
 
 def _describe_error_in_user_code(error: BaseException) -> str:
-    """Describe an error of custom code in one line: its type, its message, and the file and line."""
+    """Describe an error in custom code on one line: its type, its message, and the file and line."""
     frame = _find_user_frame(traceback.extract_tb(error.__traceback__))
     location = "" if frame is None else f"; {Path(frame.filename).name}, line {frame.lineno}"
     return f"{type(error).__name__}: {to_one_line(error)}{location}"
 
 
 def _find_user_frame(frames: Sequence[traceback.FrameSummary]) -> traceback.FrameSummary | None:
-    """Find the innermost frame in custom code, because that is the code that the user can correct.
+    """Find the innermost frame in custom code, which is the code that the user can correct.
 
-    Usually, custom code is all code outside of this project, the standard library and installed packages. If
-    there is no such frame, the setting names code of an installed package. Then the first package on the
-    stack that is not in :data:`_FRAMEWORKS` counts as custom code.
+    Usually, custom code is all code outside of this project, the standard library and installed
+    packages. If the traceback has no such frame, the setting refers to code in an installed package. In
+    this case, the first package on the stack that is not in :data:`_FRAMEWORKS` counts as custom code.
 
     Args:
         frames: Frames of a traceback, the innermost last.
 
     Returns:
-        The frame. If no frame is in custom code, the innermost frame outside of this project, or the
-        innermost frame. None if there are no frames.
+        The innermost frame in custom code. If there is none, the innermost frame outside of this
+        project or, if there is none either, the innermost frame. None if there are no frames.
     """
     others = [frame for frame in frames if not frame.filename.startswith(_OWN_FOLDER)]
     packages = {frame.filename: _find_library(frame.filename) for frame in others}
@@ -462,11 +464,11 @@ def _find_library(filename: str) -> str | None:
     """Find the installed package that a file belongs to.
 
     Args:
-        filename: File name of a traceback's frame.
+        filename: File name of a frame in a traceback.
 
     Returns:
-        The name of the package's folder, or :data:`_STANDARD_LIBRARY`. None if the file is neither in an
-        installed package nor in the standard library.
+        The folder name of the package, or :data:`_STANDARD_LIBRARY`. None if the file is in neither an
+        installed package nor the standard library.
     """
     parts = Path(filename).parts
     for folder in ("site-packages", "dist-packages"):
@@ -480,17 +482,17 @@ def _find_library(filename: str) -> str | None:
 
 
 def compute_plugin_digest(text: str) -> str:
-    """Compute a digest of the module with the custom code that a setting names.
+    """Compute a digest of the module that contains a setting's custom code.
 
-    The digest shows whether the code has changed since a checkpoint was saved. It ignores comments and
-    layout.
+    The digest shows whether the code has changed since a checkpoint was saved. Comments and layout are
+    ignored.
 
     Args:
         text: Value of the setting.
 
     Returns:
-        The digest, in hexadecimal. Empty for built-in names, for code of this project, and if the module
-        cannot be imported or has no source text.
+        The digest, in hexadecimal. Empty for built-in names, for code in this project, and if the
+        module cannot be imported or has no source text.
     """
     try:
         module = parse_plugin_spec(text).module
@@ -505,7 +507,7 @@ def compute_plugin_digest(text: str) -> str:
 
 
 def _compute_code_digest(source: str) -> str:
-    """Compute a digest of Python source that ignores comments and layout."""
+    """Compute a digest of Python source code that ignores comments and layout."""
     tree = ast.dump(ast.parse(source))
     return hashlib.blake2b(tree.encode(), digest_size=6).hexdigest()
 
@@ -516,22 +518,22 @@ def _compute_code_digest(source: str) -> str:
 def register_object(
     argument_name: str, user_object: Any, sources: dict[str, str], *, instantiates_class: bool = True
 ) -> str:
-    """Register an object in this process, and return the name that ranks use to find it.
+    """Register an object in this process, and return a name that the ranks can use to find it.
 
     Args:
         argument_name: Argument of :func:`portable.train`, used in error messages.
-        user_object: Function or class, ``functools.partial`` of one, or instance of a dataclass. A string is
-            returned unchanged, because it is already a name.
-        sources: Source code of modules, keyed by module name. If a notebook or script defines the object, a
-            module is added in place.
-        instantiates_class: Whether this process uses an instance of a class, as :func:`load_plugin` does. If
-            False, it uses the class itself, as :func:`load_plugin_factory` does.
+        user_object: Function or class, ``functools.partial`` of one, or instance of a dataclass. A
+            string is returned unchanged, because it is already a name.
+        sources: Source code of modules, keyed by module name. Modified in place: if a notebook or
+            script defines the object, a module is added.
+        instantiates_class: Whether this process uses an instance of a class, as :func:`load_plugin`
+            does. If False, it uses the class itself, as :func:`load_plugin_factory` does.
 
     Returns:
         The name, such as ``package.module:name(gamma=2.0)``.
 
     Raises:
-        UserError: If ranks could not create the same object from the name.
+        UserError: If the ranks could not create the same object from the name.
     """
     if isinstance(user_object, str):
         return user_object
@@ -581,12 +583,12 @@ def register_object(
 
 
 def _is_default(field: dataclasses.Field[Any], value: Any) -> bool:
-    """Return whether the value of a dataclass field is its default. False for a ``default_factory``."""
+    """Return whether a dataclass field has its default value. Returns False for a ``default_factory``."""
     return field.default is not dataclasses.MISSING and value is field.default
 
 
 def _find_imported(module: str, name: str) -> Any:
-    """Find an object by its dotted name in an already imported module. Returns None if it is missing."""
+    """Find an object by its dotted name in an already imported module, or return None if it is missing."""
     value: Any = sys.modules.get(module)
     for part in name.split("."):
         value = getattr(value, part, None)
@@ -594,7 +596,7 @@ def _find_imported(module: str, name: str) -> Any:
 
 
 def _is_plain(value: Any) -> bool:
-    """Return whether ``repr`` of a value is a Python literal that evaluates to an equal value."""
+    """Return whether the ``repr`` of a value is a Python literal that evaluates to an equal value."""
     try:
         return bool(ast.literal_eval(repr(value)) == value)
     except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
@@ -602,11 +604,11 @@ def _is_plain(value: Any) -> bool:
 
 
 def _build_source_with_globals(key: str, target: Any) -> str:
-    """Build the source text of a module that contains ``target`` and everything that ``target`` uses.
+    """Build the source code of a module that contains ``target`` and everything that it uses.
 
     Args:
         key: Argument of :func:`portable.train`, used in error messages.
-        target: Function or class of a notebook or script.
+        target: Function or class in a notebook or script.
 
     Raises:
         UserError: If the source cannot be read, or uses an object that ranks cannot create.
@@ -617,19 +619,19 @@ def _build_source_with_globals(key: str, target: Any) -> str:
 
 
 def _add_sources_of(key: str, target: Any, source_by_name: dict[str, str]) -> None:
-    """Add the source of ``target`` to ``source_by_name``, after the source of everything that it uses.
+    """Add the source code of ``target`` to ``source_by_name``, after the code of everything that it uses.
 
-    The imports, constants, functions and classes of the notebook or script are added if ``target`` uses them,
-    directly or through other functions.
+    This includes the imports, constants, functions and classes of the notebook or script that
+    ``target`` uses, directly or through other functions.
 
     Args:
         key: Argument of :func:`portable.train`, used in error messages.
-        target: Function or class of a notebook or script.
-        source_by_name: Source code that defines each global name, in an order that can be executed. Changed
-            in place.
+        target: Function or class in a notebook or script.
+        source_by_name: Source code that defines each global name, in executable order. Modified in
+            place.
 
     Raises:
-        UserError: If the source cannot be read, or uses an object that ranks cannot create.
+        UserError: If the source cannot be read, or uses an object that the ranks cannot create.
     """
     name = target.__name__
     if name in source_by_name:
@@ -672,9 +674,9 @@ def _add_sources_of(key: str, target: Any, source_by_name: dict[str, str]) -> No
 
 
 def _get_source(target: Any) -> str | None:
-    """Return the source of a function or class, without its indentation. None if it cannot be found.
+    """Return the source code of a function or class without indentation, or None if it cannot be found.
 
-    In contrast to ``inspect.getsource``, this function also finds a class that a notebook defines.
+    Unlike ``inspect.getsource``, this function also finds classes defined in a notebook.
     """
     try:
         return textwrap.dedent(inspect.getsource(target))
@@ -702,7 +704,7 @@ def _get_source(target: Any) -> str | None:
 
 
 def _list_used_names(text: str) -> set[str]:
-    """Return all variable names in a source text, including its local variables."""
+    """Return the names of all variables in a source text, including local variables."""
     return {node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)}
 
 
@@ -715,7 +717,7 @@ def get_notebook_sources() -> dict[str, str]:
 def install_notebook_modules(sources: Mapping[str, str]) -> None:
     """Create modules from the source code of a notebook or script, so that this process can import them.
 
-    Modules that exist already are skipped.
+    Modules that already exist are skipped.
 
     Args:
         sources: Source code, keyed by module name. See :func:`register_object`.
@@ -744,8 +746,8 @@ def install_notebook_modules(sources: Mapping[str, str]) -> None:
 def build_python_command(code: str, *arguments: str) -> list[str]:
     """Build the command that runs ``code`` in a new Python process with the same module search path.
 
-    The search path is set explicitly, because a new Python process would otherwise search the current folder
-    first, and a file there could shadow an installed module.
+    The search path is set explicitly. Otherwise, a new Python process would first search the current
+    folder, and a file there could shadow an installed module.
 
     Args:
         code: Python code to run after ``portable`` is imported.

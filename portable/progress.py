@@ -1,4 +1,4 @@
-"""Classes for the result of an optimizer step and for the progress of a run."""
+"""Result of an optimizer step, and progress of a run."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ class StepResult:
         loss: Mean loss over the valid tokens of the global batch, an fp32 scalar.
         grad_norm: Global gradient norm before clipping, an fp32 scalar.
         metrics: Sums from which the logged values other than the loss are computed, fp32 ``[metrics]``.
-        metric_names: Name of each element of ``metrics``.
-            :meth:`portable.model.loss.TrainingObjective.compute_logged_values` takes both.
+        metric_names: Names of the elements of ``metrics``.
+            :meth:`portable.model.loss.TrainingObjective.compute_logged_values` converts them to the
+            logged values.
         learning_rate: Learning rate used for the step.
     """
 
@@ -39,7 +40,7 @@ class RunProgress:
 
     Attributes:
         step: Number of optimizer steps taken so far.
-        samples: Number of samples consumed so far, which is also the position in the data.
+        samples: Number of samples consumed so far. It is also the position in the data.
         skipped_updates: Number of steps whose update was skipped, as of the last read from the device.
         eval_history: Best evaluation results and the early-stopping counters.
         has_ended: Whether early stopping or a callback has ended the run.

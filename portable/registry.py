@@ -1,9 +1,9 @@
-"""Registry of the backends, with a :class:`BackendPackage` record for each backend.
+"""Registry of the backends. Each has a :class:`BackendPackage` record.
 
-Commands use the record before a backend object exists, for example to find out whether this machine has the
-devices, to count the ranks to start, to reject unsupported settings, or to plan the memory. The module of a
-record does not import an accelerator library, so every command can use all records. To add a backend, write
-its package and add an entry to :data:`BACKENDS`.
+Commands use the records before a backend object exists, for example to detect devices, count the
+ranks to start, reject unsupported settings, or plan the memory. The module of a record does not
+import an accelerator library, so every command can use all records. To add a backend, write its
+package and add an entry to :data:`BACKENDS`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class RecordLocation(NamedTuple):
-    """Module and variable that contain the :class:`BackendPackage` record of a backend."""
+    """Import location of a backend's :class:`BackendPackage` record."""
 
     module: str
     attribute: str
@@ -59,7 +59,7 @@ DEFAULT_PLANNED_BACKEND = "cuda"
 
 @dataclass(frozen=True)
 class World:
-    """Number of ranks and devices of a launch."""
+    """Number of ranks in a launch and of devices per rank."""
 
     ranks: int
     devices_per_rank: int = 1
@@ -78,10 +78,10 @@ class CompileTarget:
         device: Name of the device in :meth:`BackendPackage.list_devices`, or None if only its memory is
             known.
         num_devices: Number of devices.
-        topology: Topology of the devices, such as ``4x4``. None if the usual topology is used.
-        min_listed_elements: Size in elements from which on the report lists the results of operations as
-            large values. 0 to list no values.
-        stops_after_memory_report: Whether to stop before code generation, because it takes most of the time.
+        topology: Topology of the devices, such as ``4x4``. None for the usual topology.
+        min_listed_elements: Minimum size, in elements, of the operation results that the report lists
+            as large values. 0 to list none.
+        stops_after_memory_report: Whether to stop before code generation, which takes most of the time.
     """
 
     device: str | None
@@ -92,7 +92,7 @@ class CompileTarget:
 
 
 class BackendPackage(Protocol):
-    """Record of a backend: its properties before a :class:`portable.backend.Backend` exists."""
+    """Record of a backend. It describes the backend before a :class:`portable.backend.Backend` exists."""
 
     name: str
     """Name of the backend in :data:`BACKENDS`."""
@@ -114,12 +114,12 @@ class BackendPackage(Protocol):
     def count_local_ranks(self) -> int:
         """Return the default number of ranks to start on this machine.
 
-        Most backends start one rank per device. The default is 1 on a CPU, and also on XLA, because one rank
-        drives all devices of a host.
+        Most backends start one rank per device. The CPU backend starts a single rank, and so does XLA,
+        because one rank drives all devices of a host.
         """
 
     def check_ranks(self, ranks: int) -> None:
-        """Raise UserError if ``ranks`` ranks cannot run on this machine, for example for lack of devices."""
+        """Raise UserError if this machine cannot run ``ranks`` ranks, for example with too few devices."""
 
     def get_launch_environment(self, ranks: int) -> dict[str, str]:
         """Return the environment variables to set before ranks are started on this machine.
@@ -132,28 +132,28 @@ class BackendPackage(Protocol):
         """
 
     def get_world(self, ranks: int) -> World:
-        """Return the numbers of ranks and devices of the launch that this process starts or belongs to.
+        """Return the numbers of ranks and devices in the launch that this process starts or belongs to.
 
         Args:
-            ranks: Number of ranks that this process starts. 1 if the process is a rank itself, because the
-                number of ranks is then read from the environment or from the runtime.
+            ranks: Number of ranks that this process starts. If the process is itself a rank, pass 1. The
+                number of ranks is then read from the environment or the runtime.
         """
 
     def choose_default_precision(self, *, in_rank: bool) -> str | None:
-        """Return the precision for ``precision: auto``.
+        """Return the precision to use for ``precision: auto``.
 
         Args:
             in_rank: Whether this process is a rank.
 
         Returns:
-            The precision. None if it depends on the device and this process is not a rank, because only ranks
-            may open the device.
+            The precision. None if it depends on the device and this process is not a rank, because only
+            ranks may open the device.
         """
 
     def find_problems(self, config: RunConfig, *, late: bool) -> Iterator[SettingProblem]:
-        """Yield the settings that the backend and its engines do not support.
+        """Yield a problem for each setting that the backend and its engines do not support.
 
-        See :func:`portable.checks.check_config`, which calls this method.
+        Called by :func:`portable.checks.check_config`.
 
         Args:
             config: Config of the run.
@@ -162,14 +162,14 @@ class BackendPackage(Protocol):
         """
 
     def adopt_engine_file(self, config: RunConfig, world: World) -> RunConfig:
-        """Replace defaults by the values in the engine's own config file, such as a DeepSpeed JSON.
+        """Replace defaults with the values from the engine's own config file, such as a DeepSpeed JSON.
 
         Args:
             config: Config of the run.
             world: Numbers of ranks and devices of the launch.
 
         Returns:
-            The config with the values. ``config`` itself if it does not name such a file.
+            The updated config. ``config`` itself if it does not name an engine file.
 
         Raises:
             UserError: If the file contradicts the config.
@@ -184,10 +184,10 @@ class BackendPackage(Protocol):
         """
 
     def build_notes(self, config: RunConfig) -> list[str]:
-        """Return notes for the user about unexpected effects of settings on this backend, one line each."""
+        """Return one-line notes for the user about settings with unexpected effects on this backend."""
 
     def iter_memory_remedies(self, config: RunConfig, ranks: int) -> Iterator[str]:
-        """Yield changes to ``config`` that reduce the device memory. Changes that cost little come first.
+        """Yield changes to ``config`` that reduce device memory, cheapest first.
 
         Args:
             config: Config of the run.
@@ -198,26 +198,26 @@ class BackendPackage(Protocol):
         """
 
     def get_host_memory_advice(self, config: RunConfig) -> str:
-        """Return one sentence that names the settings to change if the memory of the host runs out."""
+        """Return one sentence that names the settings to change if the host runs out of memory."""
 
     def load_footprint(self) -> FootprintModule:
-        """Import and return the module that computes the memory of a run for the planner.
+        """Import and return the module that estimates the memory of a run for the planner.
 
         The import does not load an accelerator library.
         """
 
     def list_devices(self) -> tuple[Device, ...]:
-        """Return the types of devices of this backend that ``portable-plan --device`` accepts."""
+        """Return this backend's device types that ``portable-plan --device`` accepts."""
 
     def compile_graphs(self, config: RunConfig, target: CompileTarget) -> CompiledRun:
-        """Compile every graph of a run with the device's compiler. This machine does not need the device.
+        """Compile every graph of a run for the target devices. This machine does not need such a device.
 
         Args:
             config: Config of the run, resolved as for a plan.
             target: Devices to compile for, and options of the compilation.
 
         Returns:
-            The statistics of the graphs from the compiler, including problems such as too little memory.
+            The compiler's statistics about the graphs, and problems such as too little memory.
 
         Raises:
             UserError: If the compiler or the topology is not available, or if a graph does not compile.
@@ -228,7 +228,7 @@ class BackendPackage(Protocol):
 
 
 def load_backend_package(name: str) -> BackendPackage:
-    """Import the record of a backend.
+    """Import the module that defines a backend's record, and return the record.
 
     Args:
         name: Name of the backend in :data:`BACKENDS`.
@@ -268,7 +268,7 @@ def import_engine_module(strategy: str, module_name: str) -> Any:
 
 
 def resolve_backend_name(name: str) -> str:
-    """Replace ``auto`` by the last backend in :data:`BACKENDS` whose devices this machine has.
+    """Resolve ``auto`` to the last backend in :data:`BACKENDS` that is available on this machine.
 
     Other names are returned unchanged.
     """

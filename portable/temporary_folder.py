@@ -1,6 +1,6 @@
-"""Functions for temporary folders, and for cache folders that one process writes while others wait.
+"""Create temporary folders, and cache folders that one process writes while others wait.
 
-If a process is killed, its temporary folder remains on the disk until the next process removes it.
+If a process is killed, its temporary folder remains on disk until a later process removes it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SOCKET_PATH, _MAX_SOCKET_PATH = "/t/pymp-12345678/listener-12345678", 100
 
 
 def get_lasting_folder() -> Path:
-    """Return the usual folder for temporary files, even within :func:`redirect_temporary_files`.
+    """Return the system's folder for temporary files, even within :func:`redirect_temporary_files`.
 
     Files in this folder outlive the run.
     """
@@ -37,9 +37,9 @@ def get_lasting_folder() -> Path:
 
 
 def _get_user_name() -> str:
-    """Return the user's name in the form in which inductor uses it in the name of its cache folder.
+    """Return the user's name as inductor writes it in the name of its cache folder.
 
-    Returns the user id as text if the user has no name.
+    If the user has no name, return the user id as text.
     """
     try:
         return re.sub(r'[\\/:*?"<>|]', "_", getpass.getuser())
@@ -51,9 +51,10 @@ def _get_user_name() -> str:
 def redirect_temporary_files(folder: Path) -> Iterator[None]:
     """Make child processes create their temporary files below ``folder`` within this context.
 
-    The caller removes ``folder`` afterward, because torch, DeepSpeed and ``multiprocessing`` do not remove
-    their temporary folders if they are killed. Caches stay in the usual folder. Nothing is redirected if the
-    path of ``folder`` is so long that the path of a socket below it would exceed the limit of the system.
+    torch, DeepSpeed and ``multiprocessing`` leave their temporary folders behind when they are killed.
+    The caller can remove them all by removing ``folder`` afterward. Caches stay in the usual folder.
+    Nothing is redirected if the path of ``folder`` is so long that sockets below it would exceed the
+    system's limit on path length.
 
     Args:
         folder: Existing folder without an entry named ``t``.
@@ -84,8 +85,8 @@ def redirect_temporary_files(folder: Path) -> Iterator[None]:
 def create_scratch_folder(name_prefix: str) -> Iterator[Path]:
     """Create a locked temporary folder for the duration of this context.
 
-    First removes this user's unlocked folders with the same prefix, because killed processes leave such
-    folders behind.
+    Unlocked folders of this user with the same prefix were left by killed processes and are removed
+    first.
 
     Args:
         name_prefix: Prefix of the folder's name. Each purpose needs its own prefix.
@@ -104,7 +105,7 @@ def create_scratch_folder(name_prefix: str) -> Iterator[Path]:
 
 
 class LockedFolder(NamedTuple):
-    """Folder with a lock, so that other processes do not remove the folder as a leftover."""
+    """Temporary folder with a lock that marks it as in use."""
 
     folder: Path
     lock: int | None
@@ -112,7 +113,7 @@ class LockedFolder(NamedTuple):
 
 
 def _create_locked_folder(kind: str) -> LockedFolder:
-    """Create a temporary folder and lock it, so that no other process removes it as a leftover.
+    """Create a temporary folder, and lock it so that other processes do not remove it as a leftover.
 
     Args:
         kind: Prefix of the folder's name.
@@ -126,9 +127,9 @@ def _create_locked_folder(kind: str) -> LockedFolder:
 
 
 def _remove_leftover(folder: Path) -> None:
-    """Remove a folder of a killed process.
+    """Remove a folder that a killed process has left behind.
 
-    Does nothing if the folder belongs to another user, if a process has locked it, or if it no longer exists.
+    Does nothing if the folder belongs to another user, is locked by a process, or no longer exists.
     """
     try:
         if folder.lstat().st_uid != os.getuid():
@@ -154,19 +155,21 @@ def open_or_build_cache_folder(
     resumes: bool = False,
     describe_defect: Callable[[], str] = lambda: "is damaged",
 ) -> T:
-    """Open a folder of the cache. If it does not exist or is damaged, it is written first.
+    """Open a cache folder. If it does not exist or is damaged, write it first.
 
-    Any number of processes may call this function concurrently: one process writes, and the others wait.
+    Any number of processes may call this function concurrently. One process writes, and the others
+    wait.
 
     Args:
         folder: Folder of the cache.
         open_cached: Function that opens the folder and returns an object that represents its contents.
             Returns None if the folder does not exist or is damaged.
-        write: Function that writes the contents into the temporary folder that it receives. Afterward, the
-            temporary folder replaces ``folder``.
+        write: Function that writes the contents to a temporary folder, which is its argument. This
+            folder then replaces ``folder``.
         resumes: Whether ``write`` can continue from the files of a killed process. If so, the temporary
-            folder may contain such files when ``write`` is called. Otherwise, it is empty.
-        describe_defect: Function that describes why ``open_cached`` has returned None for an existing folder.
+            folder may already contain such files. Otherwise, it is empty.
+        describe_defect: Function that describes why ``open_cached`` has returned None for an existing
+            folder.
 
     Returns:
         The result of ``open_cached``.
@@ -205,8 +208,9 @@ def _lock_for_writing(folder: Path, *, resumes: bool) -> Iterator[Path]:
 
     Args:
         folder: Folder of the cache.
-        resumes: Whether the temporary folder keeps the files of a killed process, and is left for the next
-            process if this process is interrupted. After a UserError or OSError, it is removed nevertheless.
+        resumes: Whether writing is resumable. If so, the temporary folder keeps the files of a killed
+            process, and is not removed if this process is interrupted. A UserError or OSError still
+            removes it.
 
     Yields:
         The temporary folder. It is removed at the end of the context unless the caller has renamed it.

@@ -1,4 +1,4 @@
-"""Terminal output: status lines, progress bars, and suppression of messages of other libraries.
+"""Print status lines and progress bars in the terminal, and suppress messages of other libraries.
 
 Importing this module attaches a handler to the logger ``portable``, and a filter to a logger of
 huggingface_hub.
@@ -27,7 +27,7 @@ _WARNING = "warning: "
 
 
 def print_status(line: str) -> None:
-    """Log a line with the logger ``portable``, which prints it to stderr, above the progress bar.
+    """Print a line to stderr above the progress bar, through the logger ``portable``.
 
     A line that begins with ``warning: `` is logged as a warning, so ``log.quiet`` does not hide it.
     """
@@ -48,7 +48,10 @@ class TerminalHandler(logging.Handler):
 
 
 class _RetryFilter(logging.Filter):
-    """Logging filter that replaces huggingface_hub's messages about retries with one warning per host."""
+    """Logging filter that replaces huggingface_hub's messages about retries with one warning per host.
+
+    The warning is printed at the first message about the host.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +60,7 @@ class _RetryFilter(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         """Return False for messages about retries, so that they are not printed.
 
-        The first message about a host prints a warning instead.
+        At the first message about a host, print a warning instead.
         """
         text = record.getMessage()
         if match := re.search("thrown while requesting [A-Z]+ https?://([^/]+)", text):
@@ -78,12 +81,12 @@ LOG.propagate = False
 
 
 def set_quiet(quiet: bool) -> None:
-    """Set whether status lines and progress bars are hidden, so that only warnings and errors are printed."""
+    """Hide or show status lines and progress bars. Warnings and errors are always printed."""
     TERMINAL_HANDLER.setLevel(logging.WARNING if quiet else logging.INFO)
 
 
 def is_quiet() -> bool:
-    """Return whether only warnings and errors are printed."""
+    """Return whether status lines and progress bars are hidden."""
     return TERMINAL_HANDLER.level > logging.INFO
 
 
@@ -108,11 +111,11 @@ def shows_run_progress_bars() -> bool:
 
 @contextmanager
 def show_loading_message() -> Iterator[None]:
-    """Show a message while libraries are imported within this context, and clear the message at the end.
+    """Show a loading message while libraries are imported within this context, and clear it at the end.
 
-    The message is shown only if rank 0 writes to a terminal and torch is not imported yet. Garbage collection
-    is disabled within this context, because imports create almost no garbage, and searching for it takes a
-    tenth of the time.
+    Only shown if rank 0 writes to a terminal and torch is not imported yet. Garbage collection is
+    disabled within this context. Imports create almost no garbage, and searching for it takes a tenth
+    of the time.
     """
     shown = shows_run_progress_bars() and "torch" not in sys.modules
     if shown:
@@ -130,9 +133,9 @@ def show_loading_message() -> Iterator[None]:
 
 @contextmanager
 def discard_native_stdout() -> Iterator[None]:
-    """Discard everything that this process writes to stdout within this context, including native code.
+    """Discard everything that this process writes to stdout within this context, even from native code.
 
-    This hides messages about connections, which the C++ code of gloo prints to stdout.
+    This hides messages about connections that the C++ code of gloo prints to stdout.
     """
     sys.stdout.flush()
     stdout = os.dup(1)

@@ -1,9 +1,9 @@
-"""Checks of the settings in a downloaded model folder, before a library uses the settings.
+"""Check the settings in a downloaded model folder before a library uses them.
 
 ``from_pretrained`` of transformers passes every key of ``tokenizer_config.json`` and
-``special_tokens_map.json`` to the constructor of the tokenizer, which opens some of its arguments as files. A
-malicious folder could therefore name any file of the user, such as a private key, and its contents would be
-copied into checkpoints.
+``special_tokens_map.json`` to the tokenizer's constructor, which opens some of them as files. A
+malicious folder could therefore refer to any file of the user, such as a private key, and the
+contents of that file would be copied into checkpoints.
 """
 
 from __future__ import annotations
@@ -109,10 +109,10 @@ def check_setting_values(location: str, settings: Any, folder: Path) -> None:
 
 @contextmanager
 def convert_library_errors(key: str) -> Iterator[None]:
-    """Convert exceptions of a library that reads a downloaded folder to a UserError within this context.
+    """Convert exceptions of a library that reads a downloaded folder to UserError within this context.
 
-    Almost all exception types are converted, because libraries raise many types for wrong values in the
-    files. A MemoryError is raised unchanged.
+    Almost all types are converted, because libraries raise various exceptions for wrong values in
+    files. A MemoryError propagates unchanged.
 
     Args:
         key: Setting that names the folder, used in error messages.
@@ -153,9 +153,9 @@ def describe_download_error(name: str, error: BaseException) -> str:
 
 
 def _fetch_settings_files(name_or_path: str, files: tuple[str, ...], *, offline: bool) -> list[Path]:
-    """Return the local paths of the settings files that exist in a folder or repository.
+    """Return the local paths of the settings files that exist in a folder or hub repository.
 
-    Files of a Hub repository are downloaded to the cache. A file that cannot be downloaded is skipped,
+    Files of a repository are downloaded to the cache. A file that cannot be downloaded is skipped,
     because the library that reads the repository reports the error.
 
     Args:
@@ -186,7 +186,7 @@ def _fetch_settings_files(name_or_path: str, files: tuple[str, ...], *, offline:
 
 
 def _iter_values(value: Any, key: str) -> Iterator[tuple[str, Any]]:
-    """Yield each scalar in nested dictionaries and lists, with the key of the dictionary that contains it.
+    """Yield each scalar in nested dicts and lists, with the key of the innermost dict around it.
 
     Args:
         value: Parsed JSON or YAML.
@@ -207,21 +207,21 @@ def _iter_values(value: Any, key: str) -> Iterator[tuple[str, Any]]:
 
 
 def _is_text(key: str) -> bool:
-    """Return whether no library opens the values of a key as files."""
+    """Return whether the values of a key are plain text, which no library opens as files."""
     return key in TEXT_KEYS or key.endswith(("_token", "_tokens"))
 
 
 def _is_layer_count(key: str) -> bool:
-    """Return whether the value of a key in a model's config is a number of layers."""
+    """Return whether a key of a model's config specifies a number of layers."""
     return key in {"n_layer", "n_layers", "depth"} or key.endswith(("_layers", "_blocks"))
 
 
 def _names_file_outside(value: str, folder: Path) -> bool:
-    """Return whether a program that opens ``value`` as a path would read a file outside the folder.
+    """Return whether opening ``value`` as a path would read a file outside the folder.
 
-    The path can be relative to the current folder, to the home folder, or to ``folder``. Returns False for a
-    path that does not exist, because it is harmless, and because published settings contain many such paths,
-    for example of their author's cache. A single word does not count as the path of a folder.
+    The path can be relative to the current folder, the home folder, or ``folder``. A path that does not
+    exist is harmless and returns False. Published settings contain many of them, such as the author's
+    cache. A single word that matches the name of a folder also returns False.
     """
     try:
         encoded = os.fsencode(value)

@@ -1,1 +1,1 @@
-"""Backends on TPUs: ``xla`` on torch_xla, and ``tpu`` on TorchTPU."""
+"""TPU backends: ``xla``, based on torch_xla, and ``tpu``, based on TorchTPU."""

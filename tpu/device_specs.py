@@ -1,4 +1,4 @@
-"""Specifications of TPUs from Google's documentation, and detection of the TPU of this host."""
+"""Look up TPU specifications from Google's documentation, and detect the TPU of this host."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class TpuGeneration:
-    """Specifications of one TPU generation. The runtime presents each chip as one or two devices.
+    """Specifications of a TPU generation. The runtime presents each chip as one or two devices.
 
     Attributes:
-        bf16_teraflops: Dense bf16 peak of a chip in TFLOP/s.
-        hbm_bytes: Bytes of high-bandwidth memory of a chip.
-        devices_per_chip: Devices that the runtime creates per chip: one per core, or one if two cores work as
-            a megacore.
-        chips_per_slice: Number of chips of the largest slice.
-        reached_mfu: Range of the model FLOPs utilization that published runs reached on a chip.
-        link_bytes_per_second: Bytes per second that a chip sends in one direction on all its links. None if
-            unknown.
+        bf16_teraflops: Dense bf16 peak per chip in TFLOP/s.
+        hbm_bytes: High-bandwidth memory per chip in bytes.
+        devices_per_chip: Number of devices that the runtime creates per chip: one per core, or one if
+            two cores form a megacore.
+        chips_per_slice: Number of chips in the largest slice.
+        reached_mfu: Range of model FLOPs utilization in published runs.
+        link_bytes_per_second: Total bandwidth of a chip's links in one direction, in bytes per second.
+            None if unknown.
     """
 
     bf16_teraflops: float
@@ -75,8 +75,8 @@ PCI_KINDS = {"0x0027", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076"}
 def list_accelerators() -> list[Device]:
     """List the devices that the planner supports by name, one per TPU generation.
 
-    An entry describes a device of the runtime, which may be one of two cores of a chip. Its memory, peak and
-    link bandwidth are therefore the values of the chip divided by the number of devices per chip.
+    An entry describes a runtime device, which may be one of a chip's two cores. Memory, peak and link
+    bandwidth are therefore the chip's values divided by the number of devices per chip.
     """
     devices = []
     for name, kind in TPU_GENERATIONS.items():
@@ -102,20 +102,21 @@ def list_accelerators() -> list[Device]:
 
 
 def find_tpu_generation(accelerator_type: str) -> TpuGeneration | None:
-    """Return the generation of an accelerator type such as ``v5litepod-16``, or None if it is unknown."""
+    """Find the TPU generation of an accelerator type such as ``v5litepod-16``, or return None if unknown."""
     name = accelerator_type.partition("-")[0]
     return TPU_GENERATIONS.get("v5e" if name == "v5litepod" else name)
 
 
 def get_peak_flops(accelerator_type: str | None, precision: str) -> float | None:
-    """Return the dense peak FLOP/s of one device of the runtime.
+    """Return the dense peak FLOP/s of one runtime device.
 
     Args:
         accelerator_type: Accelerator type from :func:`detect_accelerator_type`. None if unknown.
-        precision: ``bf16``, or ``fp32``, whose products take six bf16 passes at the highest precision.
+        precision: ``bf16`` or ``fp32``. With the highest precision, an fp32 product takes six bf16
+            passes.
 
     Returns:
-        The peak in FLOP/s. None if the accelerator type is unknown, or for any other precision.
+        The peak in FLOP/s. None for an unknown accelerator type or other precisions.
     """
     generation = None if accelerator_type is None else find_tpu_generation(accelerator_type)
     passes = {"bf16": 1, "fp32": FP32_PASSES}.get(precision)
@@ -127,7 +128,7 @@ def get_peak_flops(accelerator_type: str | None, precision: str) -> float | None
 def detect_accelerator_type() -> str | None:
     """Detect the accelerator type of this host, such as ``v5litepod-16``.
 
-    Reads ``TPU_ACCELERATOR_TYPE``. If the variable is not set, queries the metadata server of the VM, unless
+    Reads ``TPU_ACCELERATOR_TYPE``. If it is not set, the VM's metadata server is queried, unless
     ``TPU_SKIP_MDS_QUERY`` is set.
 
     Returns:
@@ -153,7 +154,7 @@ def detect_accelerator_type() -> str | None:
 def count_tpu_chips() -> int:
     """Count the TPU chips among the PCI devices of this host.
 
-    If ``TPU_VISIBLE_DEVICES`` lists fewer devices, the result is the number of listed devices.
+    If ``TPU_VISIBLE_DEVICES`` lists fewer devices, their number is returned.
     """
     visible = os.environ.get("TPU_VISIBLE_DEVICES")
     num_chips = sum(_is_tpu_device_folder(device) for device in PCI_DEVICES.glob("*"))
@@ -163,8 +164,8 @@ def count_tpu_chips() -> int:
 def is_tpu_selected() -> bool:
     """Return whether the runtime uses a TPU on this host.
 
-    If ``PJRT_DEVICE`` is set, the result is whether its value is ``TPU``. Otherwise the result is whether the
-    host has a TPU among its PCI devices.
+    If ``PJRT_DEVICE`` is set, this depends on whether its value is ``TPU``. Otherwise, it depends on
+    whether the host's PCI devices include a TPU.
     """
     pjrt_device = os.environ.get("PJRT_DEVICE")
     if pjrt_device:

@@ -1,4 +1,4 @@
-"""Flags of the TPU compiler. libtpu reads them from ``LIBTPU_INIT_ARGS`` when it is loaded."""
+"""Set TPU compiler flags, which libtpu reads from ``LIBTPU_INIT_ARGS`` when it is loaded."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ ADDED_LIBTPU_FLAGS = ("xla_tpu_copy_elision_analysis_allowance=1000000000",)
 
 
 def add_missing_libtpu_flags(current_flags: str, flags: Iterable[str]) -> str:
-    """Append flags to a value of ``LIBTPU_INIT_ARGS``, except for flags that the value already sets.
+    """Append flags to a value of ``LIBTPU_INIT_ARGS``, unless it already sets them.
 
     Args:
         current_flags: Value of ``LIBTPU_INIT_ARGS``.
-        flags: Flags to add, each as ``name=value``.
+        flags: Flags to add, in the form ``name=value``.
 
     Returns:
         The new value, with a space between flags.

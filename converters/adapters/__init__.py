@@ -1,1 +1,1 @@
-"""peft's adapters: their names and settings, and merging them into a base model."""
+"""Read peft's adapters, parse their names and settings, and merge them into a base model."""

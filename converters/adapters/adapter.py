@@ -1,4 +1,4 @@
-"""The adapter in a checkpoint of any format, with its tensors grouped by the module that they change."""
+"""Find the adapter in a checkpoint of any format, and group its tensors by the module they change."""
 
 from __future__ import annotations
 
@@ -39,12 +39,13 @@ _MODEL_PREFIX = "base_model."
 
 
 class LoraPair(NamedTuple):
-    """The two factors of LoRA: the update of the weight is `up @ down`, scaled.
+    """The two LoRA factors of a module. The weight update is `up @ down`, scaled.
 
     Attributes:
         down: `lora_A`, `[rank, inputs]`; `[rank, inputs, ...]` for a convolution.
         up: `lora_B`, `[outputs, rank]`.
-        is_embedding: Whether the factors belong to an embedding (`lora_embedding_A` and `lora_embedding_B`).
+        is_embedding: Whether the factors belong to an embedding (`lora_embedding_A` and
+            `lora_embedding_B`).
     """
 
     down: Tensor
@@ -54,12 +55,12 @@ class LoraPair(NamedTuple):
 
 @dataclass(frozen=True)
 class AdapterModule:
-    """The tensors of an adapter that change one module of the model.
+    """Adapter tensors that change one module of the model.
 
     Attributes:
         path: Name of the module in the live model.
-        num_wrappers: Number of peft's wrappers inside this wrapper. It is not 0 if an adapter targets several
-            parameters of the module.
+        num_wrappers: Number of further peft wrappers between the module and the wrapper with these
+            tensors. Greater than 0 only if the adapter targets several parameters of the module.
         tensors: Tensors, keyed by kind and leaf. The kinds are in `portable.converters.adapters.names`.
     """
 
@@ -68,15 +69,14 @@ class AdapterModule:
     tensors: Mapping[tuple[str, str], Tensor]
 
     def find_tensor(self, kind: str) -> Tensor | None:
-        """Find the tensor of a kind, such as `lora_A`.
+        """Return the tensor of a kind, such as `lora_A`. None if there is none.
 
-        If the kind has both a `weight` and a bare parameter, the `weight` is returned. Returns None if there
-        is neither.
+        The tensor is the `weight` of a layer, or a bare parameter. If both exist, the `weight` is returned.
         """
         return self.tensors.get((kind, "weight"), self.tensors.get((kind, "")))
 
     def get_lora_pair(self) -> LoraPair | None:
-        """Return the two factors of LoRA, or None if the module has none.
+        """Return the two LoRA factors of the module, or None if it has none.
 
         Raises:
             CheckpointError: If one of the factors is missing.
@@ -95,17 +95,16 @@ class AdapterModule:
 
 
 class StoredAdapter:
-    """One adapter of a checkpoint.
-
-    Use `find_adapter` to create one.
+    """Adapter in a checkpoint. Created by `find_adapter`.
 
     Attributes:
-        checkpoint: Tensors with the names of peft's file, their optimizer state, and the tokenizer.
+        checkpoint: Adapter tensors under the names of peft's file, with their optimizer state and the
+            tokenizer.
         config: Settings of the adapter.
         names_by_saved_name: Parsed name of each tensor, keyed by its name in peft's file.
-        base_tensors: Tensors of the base model in the same checkpoint, keyed by their names in the plain
-            model.
-        trained_config: `config.json` of the model that was trained, if the folder of the adapter contains
+        base_tensors: Tensors of the base model in the same checkpoint, keyed by their names in the
+            plain model.
+        trained_config: `config.json` of the model that was trained, if the adapter's folder contains
             one.
 
     Raises:
@@ -134,12 +133,12 @@ class StoredAdapter:
 
     @property
     def has_complete_base(self) -> bool:
-        """Whether the checkpoint contains the base model's layers, and not only some tied tensors."""
+        """Whether the checkpoint contains the base model's layers, rather than only some tied tensors."""
         modules = {name.rpartition(".")[0] for name in self.base_tensors}
         return bool(modules) and all(module.path in modules for module in self.modules)
 
     def build_included_base(self) -> Checkpoint:
-        """Build a checkpoint of the base model from the tensors in the same files.
+        """Build a checkpoint of the base model from its tensors in the adapter's files.
 
         Raises:
             CheckpointError: If the files do not contain a base model.
@@ -186,7 +185,7 @@ class StoredAdapter:
 
     @cached_property
     def replacements(self) -> dict[tuple[str, str], Tensor]:
-        """Tensors that replace tensors of the base model, keyed by module and leaf."""
+        """Trained tensors that replace tensors of the base model, keyed by module and leaf."""
         return {
             (part.module, part.leaf): self.checkpoint.tensors[name]
             for name, part in self.names_by_saved_name.items()
@@ -195,7 +194,7 @@ class StoredAdapter:
 
     @property
     def linear_shapes(self) -> dict[str, Shape]:
-        """Shapes of the linear layers that have LoRA factors, keyed by the name of the weight."""
+        """Shapes of the linear layers that have LoRA factors, keyed by weight name."""
         pairs = (
             (module.path, module.find_tensor("lora_A"), module.find_tensor("lora_B"))
             for module in self.modules
@@ -233,9 +232,10 @@ class StoredAdapter:
         return digest.hexdigest()
 
     def _check_lora_tensors(self) -> None:
-        """Check that each LoRA module has both factors, the configured rank, and a magnitude with DoRA.
+        """Check each LoRA module: both factors must exist and have the configured rank.
 
-        Other types of adapters are not checked, because they cannot be merged.
+        With DoRA, a module must also have a magnitude. Other types of adapters are not checked, because
+        they cannot be merged.
 
         Raises:
             CheckpointError: If a module contradicts the settings.
@@ -287,9 +287,9 @@ def find_adapter(
 ) -> StoredAdapter | None:
     """Find the adapter in a checkpoint.
 
-    A checkpoint contains an adapter if its tensors have peft's names, and if an `adapter_config.json` is in
-    the same folder or the names have the prefix of a `PeftModel`. Tensors of the base model in the same
-    checkpoint become `StoredAdapter.base_tensors`.
+    A checkpoint contains an adapter if its tensors have peft's names. In addition, an
+    `adapter_config.json` must be in the same folder, or the names must have the prefix of a
+    `PeftModel`. Tensors of the base model in the same checkpoint become `StoredAdapter.base_tensors`.
 
     Args:
         checkpoint: Checkpoint of any format.
@@ -300,8 +300,8 @@ def find_adapter(
         The adapter, or None if the checkpoint is a model without an adapter.
 
     Raises:
-        CheckpointError: If the settings are missing, damaged or of an unsupported type, or if a tensor is
-            missing or does not have the rank in the settings.
+        CheckpointError: If the settings are missing, damaged or of an unsupported type, or if a tensor
+            is missing or does not have the rank in the settings.
     """
     names = [*checkpoint.tensors, *checkpoint.aliases]
     has_peft_prefix = any(key.startswith(PEFT_PREFIX) for key in names)

@@ -1,4 +1,4 @@
-"""Changes of an adapter to each tensor of the base model that it is merged into."""
+"""Collect the changes that an adapter makes to each tensor of its base model."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ of the next modules are loaded in advance.
 
 @dataclass
 class TensorChange:
-    """Changes to one tensor of the base model.
+    """Changes that an adapter makes to one tensor of the base model.
 
     Attributes:
         num_row_dims: Number of leading dimensions that are flattened to rows.
@@ -63,7 +63,7 @@ class TensorChange:
     source: Tensor | None = None
 
     def has_same_effect(self, other: TensorChange) -> bool:
-        """Return whether this change and another change turn equal tensors into equal tensors.
+        """Return whether this change and another have the same effect on equal tensors.
 
         Reads the data of replaced tensors and of edits if necessary.
         """
@@ -80,11 +80,11 @@ class TensorChange:
 
 
 class ChangedRegion(NamedTuple):
-    """Rows of one base tensor that a parameter changes.
+    """Rows of one base tensor that are changed together.
 
     Attributes:
         change: Change of the tensor.
-        region: The rows, in the tensor and in the parameter.
+        region: Location of the rows in the tensor and in the parameter.
         num_rows: Number of rows.
     """
 
@@ -94,7 +94,7 @@ class ChangedRegion(NamedTuple):
 
 
 class BaseChanges:
-    """The base model, and the changes to each of its tensors.
+    """Changes to all tensors of a base model that an adapter is merged into.
 
     `portable.converters.adapters.merging` adds the changes.
 
@@ -104,7 +104,8 @@ class BaseChanges:
         dtype: Dtype of the changed tensors, as in `merge`.
 
     Attributes:
-        ties: Names that are one tensor in the live model, as a mapping from alias to owner.
+        ties: Names of tied tensors, as a mapping from alias to owner. Both are one tensor in the live
+            model.
         base_names: Lookup of the base model's tensors by their names in memory.
         changes: Changes, keyed by the name of the tensor in the files.
         added_tensors: Tensors that the base model lacks.
@@ -126,7 +127,7 @@ class BaseChanges:
         self.load_vector = lru_cache(MAX_CACHED_FACTORS)(_load_scaled_vector)
 
     def _find_implied_ties(self) -> dict[str, str]:
-        """Find parameters that are missing in the files, because they share the weights of the embedding.
+        """Find parameters that the files omit because they share the weights of the embedding.
 
         Returns:
             Owner of each alias.
@@ -136,7 +137,7 @@ class BaseChanges:
     def locate_parameter(self, live_name: str) -> ParameterLocation:
         """Locate a parameter of the live model in the files of the base model.
 
-        If a replacement has resized the parameter, the location has the new shape.
+        If the adapter replaces it with a tensor of another size, the location has the new shape.
 
         Args:
             live_name: Name of the parameter in the live model.
@@ -176,23 +177,20 @@ class BaseChanges:
         return self.base_checkpoint.tensors[self.ties.get(name, name)].shape
 
     def get_new_row_count(self, name: str) -> int | None:
-        """Return the new number of rows of a tensor.
-
-        Returns None if the adapter does not change the number.
-        """
+        """Return the new number of rows of a tensor, or None if the adapter does not change it."""
         source = self.changes.get(name, TensorChange()).source
         rows = None if source is None else source.shape[0]
         return rows if rows != self.get_base_shape(name)[0] else None
 
     def is_replaced(self, name: str) -> bool:
-        """Return whether the adapter contains a complete tensor that replaces a tensor of the base model."""
+        """Return whether the adapter replaces a tensor of the base model completely."""
         source = self.changes.get(name, TensorChange()).source
         return source is not None and any(source is tensor for tensor in self.adapter.replacements.values())
 
     def build_shape_error(
         self, live_name: str, base_shape: Sequence[int], *adapter_tensors: Tensor
     ) -> CheckpointError:
-        """Build (but do not raise) the error for adapter tensors that do not fit the shape of a parameter."""
+        """Build (but do not raise) the error for adapter tensors that do not match a parameter's shape."""
         shapes = " and ".join(str(list(tensor.shape)) for tensor in adapter_tensors)
         return CheckpointError(
             f"{self.base_checkpoint.root}: {live_name!r} has shape {list(base_shape)}, which does not "
@@ -201,7 +199,7 @@ class BaseChanges:
         )
 
     def get_or_add_change(self, name: str, num_row_dims: int) -> TensorChange:
-        """Return the change of a tensor. If there is none, add an empty change.
+        """Return the change of a tensor. Add an empty one if the tensor has none yet.
 
         Args:
             name: Name of the tensor in the files.
@@ -219,10 +217,10 @@ class BaseChanges:
         return change
 
     def has_inputs_first(self, live_name: str) -> bool:
-        """Return whether a square weight has its inputs as rows.
+        """Return whether a square weight is stored as `[inputs, outputs]`.
 
-        The shape of a square weight does not show its layout. Therefore, the layout is looked up by the model
-        type in `INPUTS_FIRST`. If the config has no model type, the adapter's `fan_in_fan_out` is returned.
+        The shape of a square weight does not reveal its layout, so the layout is looked up by model type in
+        `INPUTS_FIRST`. If the config has no model type, the adapter's `fan_in_fan_out` is returned.
         """
         kind = self.base_config.get("model_type")
         leaf = live_name.removesuffix(".weight").rpartition(".")[2]
@@ -231,7 +229,7 @@ class BaseChanges:
         return self.adapter_config.fan_in_fan_out
 
     def build_tensor_after_edits(self, name: str, num_edits: int) -> Tensor:
-        """Build the tensor that results from the first `num_edits` edits of a base model's tensor.
+        """Build the tensor that results from the first `num_edits` edits of a base tensor.
 
         Args:
             name: Name of the tensor in the files. It must have a change.
@@ -255,13 +253,12 @@ class BaseChanges:
     ) -> Iterator[ChangedRegion]:
         """Yield the regions of the base model's tensors that contain the rows of a parameter.
 
-        For each tensor that has no change yet, an empty change is added, so that the caller can append edits
-        to it.
+        A tensor without a change gets an empty one, so that the caller can append edits to it.
 
         Args:
             parameter: Location of the parameter.
-            num_row_dims: Number of leading dimensions that are flattened to rows. 0 chooses 2 for a stack of
-                experts and 1 otherwise.
+            num_row_dims: Number of leading dimensions that are flattened to rows. If 0, it is 2 for a stack
+                of experts and 1 otherwise.
         """
         for region in parameter.regions:
             is_stack = (
@@ -274,10 +271,8 @@ class BaseChanges:
     def add_zero_bias_edit(self, module: str) -> None:
         """Add an edit that sets the bias of a module to zero.
 
-        Does nothing if the base model has no such bias.
-
-        This reproduces peft, whose output head has no bias if the head has trained tokens or is tied to a
-        saved embedding.
+        Does nothing if the base model has no such bias. This matches peft: its output head has no bias if
+        the head has trained tokens or is tied to a saved embedding.
         """
         parameter = self.base_names.find_parameter(f"{module}.bias")
         if parameter is not None and parameter.identical_tensor is not None:
@@ -287,12 +282,12 @@ class BaseChanges:
             )
 
     def add_bias_edit(self, module: str, edit: RowEdit, vector: Tensor) -> None:
-        """Add an edit of the bias of a module.
+        """Add an edit to the bias of a module.
 
         Args:
             module: Name of the module in the live model.
             edit: Edit of the bias.
-            vector: Tensor of the adapter that the edit uses, whose size must be the size of the bias.
+            vector: Adapter tensor that the edit uses. It must have the size of the bias.
 
         Raises:
             CheckpointError: If the base model has no such bias.
@@ -311,11 +306,11 @@ class BaseChanges:
         self.get_or_add_change(parameter.identical_tensor, 0).edits.append(edit)
 
     def untie_changed_names(self) -> list[str]:
-        """Find out whether the changes require separate tensors for tied names, and return these names.
+        """Decide whether tied names need separate tensors after the changes, and return these names.
 
-        An adapter on an embedding does not change the head that shares its weights, and vice versa. The names
-        only stay tied if the adapter contains the same changes for both. Otherwise, `tie_word_embeddings` is
-        set to false in `config_changes`.
+        An adapter on an embedding does not change a head that shares its weights, and vice versa. The names
+        only stay tied if the adapter changes both in the same way. Otherwise, `tie_word_embeddings` is set
+        to false in `config_changes`.
 
         Returns:
             All tied names, or an empty list if they stay tied.
@@ -341,8 +336,8 @@ class BaseChanges:
     def _has_same_changes(self, alias: str, owner: str) -> bool:
         """Return whether an alias and its owner change in the same way.
 
-        If the owner's number of rows changes and the alias has no replacement, the owner's replacement is
-        first added to the changes of the alias, because both must have a row for each token.
+        If the owner is resized and the alias has no replacement, the alias first gets the owner's
+        replacement, because both must have a row for each token.
         """
         owner_change = self.changes.get(owner, TensorChange())
         resized = (
@@ -354,7 +349,7 @@ class BaseChanges:
         return self.changes.get(alias, TensorChange()).has_same_effect(owner_change)
 
     def build_merged_tensor(self, name: str, tensor: Tensor) -> Tensor:
-        """Build the merged tensor of a name in the files. It is computed when it is read.
+        """Return the merged version of a tensor. It is computed when it is read.
 
         Args:
             name: Name of the tensor in the files.
@@ -407,6 +402,6 @@ def read_as_float32(tensor: Tensor) -> Array:
 
 
 def _load_scaled_vector(tensor: Tensor, scaling: float) -> Array:
-    """Read a tensor as a float32 vector and multiply it by a scaling."""
+    """Read a tensor as a float32 vector, multiplied by `scaling`."""
     values: Array = read_as_float32(tensor).reshape(-1) * np.float32(scaling)
     return values

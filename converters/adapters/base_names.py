@@ -1,8 +1,8 @@
-"""Locations of a model's parameters in the files of its checkpoint.
+"""Locate a model's parameters in the files of its checkpoint.
 
-transformers renames tensors when it loads a model, and stacks the experts of a layer into one parameter. An
-adapter has the names in memory, but its base model usually has published names. `portable.converters.names`
-contains the rules.
+transformers renames tensors when it loads a model, and stacks the experts of a layer into one
+parameter. An adapter uses the names in memory, but its base model usually has published names.
+`portable.converters.names` contains the rules.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _MAX_CANDIDATES = 20_000
 
 @dataclass(frozen=True)
 class RowRegion:
-    """A range of rows of a parameter in memory, and their location in the files.
+    """Range of rows of a parameter in memory, and their location in the files.
 
-    The rows of a stack of experts are its first two dimensions, flattened. Otherwise, the rows are the first
-    dimension.
+    The rows of a stack of experts are its first two dimensions, flattened. For other parameters, they
+    are the first dimension.
 
     Attributes:
         tensor_name: Name of the tensor in the files.
@@ -52,12 +52,13 @@ class RowRegion:
 
 @dataclass(frozen=True)
 class ParameterLocation:
-    """The location of a parameter in the files.
+    """Location of a parameter in the files.
 
     Attributes:
         shape: Shape of the parameter in memory.
         regions: Regions of the files that contain the rows of the parameter.
-        identical_tensor: Name of the tensor in the files that is identical to the parameter, or None.
+        identical_tensor: Name of the tensor in the files that is identical to the parameter. None if
+            there is none.
     """
 
     shape: Shape
@@ -66,7 +67,7 @@ class ParameterLocation:
 
 
 class _LiveParameters(NamedTuple):
-    """The parameters that the base has if it is loaded with one class of transformers.
+    """Parameters of the base model when it is loaded with a specific class of transformers.
 
     Attributes:
         arrangements: Arrangement of each parameter, keyed by name.
@@ -86,7 +87,8 @@ class BaseNameLookup:
         tensors: Tensors of the base model, keyed by name.
         aliases: Tied tensors, as a mapping from alias to owner.
         config: The base model's `config.json`.
-        adapted_shapes: Shapes of the parameters that the adapter changes, keyed by the name in memory.
+        adapted_shapes: Shapes of the parameters that the adapter changes, keyed by their names in
+            memory.
     """
 
     def __init__(
@@ -103,13 +105,13 @@ class BaseNameLookup:
         self._parameters_by_class: list[_LiveParameters] = []
 
     def find_parameter(self, live_name: str) -> ParameterLocation | None:
-        """Find a parameter in the files.
+        """Find the location of a parameter in the files.
 
         Args:
-            live_name: Name of the parameter in memory. May be an alias of a tied tensor.
+            live_name: Name of the parameter in memory, or an alias of a tied tensor.
 
         Returns:
-            The location of the parameter, or None if the files do not contain the parameter.
+            The location, or None if the files do not contain the parameter.
 
         Raises:
             CheckpointError: If several tensors match the name, or if the parameter cannot be changed in the
@@ -141,10 +143,10 @@ class BaseNameLookup:
         return shapes | {alias: shapes[owner] for alias, owner in self.aliases.items() if owner in shapes}
 
     def _iter_parameters_by_class(self) -> Iterator[_LiveParameters]:
-        """Yield the parameters for each class with which transformers may load the base model.
+        """Yield the parameters for each class that transformers may load the base model with.
 
-        The parameters of a class are computed when the caller requests them, and cached. The caller stops at
-        the first class that has the required name.
+        They are computed on demand and cached. The caller stops at the first class that has the required
+        name.
         """
         yield from self._parameters_by_class
         for parameters in self._uncomputed_parameters:
@@ -153,7 +155,7 @@ class BaseNameLookup:
 
     @cached_property
     def _uncomputed_parameters(self) -> Iterator[_LiveParameters]:
-        """Generator of the parameters for the classes that have not been requested yet.
+        """Generator of the parameters for classes that have not been requested yet.
 
         All calls of `_iter_parameters_by_class` share the generator, so that each class is computed once.
         """
@@ -197,7 +199,7 @@ class BaseNameLookup:
             tile: Tile of the parameter's arrangement.
 
         Raises:
-            CheckpointError: If the files store the elements of a row in a different order.
+            CheckpointError: If the files store the elements in an order in which rows are not contiguous.
         """
         source_shape = self._shapes.get(tile.source, ())
         # Number of dimensions that are flattened to rows. See `RowRegion`.
@@ -231,7 +233,7 @@ class BaseNameLookup:
             live_name: Name of a parameter in memory.
 
         Returns:
-            The most similar name, or an empty string if no name is similar.
+            The name, or an empty string if none is similar.
         """
         names = list(self.tensors)
         suffix = live_name.split(".")[-2:]
@@ -240,7 +242,7 @@ class BaseNameLookup:
 
     @cached_property
     def _names_by_suffix(self) -> dict[str, list[str]]:
-        """Names in the files, keyed by the name without its first module."""
+        """Lists of names in the files, keyed by the name without its first component."""
         names_by_suffix: dict[str, list[str]] = {}
         for name in self.tensors:
             names_by_suffix.setdefault(name.partition(".")[2], []).append(name)
@@ -248,5 +250,5 @@ class BaseNameLookup:
 
 
 def _count_rows(shape: Sequence[int]) -> int:
-    """Count the rows of a parameter: of all matrices of a stack, otherwise along dim 0. See `RowRegion`."""
+    """Count the rows of a parameter, as defined in `RowRegion`."""
     return prod(shape[:-1]) if len(shape) == 3 else shape[0] if shape else 1

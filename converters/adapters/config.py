@@ -1,4 +1,4 @@
-"""Settings of a peft adapter, `adapter_config.json`, that affect the meaning of its tensors."""
+"""Read the settings of a peft adapter that determine the meaning of its tensors (`adapter_config.json`)."""
 
 from __future__ import annotations
 
@@ -62,26 +62,26 @@ BASE_CHANGING_INITS = re.compile(r"(pissa|olora|corda|loftq|lora_ga).*", re.IGNO
 
 @dataclass(frozen=True)
 class StoredAdapterConfig:
-    """Settings that the arithmetic of an adapter needs.
+    """Settings of an adapter that merging and tensor names depend on.
 
     Attributes:
         path: Path of the file.
         type: `LORA`, `IA3` or `TRAINABLE_TOKENS`.
         r: Default rank.
         alpha: Default alpha.
-        rank_pattern: Ranks of some modules, keyed by regular expressions of their names.
-        alpha_pattern: Alphas of some modules, keyed by regular expressions of their names.
+        rank_pattern: Ranks of some modules, keyed by regular expressions that match their names.
+        alpha_pattern: Alphas of some modules, keyed by regular expressions that match their names.
         rslora: Whether the scaling is alpha / sqrt(rank).
         dora: Whether the adapter has DoRA's magnitudes.
         bias: Biases that were trained: `none`, `all` or `lora_only`.
-        fan_in_fan_out: Whether the weights have inputs as rows.
+        fan_in_fan_out: Whether weights are stored as `[inputs, outputs]`.
         target_parameters: Parameters that have LoRA factors.
         token_indices: Trained token ids, keyed by module; the key `""` means the input embedding.
-        feedforward_modules: Modules whose inputs (IA)^3 scales, as names or one regular expression. None if
-            the file does not list them.
+        feedforward_modules: Modules whose inputs (IA)^3 scales, as names or one regular expression.
+            None if the file does not list them.
         ties_weights: Whether tied tables share their factors (`ensure_weight_tying`).
         values: Content of the file.
-        matcher: Matcher of the regular expressions in the file.
+        matcher: Matcher for the regular expressions in the file.
     """
 
     path: AnyPath
@@ -109,7 +109,7 @@ class StoredAdapterConfig:
 
     @property
     def peft_version(self) -> tuple[int, int] | None:
-        """Major and minor version of peft that wrote the adapter. None if it is not known."""
+        """Major and minor version of peft that wrote the adapter. None if unknown."""
         version = self.values.get("peft_version")
         match = (
             re.match(r"(\d{1,4})\.(\d{1,4})(?:\.\d{1,6})?(\.dev)?", version)
@@ -123,7 +123,7 @@ class StoredAdapterConfig:
 
     @property
     def unsupported_setting(self) -> str | None:
-        """First setting that may change the update of a weight in an unknown way, or None."""
+        """Name of the first setting that may change a weight's update in an unsupported way, or None."""
         return next(
             (key for key, value in self.values.items() if value and key not in SUPPORTED_SETTINGS), None
         )
@@ -131,8 +131,8 @@ class StoredAdapterConfig:
     def may_target_module(self, module: str) -> bool:
         """Return whether `target_modules` may include a module.
 
-        The names of a list are compared by their last component, because the preceding components differ
-        between versions of transformers.
+        Names in a list are compared by their last component, because the other components differ between
+        versions of transformers.
         """
         names = self.values.get("target_modules")
         if not isinstance(names, list) or not names or self.target_parameters or self.ties_weights:
@@ -147,16 +147,16 @@ class StoredAdapterConfig:
         return self.rank_pattern.get(self._find_pattern_key(self.rank_pattern, name), self.r)
 
     def compute_scaling(self, name: str) -> float:
-        """Compute the factor of a module's LoRA update: alpha / rank, or alpha / sqrt(rank) with rsLoRA."""
+        """Compute the scaling of a LoRA update: alpha / rank, or alpha / sqrt(rank) with rsLoRA."""
         alpha = self.alpha_pattern.get(self._find_pattern_key(self.alpha_pattern, name), self.alpha)
         rank = self.get_rank(name)
         return float(alpha / rank**0.5 if self.rslora else alpha / rank)
 
     def is_feedforward(self, module: str) -> bool | None:
-        """Return whether (IA)^3 scales the inputs of a module instead of its outputs.
+        """Return whether (IA)^3 scales the inputs of a module rather than its outputs.
 
         Returns:
-            True or False, or None if the file does not list such modules.
+            True or False, or None if the file does not list the modules with scaled inputs.
         """
         if self.feedforward_modules is None:
             return None
@@ -166,7 +166,7 @@ class StoredAdapterConfig:
         return any(module == name or module.endswith("." + name) for name in self.feedforward_modules)
 
     def _find_pattern_key(self, values_by_pattern: Mapping[str, Any], name: str) -> str:
-        """Return the first pattern that matches the end of `name`, or `name` itself if no pattern matches."""
+        """Return the first pattern that matches the end of `name`, or `name` itself if none does."""
         with self._prefix_pattern_errors(
             "rank_pattern" if values_by_pattern is self.rank_pattern else "alpha_pattern"
         ):
@@ -185,12 +185,14 @@ class StoredAdapterConfig:
 
 
 def _anchor_pattern_at_end(pattern: str) -> str:
-    """Return the regular expression with which peft's `get_pattern_key` matches the end of a name."""
+    """Return the regular expression that peft's `get_pattern_key` uses to match the end of a name."""
     return rf"(.*\.)?({pattern})$"
 
 
 def find_adapter_config_file(name_or_path: str) -> AnyPath:
-    """Return the path of the file that `--adapter-config` names, directly or by its folder.
+    """Return the path of the adapter config that `--adapter-config` specifies.
+
+    The argument may be the file or its folder.
 
     Raises:
         CommandError: If there is no such file.
@@ -206,11 +208,11 @@ def read_adapter_config(path: AnyPath) -> StoredAdapterConfig:
     """Read and check an `adapter_config.json`.
 
     Args:
-        path: Path of the file. The name of verl's file implies the type `LORA`.
+        path: Path of the file. If it has the name of verl's file, the type is `LORA`.
 
     Raises:
-        CheckpointError: If the file is damaged, if the type is not supported, or if a setting has an invalid
-            value.
+        CheckpointError: If the file is damaged, if the type is not supported, or if a setting has an
+            invalid value.
     """
     try:
         values = json.loads(read_small_text_file(path))
@@ -269,7 +271,7 @@ def read_adapter_config(path: AnyPath) -> StoredAdapterConfig:
 
 
 class _ConfigReader:
-    """Typed access to the settings of one file.
+    """Reader that checks the types of the settings in a file.
 
     Each method raises CheckpointError if a value does not have the expected type.
 
@@ -303,7 +305,7 @@ class _ConfigReader:
         return bool(value)
 
     def read_number(self, key: str, value: Any, *, integer_only: bool = False) -> float:
-        """Return a number after checking its type and range.
+        """Check the type and the range of a number, and return it.
 
         Args:
             key: Name of the setting, used in error messages.
@@ -316,9 +318,9 @@ class _ConfigReader:
         return float(value)
 
     def read_names(self, key: str) -> tuple[str, ...]:
-        """Return a setting that is a list of names as a tuple.
+        """Return a setting that is a name or a list of names, as a tuple.
 
-        The setting may also be a single name. Returns an empty tuple if it is not set.
+        Empty if the setting is not set.
         """
         value = self.values.get(key)
         value = [value] if isinstance(value, str) else value if value is not None else []
@@ -327,7 +329,7 @@ class _ConfigReader:
         return tuple(value)
 
     def read_names_or_pattern(self, key: str) -> tuple[str, ...] | str | None:
-        """Return a setting that is a list of names or a regular expression.
+        """Return a setting that is either a list of names or a regular expression.
 
         Returns:
             A tuple of names for a list, or the regular expression for a string. None if the setting is not
@@ -339,7 +341,7 @@ class _ConfigReader:
         return self.validate_pattern(key, value) if isinstance(value, str) else self.read_names(key)
 
     def validate_pattern(self, key: str, text: str) -> str:
-        """Return a string after checking that it is a regular expression."""
+        """Check that a string is a valid regular expression, and return it."""
         try:
             self.matcher.check_pattern(_anchor_pattern_at_end(text))
         except PatternError:
@@ -369,7 +371,7 @@ class _ConfigReader:
         }
 
     def read_indices(self, key: str, value: Any) -> tuple[int, ...]:
-        """Return a list of token IDs as a tuple, after checking that they are distinct and not negative."""
+        """Check that a list of token IDs has no negative or duplicate values, and return it as a tuple."""
         if not isinstance(value, list) or not all(
             type(index) is int and 0 <= index < 1 << 40 for index in value
         ):
@@ -381,7 +383,7 @@ class _ConfigReader:
     def read_token_indices(self, key: str) -> dict[str, tuple[int, ...]]:
         """Return the IDs of the trained tokens, keyed by module. The key `""` means the input embedding.
 
-        Returns an empty dict if the setting is not set.
+        Empty if the setting is not set.
         """
         value = self.values.get(key)
         if value is None:

@@ -1,11 +1,12 @@
-"""Edits of an adapter to the rows of a weight, in NumPy.
+"""Apply an adapter's edits to the rows of a weight, in NumPy.
 
-A weight is handled as a matrix of rows. A stack of experts consists of the rows of all its matrices. A
-convolution has one row for each output channel. Each edit has a method `apply(block, first_row)`, which
-changes a block of rows in place. `first_row` is the index of the block's first row in the tensor.
+A weight is treated as a matrix of rows. A stack of experts consists of the rows of all its
+matrices, and a convolution has one row per output channel. Each edit has a method `apply(block,
+first_row)`, which changes a block of rows in place. `first_row` is the index of the block's first
+row in the tensor.
 
-Source: `get_delta_weight` in peft/tuners/lora/layer.py, the merging of DoRA in peft/tuners/lora/variants.py,
-peft/tuners/ia3/layer.py, peft/tuners/trainable_tokens/layer.py.
+Source: `get_delta_weight` in peft/tuners/lora/layer.py, the merging of DoRA in
+peft/tuners/lora/variants.py, peft/tuners/ia3/layer.py, peft/tuners/trainable_tokens/layer.py.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ _products = local()
 
 
 def _get_product_buffer(count: int) -> Array:
-    """Return this thread's buffer of at least `count` float32 elements, with arbitrary content.
+    """Return this thread's uninitialized float32 buffer, with at least `count` elements.
 
-    The buffer is allocated again if it is too small.
+    The buffer is reallocated if it is too small.
     """
     buffer: Array | None = getattr(_products, "buffer", None)
     if buffer is None or buffer.size < count:
@@ -69,7 +70,7 @@ def _add_product(rows: Array, up: Array, down: Array) -> None:
 
 
 class LoraFactors(NamedTuple):
-    """The factors of a low-rank update, whose product `up @ down` has the rows of the weight.
+    """Factors of a low-rank update. Their product `up @ down` is added to rows of the weight.
 
     Attributes:
         up: First factor, multiplied by the scaling. Float32 array of shape `[rows, rank]`.
@@ -81,7 +82,7 @@ class LoraFactors(NamedTuple):
 
 
 class _RowOverlap(NamedTuple):
-    """The rows that a block and an edit have in common.
+    """Rows that a block and an edit have in common.
 
     Attributes:
         block_rows: The rows, counted from the first row of the block.
@@ -116,8 +117,8 @@ class LowRankEdit:
         first_row: First row to change.
         first_product_row: Row of the product that is added to `first_row`.
         num_rows: Number of rows.
-        load_magnitude: Function that returns DoRA's magnitudes. Each row is then scaled to its magnitude.
-            None if DoRA is not used.
+        load_magnitude: Function that returns DoRA's magnitudes. Each row is then rescaled to its
+            magnitude. None without DoRA.
     """
 
     load_factors: Callable[[], LoraFactors]
@@ -127,7 +128,7 @@ class LowRankEdit:
     load_magnitude: Callable[[], Array] | None = None
 
     def apply(self, block: Array, first_row: int) -> None:
-        """Add the product to the rows of a block in place, and scale them to DoRA's magnitudes.
+        """Add the product to the affected rows of a block in place. With DoRA, rescale these rows.
 
         Other rows are unchanged.
         """
@@ -147,12 +148,12 @@ class LowRankEdit:
 
 @dataclass
 class ColumnMagnitudeEdit:
-    """Edit that scales each column to DoRA's magnitude, for weights whose outputs are columns.
+    """Edit that rescales each column to DoRA's magnitude. Used for weights whose columns are outputs.
 
     Attributes:
         load_magnitude: Function that returns the magnitudes.
-        build_unscaled: Function that builds the weight before this edit. The weight is a matrix and is read
-            once.
+        build_unscaled: Function that builds the weight before this edit. The weight is a matrix and is
+            read once.
     """
 
     load_magnitude: Callable[[], Array]
@@ -161,7 +162,7 @@ class ColumnMagnitudeEdit:
 
     @cached_property
     def _column_factors(self) -> Array:
-        """Factor of each column: its magnitude divided by its norm before this edit."""
+        """Factor of each column: the magnitude divided by the column's norm before this edit."""
         before = self.build_unscaled()
         rows, columns = before.shape
         # Use float64, because the sum is over all rows, block by block.
@@ -179,14 +180,15 @@ class ColumnMagnitudeEdit:
 
 @dataclass
 class ScaleEdit:
-    """Edit that multiplies rows by a vector.
+    """Edit that multiplies rows by factors from a vector.
 
     Attributes:
         load_vector: Function that returns the vector.
         first_row: First row to change.
-        first_factor: Index in the vector of the factor for `first_row`. Ignored if `scales_columns` is True.
+        first_factor: Index of the vector element that scales `first_row`. Ignored if `scales_columns`
+            is True.
         num_rows: Number of rows.
-        scales_columns: Whether the vector has one factor for each column instead of each row.
+        scales_columns: Whether the vector has one factor per column instead of one per row.
     """
 
     load_vector: Callable[[], Array]
@@ -211,7 +213,7 @@ class ScaleEdit:
 
 @dataclass
 class AddVectorEdit:
-    """Edit that adds a scaled vector to a bias. A bias is a tensor of one row.
+    """Edit that adds a vector to a bias. A bias is treated as a tensor with one row.
 
     Attributes:
         load_vector: Function that returns the vector.
@@ -226,10 +228,10 @@ class AddVectorEdit:
 
 @dataclass
 class ReplaceRowsEdit:
-    """Edit that replaces single rows: the trained tokens of an embedding.
+    """Edit that replaces single rows, such as the embedding rows of trained tokens.
 
     Attributes:
-        rows: Numbers of the rows.
+        rows: Indices of the rows.
         values: Function that returns the new rows, in the same order.
     """
 
@@ -237,14 +239,14 @@ class ReplaceRowsEdit:
     values: Callable[[], Array]
 
     def apply(self, block: Array, first_row: int) -> None:
-        """Replace the rows in a block, in place."""
+        """Replace the affected rows of a block, in place."""
         indices = [index for index, row in enumerate(self.rows) if first_row <= row < first_row + len(block)]
         if indices:
             block[[self.rows[index] - first_row for index in indices]] = self.values()[indices]
 
 
 def are_equal_edits(first: RowEdit, second: RowEdit) -> bool:
-    """Return whether two edits have the same effect: their fields are equal or return equal arrays."""
+    """Return whether two edits have the same effect. Their fields must be equal or return equal arrays."""
     if type(first) is not type(second):
         return False
     names = [each.name for each in fields(first) if each.compare]  # type: ignore[arg-type]

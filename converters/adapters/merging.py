@@ -1,8 +1,8 @@
-"""Merging of an adapter into a base model: the result is a checkpoint that is computed while it is read.
+"""Merge an adapter into a base model. The result is a checkpoint that is computed while it is read.
 
-The tensors that the adapter does not change remain spans of the base model's files. The other tensors are
-computed block by block (`portable.converters.tensors.edited_rows`), so memory contains only the factors of a
-few modules and a few rows for each thread.
+Tensors that the adapter does not change remain spans of the base model's files. The others are
+computed block by block (`portable.converters.tensors.edited_rows`), so that memory only contains
+the factors of a few modules and a few rows per thread.
 """
 
 from __future__ import annotations
@@ -62,18 +62,18 @@ def merge(adapter: StoredAdapter, base: Checkpoint, *, dtype: str = "keep") -> C
 
     Args:
         adapter: Adapter to merge.
-        base: Checkpoint of any format that is not quantized. Its tensors may have published names or names in
+        base: Unquantized checkpoint of any format. Its tensors may have published names or names in
             memory.
-        dtype: Dtype of the changed tensors: `float32`, `bfloat16`, `float16`, or `keep` for the dtype of the
-            base model's tensor. Write the result with the same dtype.
+        dtype: Dtype of the changed tensors: `float32`, `bfloat16`, `float16`, or `keep` for the dtype
+            of the base model's tensor. Write the result with the same dtype.
 
     Returns:
-        A checkpoint whose changed tensors are computed when they are read. Its documents include a record of
-        the merged adapter.
+        A checkpoint whose changed tensors are computed when they are read. Its documents include a
+        record of the merged adapter.
 
     Raises:
-        CheckpointError: If this type of adapter cannot be merged, or if the adapter was already merged or
-            belongs to a different base model.
+        CheckpointError: If this type of adapter cannot be merged, or if the adapter was already merged
+            or belongs to a different base model.
     """
     check_mergeable_settings(adapter)
     changes = BaseChanges(adapter, base, dtype)
@@ -107,7 +107,7 @@ def merge(adapter: StoredAdapter, base: Checkpoint, *, dtype: str = "keep") -> C
 
 
 def check_mergeable_into(adapter: StoredAdapter, base: Checkpoint) -> None:
-    """Check that an adapter can be merged into a base model, comparing only names and shapes.
+    """Check that an adapter can be merged into a base model. Compares only names and shapes.
 
     Args:
         adapter: Adapter to merge.
@@ -121,7 +121,7 @@ def check_mergeable_into(adapter: StoredAdapter, base: Checkpoint) -> None:
 
 
 def _collect_changes(changes: BaseChanges) -> None:
-    """Compute the changes of the adapter to all tensors of the base model, and add them to `changes`."""
+    """Collect in `changes` all changes that the adapter makes to the base model."""
     if changes.adapter_config.type == "IA3":
         for module in changes.adapter.modules:
             _add_ia3_edits(changes, module)
@@ -136,7 +136,7 @@ def _collect_changes(changes: BaseChanges) -> None:
 
 
 def check_mergeable_settings(adapter: StoredAdapter) -> None:
-    """Check that the adapter has only settings whose effect on the weights is supported.
+    """Check that all settings of the adapter that affect the weights are supported.
 
     Raises:
         CheckpointError: If a setting is not supported, or if the initialization changed the base model.
@@ -158,8 +158,9 @@ def check_mergeable_settings(adapter: StoredAdapter) -> None:
 def _list_companions(adapter: StoredAdapter, base: Checkpoint) -> dict[str, AnyPath]:
     """List the companion files of the merged model, keyed by file name.
 
-    These are the companion files of the base model. If the adapter has tokenizer files, they replace all
-    tokenizer files of the base model. The same applies to the generation config.
+    They come from the base model. If the adapter has tokenizer files, they replace all tokenizer files
+    of the base model. The adapter's generation config, if any, replaces the base model's generation
+    config.
     """
     tokenizer_files = {
         name: path for name, path in adapter.checkpoint.companions.items() if TOKENIZER_NAMES.fullmatch(name)
@@ -174,7 +175,10 @@ def _list_companions(adapter: StoredAdapter, base: Checkpoint) -> dict[str, AnyP
 
 
 def _check_base_model(changes: BaseChanges) -> None:
-    """Check that the base model is a plain, unquantized model with the weights that were adapted.
+    """Check that the base model is unquantized, contains no adapter, and matches the adapter.
+
+    If the adapter records a fingerprint of the weights that it was trained on, the base model must have
+    the same fingerprint.
 
     Raises:
         CommandError: If the base model cannot be used.
@@ -198,16 +202,16 @@ def _check_base_model(changes: BaseChanges) -> None:
 
 
 def _read_merge_records(base: Checkpoint) -> list[dict[str, Any]]:
-    """Read the records of adapters that were previously merged into the base model.
+    """Read the records of adapters that have already been merged into the base model.
 
-    Returns an empty list if there are none.
+    Empty if there are none.
     """
     records = read_json_object_or_empty(base.companions.get(MERGED_ADAPTERS_FILE)).get("merged")
     return [record for record in records if isinstance(record, dict)] if isinstance(records, list) else []
 
 
 def _build_merge_document(changes: BaseChanges, earlier: list[dict[str, Any]], digest: str) -> bytes:
-    """Build the content of `merged_adapters.json`, the record of all adapters that were merged into a model.
+    """Build the content of `merged_adapters.json`, which records all adapters merged into a model.
 
     Args:
         changes: Changes of the adapter.
@@ -230,9 +234,9 @@ def _build_merge_document(changes: BaseChanges, earlier: list[dict[str, Any]], d
 def _add_token_edits(changes: BaseChanges) -> None:
     """Add the edits of all modules with trained tokens.
 
-    If such a module is tied to another module without trained tokens, the edits are also added to the other
-    module, because peft uses the trained rows in both modules. The biases of all these modules are set to
-    zero. See `BaseChanges.add_zero_bias_edit`.
+    A module that is tied to a module with trained tokens gets the same edits, because peft uses the
+    trained rows in both. The biases of all these modules are set to zero. See
+    `BaseChanges.add_zero_bias_edit`.
     """
     token_modules = {
         _add_token_edit_of_module(changes, module): module
@@ -249,7 +253,7 @@ def _add_token_edits(changes: BaseChanges) -> None:
 
 
 def _add_token_edit_of_module(changes: BaseChanges, module: AdapterModule) -> str:
-    """Add the edit that replaces the trained rows of one module.
+    """Add the edit that replaces the rows of a module's trained tokens.
 
     Returns:
         Name of the module's weight in the files.
@@ -298,18 +302,18 @@ def _add_token_edit_of_module(changes: BaseChanges, module: AdapterModule) -> st
 
 
 def _find_token_indices(changes: BaseChanges, path: str) -> tuple[int, ...] | None:
-    """Find the IDs of the trained tokens of a module in the settings. Returns None if there are none."""
+    """Return the IDs of a module's trained tokens from the settings, or None if there are none."""
     token_settings = changes.adapter_config.token_indices.items()
     return next((rows for name, rows in token_settings if not name or f".{path}".endswith(f".{name}")), None)
 
 
 def _load_token_matrix(changes: BaseChanges, tensor: Tensor) -> Array:
-    """Load the trained rows `[tokens, hidden]` in float32."""
+    """Load the rows of the trained tokens, float32 `[tokens, hidden]`."""
     return changes.load_vector(tensor, 1.0).reshape(tensor.shape)
 
 
 def _add_ia3_edits(changes: BaseChanges, module: AdapterModule) -> None:
-    """Add the edits of an (IA)^3 vector. The vector scales the inputs or the outputs of a linear layer.
+    """Add the edits for an (IA)^3 vector, which scales the inputs or the outputs of a linear layer.
 
     Raises:
         CheckpointError: If the vector does not fit a linear layer of the base model.
@@ -343,12 +347,13 @@ def _add_ia3_edits(changes: BaseChanges, module: AdapterModule) -> None:
 
 
 def _add_replacement(changes: BaseChanges, module: str, leaf: str, tensor: Tensor) -> None:
-    """Replace a tensor of the base model by a tensor of the adapter, or add it if the base model lacks it.
+    """Replace a tensor of the base model with one of the adapter, or add it if the base model lacks it.
 
     A replaced embedding or head may have a different number of rows, which changes `vocab_size`.
 
     Raises:
-        CheckpointError: If the shapes do not fit, or if the base model lacks a module that it must have.
+        CheckpointError: If the shapes do not fit, or if the base model lacks a module that it must
+            have.
     """
     live = f"{module}.{leaf}" if module else leaf
     with prefix_checkpoint_errors(changes.base_checkpoint.root):
@@ -375,13 +380,13 @@ def _add_replacement(changes: BaseChanges, module: str, leaf: str, tensor: Tenso
 
 
 def _check_resized_tables(changes: BaseChanges) -> None:
-    """Check that an adapter that resizes the vocabulary contains all tables with one row per token.
+    """Check that an adapter that resizes the vocabulary resizes all tables with one row per token.
 
     The tables are the input embedding and the output head. If they are tied, one of them may suffice.
 
     Raises:
-        CheckpointError: If only some of the tables are resized, so that the others would keep the number of
-            rows of the base model.
+        CheckpointError: If only some tables are resized, and the others would keep their number of
+            rows.
     """
     names = [*changes.base_checkpoint.tensors, *(alias for alias in changes.ties if alias != UNNAMED_HEAD)]
     tables = [name for name in names if ends_with_name(name, (*EMBEDDING_NAMES, *HEAD_NAMES))]
@@ -412,7 +417,7 @@ def _is_module_to_save(changes: BaseChanges, module: str) -> bool:
 def _add_new_tensor(changes: BaseChanges, live_name: str, tensor: Tensor) -> None:
     """Add a tensor that the base model lacks, such as a head for another task.
 
-    Also changes the labels in `config.json` if the head is a classifier.
+    If it is the head of a classifier, the labels in `config.json` are also changed.
     """
     sizes: dict[str, int] = {}
     for base_tensor in changes.base_checkpoint.tensors.values():
@@ -440,7 +445,7 @@ class _LoraEditBuilder:
     """Builder of the LoRA edits of all modules.
 
     Args:
-        changes: Changes to which the edits are added.
+        changes: Changes that the edits are added to.
     """
 
     def __init__(self, changes: BaseChanges) -> None:
@@ -450,7 +455,7 @@ class _LoraEditBuilder:
         self._load_cached_factors = lru_cache(MAX_CACHED_FACTORS)(self._load_factors)
 
     def add_all_edits(self) -> None:
-        """Add the LoRA edits of all modules of the adapter to the changes."""
+        """Add the LoRA edits of all adapted modules to the changes."""
         changes = self.changes
         nested: dict[str, list[tuple[AdapterModule, LoraPair]]] = {}
         for module in changes.adapter.modules:
@@ -467,7 +472,7 @@ class _LoraEditBuilder:
     def _add_module_edits(self, module: AdapterModule, pair: LoraPair) -> None:
         """Add the edits of one linear layer, embedding or convolution.
 
-        They include the scaling to DoRA's magnitudes and the LoRA bias, if the adapter has them.
+        They include DoRA's rescaling and the LoRA bias, if the adapter has them.
 
         Args:
             module: Tensors of the adapter for the module.
@@ -514,7 +519,7 @@ class _LoraEditBuilder:
             )
 
     def _list_target_parameters(self, path: str) -> list[str]:
-        """List the parameters of a module that the setting `target_parameters` names.
+        """List the parameters of a module that `target_parameters` includes.
 
         Args:
             path: Name of the module in the live model.
@@ -533,11 +538,11 @@ class _LoraEditBuilder:
         return sorted(dict.fromkeys(parameters), key=lambda leaf: ("down" in leaf, leaf))
 
     def _add_parameter_edits(self, path: str, modules: list[tuple[AdapterModule, LoraPair]]) -> None:
-        """Add the edits of LoRA factors that target parameters of one module.
+        """Add the edits for LoRA factors that target parameters of one module.
 
         peft nests one wrapper per parameter, and the innermost wrapper belongs to the first parameter. The
-        names of the factors do not contain the parameter, so this function chooses the first order of
-        parameters whose shapes fit.
+        names of the factors do not reveal their parameter. This function therefore uses the first order of
+        parameters in which all shapes fit.
 
         Args:
             path: Name of the module in the live model.
@@ -571,7 +576,7 @@ class _LoraEditBuilder:
     def _find_stack_orientation(
         self, path: str, leaf: str, parameter: ParameterLocation, pair: LoraPair
     ) -> bool | None:
-        """Find out which dimension of a parameter contains the inputs of its LoRA factors.
+        """Determine whether the rows of a parameter are the inputs of its LoRA factors.
 
         Args:
             path: Name of the module in the live model.
@@ -580,8 +585,8 @@ class _LoraEditBuilder:
             pair: LoRA factors.
 
         Returns:
-            True if the rows of the parameter are inputs, and False if they are outputs. None if the factors
-            do not fit the parameter.
+            True if the rows are inputs, and False if they are outputs. None if the factors do not fit the
+            parameter.
         """
         down, up, _ = pair
         count = parameter.shape[0] if len(parameter.shape) == 3 else 1
@@ -597,9 +602,9 @@ class _LoraEditBuilder:
         return fits.get((parameter.shape[-2], parameter.shape[-1]))
 
     def _has_inputs_first_in_stack(self, live_name: str) -> bool:
-        """Return whether the factors of a stack of square matrices have the inputs as rows.
+        """Return whether the LoRA factors treat the rows of stacked square matrices as inputs.
 
-        peft before 0.19 uses the second dimension of a stack as the inputs, in all models.
+        peft before 0.19 treats the second dimension of a stack as the inputs, for all models.
 
         Raises:
             CheckpointError: If the factors could have either layout.
@@ -619,7 +624,7 @@ class _LoraEditBuilder:
     def _add_stack_edits(
         self, live_name: str, parameter: ParameterLocation, pair: LoraPair, *, transposed: bool
     ) -> None:
-        """Add the edits of a parameter that is a stack of experts, or a matrix.
+        """Add the edits for a parameter that is a stack of experts or a matrix.
 
         There is one edit per expert and region.
 
@@ -627,7 +632,7 @@ class _LoraEditBuilder:
             live_name: Name of the parameter in the live model.
             parameter: Location of the parameter in the files.
             pair: LoRA factors of all experts.
-            transposed: Whether the parameter has inputs as rows.
+            transposed: Whether the rows of the parameter are inputs.
         """
         down, up, _ = pair
         count = parameter.shape[0] if len(parameter.shape) == 3 else 1
@@ -646,7 +651,7 @@ class _LoraEditBuilder:
     def _load_factors(
         self, down: Tensor, up: Tensor, scaling: float, num_experts: int, expert: int, transposed: bool
     ) -> LoraFactors:
-        """Load the factors of one expert's update, whose product has the rows of the weight.
+        """Load the factors of one expert's update, oriented so that their product has the weight's layout.
 
         Args:
             down: `lora_A`, with the ranks of all experts along dim 0.
@@ -654,7 +659,7 @@ class _LoraEditBuilder:
             scaling: Factor of the product.
             num_experts: Number of experts in the stack. 1 for a plain layer.
             expert: Index of the expert.
-            transposed: Whether the weight has inputs as rows.
+            transposed: Whether the rows of the weight are inputs.
         """
         read = self._read_cached_stack if num_experts > 1 else read_as_float32
         down_factor = read(down).reshape(num_experts, -1, prod(down.shape[1:]))[expert]

@@ -1,8 +1,8 @@
-"""peft's names of an adapter's tensors, in a live model and in the file that peft saves.
+"""Parse the names that peft gives to an adapter's tensors, in a live model and in a saved file.
 
-The name of a live parameter contains the name of the adapter:
-`model.layers.0.self_attn.q_proj.lora_A.default.weight`. The saved name does not, and it has the prefix
-`base_model.model.`. A module in `modules_to_save` is saved under its own name.
+A live name contains the name of the adapter:
+`model.layers.0.self_attn.q_proj.lora_A.default.weight`. The saved name does not, and it has the
+prefix `base_model.model.`. A module in `modules_to_save` is saved under its own name.
 
 Source: `get_peft_model_state_dict` in peft/utils/save_and_load.py, peft/tuners/lora/model.py.
 """
@@ -35,15 +35,16 @@ _RESIZABLE_TABLES = ("embed_tokens", "lm_head")
 
 @dataclass(frozen=True)
 class AdapterTensorName:
-    """The parsed name of one tensor of an adapter.
+    """Parsed name of an adapter tensor.
 
     Attributes:
         module: Name of the module in the live model, without peft's wrappers.
         num_wrappers: Number of peft's wrappers between the module and this tensor.
-        kind: One of `TENSOR_KINDS`, or `""` for a tensor that replaces the base tensor `leaf`.
-        leaf: `weight` or `bias`. For a replaced tensor, its name in the module; for a bare parameter, `""`.
+        kind: One of `TENSOR_KINDS`, or `""` for a tensor that replaces a tensor of the base model.
+        leaf: `weight` or `bias`, or `""` for a bare parameter. For a replacement, name of the replaced
+            tensor in the module.
         saved_name: Name in peft's file.
-        adapter_name: Name of the adapter, or None if the name is from a saved file.
+        adapter_name: Name of the adapter. None in a name from a saved file.
     """
 
     module: str
@@ -55,15 +56,15 @@ class AdapterTensorName:
 
     @property
     def replaced_name(self) -> str:
-        """Name in the live model of the tensor that this tensor replaces."""
+        """Live name of the base model's tensor that this tensor replaces."""
         return f"{self.module}.{self.leaf}" if self.module else self.leaf
 
 
 def parse_adapter_name(name: str) -> AdapterTensorName | None:
-    """Parse a live or saved name of an adapter's tensor.
+    """Parse a live or saved name of an adapter tensor.
 
     Returns:
-        The parsed name, or None if the name does not belong to a tensor of an adapter.
+        The parsed name, or None if this is not the name of an adapter tensor.
     """
     if _ADAPTER_MARK.search(name) is None:  # fast path, because a model may have 100,000 names
         return None
@@ -90,15 +91,15 @@ def parse_adapter_name(name: str) -> AdapterTensorName | None:
 
 
 def _to_saved_name(path: list[str]) -> str:
-    """Join the components of a saved name, with peft's prefix."""
+    """Join components to a saved name, with peft's prefix."""
     return PEFT_PREFIX + ".".join(path)
 
 
 def _split_adapter_and_leaf(tail: list[str]) -> tuple[str | None, str]:
-    """Split the components after a kind into the adapter's name and the leaf.
+    """Split the name components that follow a kind into the adapter's name and the leaf.
 
     Returns:
-        The adapter's name and the leaf. The adapter's name is None if there is none, and `""` if the
+        The adapter's name and the leaf. The adapter's name is None if it is absent, and `""` if the
         components are not valid.
     """
     if not tail:
@@ -109,7 +110,7 @@ def _split_adapter_and_leaf(tail: list[str]) -> tuple[str | None, str]:
 
 
 class _WrappedModule(NamedTuple):
-    """A module's name without wrappers, and the number of wrappers that contain a base layer.
+    """Module name without wrappers, and the number of wrappers that contain a base layer.
 
     Attributes:
         module: Name of the module.
@@ -121,7 +122,7 @@ class _WrappedModule(NamedTuple):
 
 
 def _strip_wrappers(path: list[str]) -> _WrappedModule:
-    """Remove the names of peft's wrappers from the end of a module's path, and count the base layers."""
+    """Remove peft's wrappers from the end of a module's path, and count the wrappers with a base layer."""
     wraps = 0
     while path and path[-1] in (BASE_LAYER, _TOKEN_ADAPTER):
         wraps += path[-1] == BASE_LAYER
@@ -130,14 +131,14 @@ def _strip_wrappers(path: list[str]) -> _WrappedModule:
 
 
 def parse_replaced_name(name: str) -> AdapterTensorName:
-    """Parse the name, in peft's file, of a tensor that replaces a tensor of the base model."""
+    """Parse the saved name of a tensor that replaces a tensor of the base model."""
     module, _, leaf = name.removeprefix(PEFT_PREFIX).rpartition(".")
     module, wraps = _strip_wrappers(module.split("."))
     return AdapterTensorName(module, wraps, "", leaf, _to_saved_name([name.removeprefix(PEFT_PREFIX)]))
 
 
 class SplitNames(NamedTuple):
-    """The tensor names of a checkpoint, split by owner.
+    """Tensor names of a checkpoint, split into adapter names and base model names.
 
     Attributes:
         adapter: Parsed names of the adapter's tensors, keyed by their names in the checkpoint.
@@ -160,8 +161,8 @@ def split_tensor_names(
         location: Path of the checkpoint, used in error messages.
 
     Raises:
-        CheckpointError: If there are several adapters and `adapter_name` is None, or if no adapter has this
-            name.
+        CheckpointError: If there are several adapters and `adapter_name` is None, or if no adapter has
+            this name.
     """
     names = list(names)
     parts = {name: part for name in names if (part := parse_adapter_name(name)) is not None}
@@ -211,7 +212,7 @@ def split_tensor_names(
 
 
 def strip_adapter_wrappers(name: str) -> str:
-    """Convert the name of a base model's tensor in a `PeftModel` to its name in the plain model."""
+    """Convert the name of a base model's tensor in a `PeftModel` to its name in the unwrapped model."""
     return ".".join(
         part
         for part in name.removeprefix(PEFT_PREFIX).split(".")

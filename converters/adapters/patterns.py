@@ -1,7 +1,7 @@
-"""Regular expressions from a file, matched in bounded time.
+"""Match regular expressions from untrusted files in bounded time.
 
-peft matches its regular expressions with Python's `re`, which takes years for some of them. The package
-`regex` has the same syntax, and can stop after a given time.
+peft matches them with Python's `re`, which takes years for some of them. The package `regex` has
+the same syntax and supports a timeout.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ A thousand names and a thousand patterns take 1 s.
 
 
 class PatternError(ValueError):
-    """Error for a pattern that is not a regular expression, or that takes too long to match."""
+    """Error raised if a pattern is not a regular expression or takes too long to match."""
 
 
 class PatternMatcher:
-    """Matcher of the patterns of one file. The patterns share a time limit."""
+    """Matcher for the patterns of one file. All matches share one time limit."""
 
     def __init__(self) -> None:
         self._remaining_seconds = _TIMEOUT_SECONDS
         self._compiled: dict[str, Any] = {}
 
     def check_pattern(self, pattern: str) -> None:
-        """Check that a pattern is a regular expression, and keep it compiled for later matches.
+        """Check that a pattern is a regular expression, and cache its compiled form for later matches.
 
         Raises:
             PatternError: If the pattern is not a regular expression or is too long.
@@ -72,7 +72,7 @@ class PatternMatcher:
         return self._match_with_timeout(pattern, text, "fullmatch")
 
     def _match_with_timeout(self, pattern: str, text: str, method: str) -> Any:
-        """Match with `regex`'s `match` or `fullmatch`, and subtract the CPU time from the time limit."""
+        """Call `regex`'s `match` or `fullmatch`, and subtract the CPU time used from the time limit."""
         self.check_pattern(pattern)
         began = time.process_time()
         try:

@@ -1,4 +1,4 @@
-"""CRC-32C (Castagnoli) in NumPy, computed for many parts of the data in parallel."""
+"""Compute the CRC-32C (Castagnoli) in NumPy, for many chunks of the data in parallel."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LANES, _MIN_BYTES_FOR_LANES = 1024, 1 << 16
 
 @cache
 def _build_byte_table() -> np.ndarray[Any, np.dtype[np.uint32]]:
-    """Build the lookup table of the CRC-32C, with one entry for each byte value."""
+    """Build the lookup table of the CRC-32C, with one entry per byte value."""
     table = np.arange(256, dtype=np.uint32)
     for _ in range(8):
         table = (table >> np.uint32(1)) ^ np.where(table & 1, np.uint32(_POLYNOMIAL), np.uint32(0))
@@ -24,7 +24,7 @@ def _build_byte_table() -> np.ndarray[Any, np.dtype[np.uint32]]:
 
 @cache
 def _build_byte_table_list() -> list[int]:
-    """Return the table of `_build_byte_table` as a list, because a list is faster to index than an array."""
+    """Return the lookup table as a list, because indexing a list is faster than indexing an array."""
     listed: list[int] = _build_byte_table().tolist()
     return listed
 
@@ -52,10 +52,10 @@ def compute_crc32c(data: bytes | memoryview) -> int:
 
 @cache
 def _build_zero_bytes_matrix(count: int) -> tuple[int, ...]:
-    """Return the matrix over GF(2) by which `count` zero bytes transform the CRC register.
+    """Return the matrix over GF(2) that appends `count` zero bytes to a CRC register.
 
-    The matrix is used to combine the CRCs of adjacent parts. Element i of the result is the transformed
-    register for a register in which only bit i is set.
+    It is used to combine the CRCs of adjacent chunks. Element i of the result is the new register for
+    an input register in which only bit i is set.
     """
     power = tuple(int(_build_byte_table()[bit & 0xFF]) ^ (bit >> 8) for bit in (1 << i for i in range(32)))
     result = tuple(1 << i for i in range(32))
@@ -68,7 +68,7 @@ def _build_zero_bytes_matrix(count: int) -> tuple[int, ...]:
 
 
 def _multiply_gf2_matrix(matrix: tuple[int, ...], value: int) -> int:
-    """Multiply a matrix over GF(2) by a vector. The bits of an integer are the elements of a vector."""
+    """Multiply a matrix over GF(2) by a vector. The bits of an integer are the vector's elements."""
     product = 0
     while value:
         low = value & -value

@@ -1,7 +1,7 @@
-"""Reader of the header of a GGUF file: its settings, and the names, types and shapes of its tensors.
+"""Read the header of a GGUF file: its settings, and the names, types and shapes of its tensors.
 
-The header is parsed here and not by the package `gguf`, which reads only local files, takes seconds for the
-vocabulary of a tokenizer, and does not limit the work that a damaged file can cause.
+The package `gguf` is not used for this. It reads only local files, takes seconds for the vocabulary
+of a tokenizer, and does not limit the work that a damaged file can cause.
 
 Source: https://github.com/ggml-org/ggml, docs/gguf.md.
 """
@@ -30,10 +30,10 @@ _READ_BYTES = 1 << 20
 
 
 class GGUFTensor(NamedTuple):
-    """Tensor in a GGUF file.
+    """Type, shape and size of a tensor in a GGUF file.
 
     Attributes:
-        dtype: Name of its type, such as `F16` or `Q8_0`.
+        dtype: Name of the type, such as `F16` or `Q8_0`.
         shape: Shape in the order of torch. The file stores the reverse order.
         nbytes: Size in bytes.
     """
@@ -44,11 +44,11 @@ class GGUFTensor(NamedTuple):
 
 
 class GGUFHeader(NamedTuple):
-    """Header of a GGUF file.
+    """Parsed header of a GGUF file.
 
     Attributes:
         version: Version of the format.
-        settings: Numbers, booleans and strings, keyed by name. Arrays are left out.
+        settings: Numbers, booleans and strings, keyed by name. Arrays are omitted.
         tensors: Tensors, keyed by name.
     """
 
@@ -61,8 +61,8 @@ def read_gguf_header(file: CheckpointFile) -> GGUFHeader:
     """Read the header of a GGUF file.
 
     Raises:
-        CheckpointError: If the file is not a GGUF file of version 2 or 3, is truncated or damaged, or has a
-            tensor of a type that the package `gguf` does not define.
+        CheckpointError: If the file is not a GGUF file of version 2 or 3, if it is truncated or
+            damaged, or if the package `gguf` does not define the type of a tensor.
     """
     with prefix_checkpoint_errors(file.path):
         reader = _HeaderReader(file)
@@ -92,7 +92,7 @@ def read_gguf_header(file: CheckpointFile) -> GGUFHeader:
 
 
 class _TensorEntry(NamedTuple):
-    """Entry of the header for one tensor.
+    """Header entry of a tensor.
 
     Attributes:
         offset: Offset of the tensor from the start of the data, in bytes.
@@ -104,7 +104,7 @@ class _TensorEntry(NamedTuple):
 
 
 def _read_tensor_entry(reader: _HeaderReader, name: str) -> _TensorEntry:
-    """Read the header's entry for one tensor, after its name.
+    """Read the header entry of a tensor. Its name has already been read.
 
     Args:
         reader: Reader of the header.
@@ -137,7 +137,7 @@ def _read_tensor_entry(reader: _HeaderReader, name: str) -> _TensorEntry:
 
 
 class _HeaderReader:
-    """Sequential reader of the values in the header of a GGUF file.
+    """Sequential reader for the header of a GGUF file.
 
     Args:
         file: The file.
@@ -172,16 +172,16 @@ class _HeaderReader:
         return version
 
     def read_numbers(self, codes: str) -> tuple[Any, ...]:
-        """Read numbers.
+        """Read one or several numbers.
 
         Args:
-            codes: Codes of the module `struct`, one for each number.
+            codes: Format codes of the module `struct`, one per number.
         """
         layout = struct.Struct(self._byte_order + codes)
         return layout.unpack(self._read_bytes(layout.size))
 
     def read_string(self) -> str:
-        """Read a string, which begins with its length."""
+        """Read a length-prefixed string."""
         (length,) = self.read_numbers("Q")
         return self._read_bytes(length).decode("utf-8", "replace")
 
@@ -197,7 +197,7 @@ class _HeaderReader:
         """Skip the value of a setting that is an array.
 
         Raises:
-            CheckpointError: If the array contains arrays, which no program writes.
+            CheckpointError: If the array is nested, because no program writes nested arrays.
         """
         kind, count = self.read_numbers("IQ")
         if kind != _STRING:
@@ -209,11 +209,11 @@ class _HeaderReader:
             self._skip_bytes(length)
 
     def check_end(self, end: int, description: str) -> None:
-        """Check that a part of the file does not extend beyond it.
+        """Check that a section does not extend beyond the end of the file.
 
         Args:
-            end: Offset of the end of the part.
-            description: Description of the part, used in the error message.
+            end: Offset of the end of the section.
+            description: Description of the section, used in the error message.
 
         Raises:
             CheckpointError: If the file is shorter.
@@ -224,7 +224,7 @@ class _HeaderReader:
             )
 
     def _check_header_end(self, end: int) -> None:
-        """Check that the header can extend to an offset."""
+        """Check that an offset is within the file and within the size limit for headers."""
         self.check_end(end, "the header")
         if end > MAX_HEADER:
             raise DamagedCheckpointError(f"damaged, its header has more than {MAX_HEADER:,} bytes")
@@ -234,7 +234,7 @@ class _HeaderReader:
         self.position += nbytes
 
     def _read_bytes(self, nbytes: int) -> bytes:
-        """Read the next bytes. The file is read in pieces of at least `_READ_BYTES`."""
+        """Read the next bytes. The file is read in blocks of at least `_READ_BYTES`."""
         end = self.position + nbytes
         self._check_header_end(end)
         if end > self._buffer_start + len(self._buffer):
@@ -247,7 +247,7 @@ class _HeaderReader:
 
 
 def _get_scalar_code(kind: int) -> str:
-    """Return the code of the module `struct` for a type of settings.
+    """Return the `struct` format code for a type of setting.
 
     Raises:
         CheckpointError: If the type is not a number or boolean.

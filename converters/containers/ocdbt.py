@@ -1,9 +1,10 @@
-"""Reader for OCDBT, the key-value store of TensorStore in which Orbax stores its arrays.
+"""Read OCDBT, TensorStore's key-value store, in which Orbax stores its arrays.
 
-The file `manifest.ocdbt` contains the root of a B+ tree for each version of the database. Only the newest
-version is read. The nodes of the tree are stored in data files (`d/...`, also below `ocdbt.process_<n>/`),
-each with its length and a CRC-32C. A leaf contains keys and small values. Larger values are stored in the
-data files without a checksum. Integers are base-128 varints in little-endian order.
+The file `manifest.ocdbt` contains the root of a B+ tree for each version of the database. Only the
+newest version is read. The nodes of the tree are stored in data files (`d/...`, also below
+`ocdbt.process_<n>/`), each with its length and a CRC-32C. A leaf contains keys and small values.
+Larger values are stored in the data files without a checksum. Integers are varints: base 128, least
+significant digit first.
 
 Source: https://google.github.io/tensorstore/kvstore/ocdbt/index.html ("Storage format"),
 tensorstore/kvstore/ocdbt/format/.
@@ -38,7 +39,7 @@ class _NodeLocation:
     """Location of a node in a data file.
 
     Attributes:
-        base: Prefix of the data file names that are stored in the node.
+        base: Prefix of all data file names that are stored in the node.
         name: Path of the data file that contains the node.
         offset: Offset of the node in the data file, in bytes.
         length: Size of the node in bytes.
@@ -51,7 +52,7 @@ class _NodeLocation:
 
 
 class _Root(NamedTuple):
-    """Root node of a version of the database, and the height of its tree."""
+    """Root node of one version of the database, and the height of its tree."""
 
     height: int
     location: _NodeLocation
@@ -62,8 +63,7 @@ class _NodeKeys(NamedTuple):
 
     Attributes:
         keys: Keys without the prefix of the node.
-        shared_lengths: For each child, the length in bytes of the prefix of its key that all keys below the
-            child share. Empty for a leaf.
+        shared_lengths: Length in bytes of the prefix that each child's keys share. Empty for a leaf.
     """
 
     keys: list[bytes]
@@ -74,8 +74,7 @@ class _DataFileName(NamedTuple):
     """Name of a data file.
 
     Attributes:
-        base: Leading part of `name`. It is also the prefix of the names that are stored in the nodes of this
-            file.
+        base: Leading part of `name`. Nodes in this file store other file names relative to it.
         name: Path of the file, relative to the folder of the database.
     """
 
@@ -84,7 +83,7 @@ class _DataFileName(NamedTuple):
 
 
 def read_ocdbt_values(folder: CheckpointFolder) -> dict[str, ByteSource]:
-    """Read the keys of the newest version of a database.
+    """List the keys in the newest version of a database, and locate their values.
 
     Args:
         folder: Folder that contains `manifest.ocdbt`.
@@ -93,8 +92,8 @@ def read_ocdbt_values(folder: CheckpointFolder) -> dict[str, ByteSource]:
         Byte source of each value, keyed by the key. The values are not read.
 
     Raises:
-        CheckpointError: If a file is missing or damaged, or if the database uses features that Orbax does not
-            use.
+        CheckpointError: If a file is missing or damaged, or if the database uses features that Orbax
+            does not use.
     """
     cost = _MemoryCost()
     file = folder.get_file(MANIFEST)
@@ -163,7 +162,7 @@ def _add_leaf_values(
         fields: Fields of the leaf after the keys.
         names: Data files of the node.
         keys: Keys of the leaf.
-        values: Dict that receives the byte source of each value, keyed by the key.
+        values: Dict to which the byte source of each value is added, keyed by the key.
     """
     lengths = fields.read_varints(len(keys))
     kinds = fields.read_varints(len(keys))
@@ -216,7 +215,7 @@ def _read_keys(fields: _FieldReader, *, interior: bool) -> _NodeKeys:
 
 
 def _read_data_file_names(fields: _FieldReader, base: str) -> list[_DataFileName]:
-    """Read the table of data files to which a node or a manifest refers.
+    """Read the table of the data files that a node or a manifest refers to.
 
     Args:
         fields: Fields of the node or the manifest.
@@ -259,7 +258,7 @@ def _read_node_locations(
 def _read_checked_body(
     file: CheckpointFile, offset: int, length: int, magic: int, cost: _MemoryCost
 ) -> _FieldReader:
-    """Read a manifest or a node, and return the fields after its header.
+    """Read a manifest or a node, and return a reader of the fields after its header.
 
     Checks the length and the checksum, and decompresses the body.
 
@@ -300,7 +299,7 @@ def _read_checked_body(
 
 
 def _decompress(data: bytes, location: str) -> bytes:
-    """Decompress zstd data of at most `MAX_NODE` bytes.
+    """Decompress zstd data to at most `MAX_NODE` bytes.
 
     Raises:
         CheckpointError: If the data is damaged or larger.
@@ -317,10 +316,10 @@ def _decompress(data: bytes, location: str) -> bytes:
 
 
 class _MemoryCost:
-    """Stored size and required memory of a tree.
+    """Size of a tree on disk and its estimated size in memory.
 
-    The memory is limited in relation to the stored size, because a small file of compressed zeros could
-    otherwise require much memory.
+    The memory is limited relative to the size on disk. Otherwise, a small file of compressed zeros
+    could require a lot of memory.
 
     Attributes:
         stored_bytes: Number of bytes that have been read from the files.
@@ -348,7 +347,7 @@ class _FieldReader:
         self._cost = cost
 
     def build_damage_error(self, reason: str) -> CheckpointError:
-        """Return an error that describes damage in this file. The caller raises the error."""
+        """Return an error that reports damage to this file. The caller raises it."""
         return DamagedCheckpointError(f"{self.location}: damaged: {reason}")
 
     def reserve_memory(self, nbytes: int) -> None:
@@ -421,7 +420,7 @@ class _FieldReader:
         return numbers
 
     def select_data_file(self, names: Sequence[_DataFileName], index: int) -> _DataFileName:
-        """Return the data file with an index in the table of data files.
+        """Return the data file at an index of the table.
 
         Raises:
             CheckpointError: If the index is too large.

@@ -1,14 +1,15 @@
-"""Pickle reader that does not execute code.
+"""Read pickles without executing code.
 
-The reader interprets the opcodes itself and builds plain containers. Globals are looked up in an allow-list
-of stand-ins, which are functions of this package that convert the arguments to plain data. Any other global
-raises an error that contains its name. Nothing is imported, no attribute is set, and no constructor is
-called.
+The reader interprets the opcodes itself and builds plain containers. Globals are looked up in an
+allow-list of stand-ins. A stand-in is a function of this package that converts the arguments of a
+call to plain data. Any other global raises an error that contains its name. Nothing is imported, no
+attribute is set, and no constructor is called.
 
-A pickle can reference one object many times, so a small file can describe a huge value. Therefore, the length
-of the pickle limits two quantities: the number of items that opcodes copy out of existing containers
-(`_WORK`), and the size of the value if shared parts are counted at every reference (`_NODES`). As a result,
-comparing, formatting, or traversing a value from this reader takes time proportional to the size of the file.
+A pickle can reference one object many times, so a small file can describe a huge value. Two
+quantities are therefore limited in proportion to the length of the pickle. `_WORK` limits the
+number of items that opcodes copy out of existing containers. `_NODES` limits the size of the value,
+counting shared objects at every reference. As a result, comparing, formatting, or traversing the
+value takes time proportional to the size of the file.
 
 Source: Lib/pickletools.py and PEP 3154 (protocol 4), PEP 574 (protocol 5).
 """
@@ -41,7 +42,8 @@ class PickledGlobal:
 
     Args:
         key: Name of the global, `module.qualified.name`.
-        standin: Function to call instead of the global. None if calls create a `PickledInstance`.
+        standin: Function that is called instead of the global. If None, a call creates a
+            `PickledInstance`.
     """
 
     __slots__ = ("key", "standin")
@@ -53,13 +55,13 @@ class PickledGlobal:
     def __call__(self, *args: Any) -> Any:
         """Call the stand-in with the pickled arguments.
 
-        If there is no stand-in, a `PickledInstance` is returned.
+        If the global does not have one, create a `PickledInstance`.
         """
         return PickledInstance(self.key, args) if self.standin is None else self.standin(*args)
 
 
 class PickledInstance:
-    """Object whose class is only known by name.
+    """Object in a pickle whose class is known only by name.
 
     Args:
         key: Name of the class, `module.qualified.name`.
@@ -95,7 +97,7 @@ _TOO_MUCH_WORK = "copies more data than any valid pickle of its length (no code 
 
 
 class PickleRefusedError(Exception):
-    """Error that the opcodes and stand-ins raise for a pickle that is not accepted.
+    """Error raised by opcodes and stand-ins to reject a pickle.
 
     The message does not contain the name of the file. `unpickle_without_code` converts the error to a
     `CheckpointError` that does.
@@ -115,20 +117,20 @@ def unpickle_without_code(
     Args:
         data: Bytes of the pickle.
         location: File or record that contains the pickle, used in error messages.
-        standins: Allow-list of globals, keyed by `module.name`. The value is a function that is called with
-            the pickled arguments, or None to create a `PickledInstance`.
-        allowed_prefixes: Prefixes of modules, ending in a dot. All classes in these modules are accepted and
-            become a `PickledInstance`.
-        resolve_persistent_id: Function that returns the value of a persistent ID, such as a storage of
-            torch.save. If None, persistent IDs raise an error.
+        standins: Allow-list of globals, keyed by `module.name`. The value is a function that is called
+            with the pickled arguments, or None to create a `PickledInstance`.
+        allowed_prefixes: Prefixes of modules, ending in a dot. All classes in these modules are
+            accepted and become a `PickledInstance`.
+        resolve_persistent_id: Function that returns the object for a persistent ID, such as a storage
+            of torch.save. If None, persistent IDs raise an error.
 
     Returns:
-        A value of dicts, lists, tuples, sets, scalars, `PickledGlobal`s, `PickledInstance`s, and results of
-        stand-ins.
+        A value that consists of dicts, lists, tuples, sets, scalars, `PickledGlobal`s,
+        `PickledInstance`s, and results of stand-ins.
 
     Raises:
-        CheckpointError: If a global is not on the allow-list, an opcode is not supported, or the data is
-            damaged.
+        CheckpointError: If a global is not on the allow-list, an opcode is not supported, or the data
+            is damaged.
     """
     try:
         value = _PickleMachine(data, standins, allowed_prefixes, resolve_persistent_id).run()
@@ -169,7 +171,7 @@ class _PickleMachine:
         self.tuple_keys = MAX_TUPLE_KEYS
 
     def call_standin(self, replacement: Any, args: Any) -> Any:
-        """Call a global of the pickle, and return the result of its stand-in.
+        """Call the stand-in of a pickled global, and return its result.
 
         The lengths of the arguments are subtracted from the remaining work, because the stand-in may copy
         them.
@@ -179,7 +181,8 @@ class _PickleMachine:
             args: Arguments of the call.
 
         Raises:
-            PickleRefusedError: If the called object is not a global on the allow-list, or if no work remains.
+            PickleRefusedError: If the called object is not a global on the allow-list, or if no work
+                remains.
         """
         if type(replacement) is not PickledGlobal or type(args) is not tuple:
             raise PickleRefusedError("calls something that is not a known class")
@@ -192,13 +195,13 @@ class _PickleMachine:
         return replacement(*args)
 
     def validate_key(self, key: Any) -> Any:
-        """Return a dict key or set item unchanged if it can be hashed and compared quickly.
+        """Return a dict key or set item unchanged if hashing and comparing it is fast.
 
         Strings, numbers, None, instances, globals, and tuples of scalars are accepted.
 
         Raises:
-            PickleRefusedError: If the key is any other value or too large a number, or if there are too many
-                tuples.
+            PickleRefusedError: If the key is any other value or too large a number, or if there are too
+                many tuples.
         """
         kind = type(key)
         if kind is int and not -MAX_KEY < key < MAX_KEY:
@@ -233,7 +236,7 @@ class _PickleMachine:
             target[key if type(key) is str else self.validate_key(key)] = flat[i + 1]
 
     def load_global(self, module: Any, name: Any) -> PickledGlobal:
-        """Return a global on the allow-list. The same object is returned for the same name.
+        """Return a global if it is on the allow-list. Each name always returns the same object.
 
         Raises:
             PickleRefusedError: If the global is not on the allow-list.
@@ -431,10 +434,10 @@ def _extend_list(target: Any, values: list[Any]) -> None:
 
 
 def _check_value_size(root: Any, limit: int) -> None:
-    """Check that a value is not nested too deeply and not too large.
+    """Check that a value is neither nested too deeply nor too large.
 
-    A container is counted at every reference. The content of each `PickledInstance` is checked separately,
-    because instances are not compared or formatted by their content.
+    A container counts once per reference. Each `PickledInstance` is checked separately, because
+    comparing and formatting do not visit its content.
 
     Args:
         root: Value to check.
@@ -504,12 +507,12 @@ def _check_value_size(root: Any, limit: int) -> None:
 def build_getattr_standin(members: Mapping[tuple[str, str], Any]) -> Standin:
     """Build a stand-in for `builtins.getattr` that looks up its result in a table.
 
-    It never reads an attribute. Python pickles a nested class as a call to `getattr`, and early versions of
-    Python 3.11 (such as 3.11.2 in Debian 12) also pickle the members of enumerations this way.
+    It never reads an attribute. Python pickles a nested class as a call to `getattr`. Early versions of
+    Python 3.11 (such as 3.11.2 in Debian 12) also pickle enum members this way.
 
     Args:
-        members: Result of `getattr`, keyed by the name of the object (a global on the allow-list) and the
-            name of the attribute.
+        members: Result of `getattr`, keyed by the name of the object (a global on the allow-list) and
+            the name of the attribute.
 
     Returns:
         The stand-in. It raises a `PickleRefusedError` for an attribute that is not in the table.
@@ -526,13 +529,14 @@ def build_getattr_standin(members: Mapping[tuple[str, str], Any]) -> Standin:
 
 
 def build_inert_members(members: Mapping[str, tuple[str, ...]]) -> dict[tuple[str, str], PickledGlobal]:
-    """Build a table for `build_getattr_standin` whose results are references without a stand-in.
+    """Build a table for `build_getattr_standin` whose results are globals without a stand-in.
 
     Args:
         members: Names of the attributes, keyed by the name of the class that contains them.
 
     Returns:
-        A `PickledGlobal` for each attribute, keyed by the name of the class and the name of the attribute.
+        A `PickledGlobal` for each attribute, keyed by the name of the class and the name of the
+        attribute.
     """
     return {
         (owner, name): PickledGlobal(f"{owner}.{name}", None)
@@ -542,12 +546,12 @@ def build_inert_members(members: Mapping[str, tuple[str, ...]]) -> dict[tuple[st
 
 
 def is_safe_index(value: Any) -> bool:
-    """Return whether a value is an index that can be used as a dict key. See `MAX_KEY`."""
+    """Return whether a value is a nonnegative integer below `MAX_KEY`, which is safe as a dict key."""
     return type(value) is int and 0 <= value < MAX_KEY
 
 
 def format_untrusted_value(value: Any) -> str:
-    """Format a value from a file for an error message.
+    """Format a value from an untrusted file for an error message.
 
     Returns:
         The representation of a number or a short string, or the type of any other value.
@@ -558,10 +562,10 @@ def format_untrusted_value(value: Any) -> str:
 
 
 def to_json_value(value: Any, *, limit: int = 100_000) -> Any:
-    """Convert a value from a pickle to dicts, lists, strings, and numbers that can be written as JSON.
+    """Convert a value from a pickle to a JSON value.
 
-    Objects are replaced by their class names. A small pickle can describe a large or infinite value by shared
-    references. Therefore, values beyond the limit are replaced by `"..."`.
+    Objects are replaced with their class names. With shared references, a small pickle can describe a
+    large or infinite value, so values beyond the limit are replaced with `"..."`.
 
     Args:
         value: Value to convert.

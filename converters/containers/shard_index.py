@@ -1,4 +1,4 @@
-"""Names of safetensors files, and the index that lists the numbered shards of a checkpoint."""
+"""Format the names of safetensors files, and read the index of a checkpoint's numbered shards."""
 
 from __future__ import annotations
 
@@ -39,12 +39,11 @@ def read_indexed_shards(
         read_shard: Function that reads one shard and returns its content, keyed by tensor name.
 
     Returns:
-        Content of all shards, keyed by tensor name, in the order of the shards and of the tensors in each
-        shard.
+        Content of all shards, keyed by tensor name, in the order of the shards and of their tensors.
 
     Raises:
-        CheckpointError: If the file is not an index, a shard is missing, or a shard contains other tensors
-            than the index lists.
+        CheckpointError: If the file is not an index, a shard is missing, or a shard does not contain
+            exactly the tensors that the index lists.
     """
     file = folder.get_file(index_name)
     weight_map = read_json_object(file).get("weight_map")
@@ -72,7 +71,7 @@ def read_indexed_shards(
 def check_rank_files_complete(
     path: AnyPath, files_by_rank: Mapping[int, str], world_size: int, description: str
 ) -> None:
-    """Check that there is exactly one file for each rank.
+    """Check that there is exactly one file per rank.
 
     Args:
         path: Folder that contains the files, used in error messages.
@@ -81,8 +80,8 @@ def check_rank_files_complete(
         description: Noun for the content of the files, used in error messages, such as `"optimizer"`.
 
     Raises:
-        CheckpointError: If the file of a rank is missing, or if a file belongs to a rank of `world_size` or
-            higher.
+        CheckpointError: If the file of a rank is missing, or if a file belongs to a rank of
+            `world_size` or higher.
     """
     missing = world_size - sum(rank < world_size for rank in files_by_rank)
     if missing:
@@ -100,9 +99,9 @@ def check_rank_files_complete(
 
 
 def _check_distinct_files(folder: CheckpointFolder, name: str, files: Mapping[str, CheckpointFile]) -> None:
-    """Check that no two names refer to the same file, because the file would otherwise be read several times.
+    """Check that no two names refer to the same file, which would then be read several times.
 
-    For example, one of the names may be a symbolic link, or the names may be `a/b` and `a//b`.
+    For example, one name may be a symbolic link, or the names may be `a/b` and `a//b`.
 
     Raises:
         CheckpointError: If a file is listed twice.

@@ -1,8 +1,10 @@
-"""Reader for torch.save files, which are uncompressed zip archives of a pickle and one member per storage.
+"""Read torch.save files: uncompressed zip archives with a pickle and one member per storage.
 
-A `.pt` file is one zip archive. In a `.distcp` file, each item is a complete zip archive at an offset.
+A `.pt` file is one zip archive. In a `.distcp` file, each item is a complete zip archive at an
+offset.
 
-Source: torch/serialization.py, caffe2/serialize/inline_container.cc, and APPNOTE.TXT for the zip format.
+Source: torch/serialization.py, caffe2/serialize/inline_container.cc, and APPNOTE.TXT for the zip
+format.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ _UNNAMED = "archive"
 
 @dataclass(frozen=True)
 class ZipMember:
-    """Member of a zip archive, from the central directory.
+    """Member of a zip archive, as recorded in the central directory.
 
     Attributes:
         name: Name of the member.
@@ -76,7 +78,7 @@ class _Directory(NamedTuple):
 
 
 class _MemberSizes(NamedTuple):
-    """Sizes and offset of a member, in bytes."""
+    """Sizes and header offset of a member, in bytes."""
 
     packed_bytes: int
     nbytes: int
@@ -138,7 +140,7 @@ class TorchZip:
             )
 
     def check_not_renamed(self) -> None:
-        """Check that the file still has the name under which it was saved.
+        """Check that the file still has the name that it was saved under.
 
         A renamed file may belong to another rank or parameter. A file that torch wrote to a stream does not
         contain its name and passes the check.
@@ -159,7 +161,7 @@ class TorchZip:
         return DamagedCheckpointError(f"{self.location}: {reason}")
 
     def _read_bytes(self, start: int, count: int) -> bytes:
-        """Read bytes of the archive, using the bytes that were read at its end if possible.
+        """Read bytes of the archive. Bytes near its end have already been read and are not read again.
 
         Raises:
             CheckpointError: If the range extends beyond the archive.
@@ -249,7 +251,7 @@ class TorchZip:
         return _Directory(members, start, isal_zlib.crc32(raw))
 
     def _parse_zip64_sizes(self, extra: bytes, packed: int, nbytes: int, header: int) -> _MemberSizes:
-        """Return the sizes and the header offset of a member, using its zip64 extra field if it has one.
+        """Return the sizes and the header offset of a member, from its zip64 extra field if it has one.
 
         Args:
             extra: Extra field of the member in the directory.
@@ -270,9 +272,9 @@ class TorchZip:
         return _MemberSizes(packed_bytes=values[1], nbytes=values[0], header=values[2])
 
     def _build_not_a_zip_error(self) -> CheckpointError:
-        """Build an error for a file without the end record of a zip archive.
+        """Build the error for a file that lacks the end record of a zip archive.
 
-        The message names the likely cause.
+        The message states the likely cause.
         """
         start = self.file.read_bytes(self.offset, min(16, self.length))
         if start.startswith(b"PK\3\4"):
@@ -284,7 +286,7 @@ class TorchZip:
         return self._build_error("was not written by torch.save; name a file that torch.save wrote")
 
     def get_member_span(self, name: str) -> FileSpan:
-        """Return the content of the member `<archive>/<name>` as a file span with its CRC32.
+        """Return a file span with the content of the member `<archive>/<name>` and its CRC32.
 
         Raises:
             CheckpointError: If the member does not exist, or if its header does not match the directory.
@@ -347,7 +349,7 @@ class TorchZip:
         )
 
     def _resolve_storage(self, persistent_id: Any) -> ZipStorage:
-        """Return the storage of a persistent ID in the pickle.
+        """Return the storage that a persistent ID in the pickle refers to.
 
         Raises:
             CheckpointError: If the ID is damaged, or if the storage is missing or has a different size.
@@ -378,7 +380,7 @@ class TorchZip:
 
 
 class ZipStorage:
-    """Storage to which data.pkl refers. Several tensors may be views of the same storage.
+    """Storage in the archive that the pickle refers to. Several tensors may be views of it.
 
     Args:
         zip: Archive that contains the storage.
@@ -414,7 +416,7 @@ class StoredTensor:
         offset: Index of the first element in the storage.
         size: Shape of the tensor.
         stride: Strides of the tensor, in elements.
-        dtype: Safetensors dtype. By default, this is the dtype of the storage.
+        dtype: Safetensors dtype. Defaults to the dtype of the storage.
 
     Raises:
         TypeError: If the arguments in the pickle have other types.
@@ -450,7 +452,7 @@ class StoredTensor:
         return True
 
     def to_byte_view(self) -> View:
-        """Convert the tensor to a view whose offset and strides are in bytes."""
+        """Convert the tensor to a view with offset and strides in bytes."""
         width = get_itemsize(self.dtype)
         return View(self.storage.span, self.offset * width, tuple(step * width for step in self.strides))
 
@@ -458,7 +460,7 @@ class StoredTensor:
 def _rebuild_tensor_v2(
     storage: Any, offset: Any, size: Any, stride: Any, grad: Any = False, hooks: Any = None, bits: Any = None
 ) -> StoredTensor:
-    """Rebuild a tensor with the dtype of its storage, like the function of torch with this name."""
+    """Rebuild a tensor with the dtype of its storage, like torch's function of this name."""
     _check_math_bits(bits)
     return StoredTensor(storage, offset, size, stride)
 
@@ -473,7 +475,7 @@ def _rebuild_tensor_v3(
     dtype: Any,
     bits: Any = None,
 ) -> Any:
-    """Rebuild a tensor with an explicit dtype, like the function of torch with this name.
+    """Rebuild a tensor with an explicit dtype, like torch's function of this name.
 
     The storage of such a tensor is untyped.
 
@@ -493,7 +495,7 @@ def _rebuild_tensor_v3(
 
 
 def _check_math_bits(bits: Any) -> None:
-    """Check that a tensor is not lazily conjugated or negated, because its values would differ from its data.
+    """Check that a tensor is not lazily conjugated or negated. Its values would then differ from its data.
 
     Args:
         bits: Last argument of the pickled call: a dict with the flags `conj` and `neg`, or None.
@@ -509,7 +511,7 @@ def _check_math_bits(bits: Any) -> None:
 
 
 def _rebuild_device_tensor(data: Any, dtype: Any, *_: Any) -> Any:
-    """Return the CPU copy of a tensor that torch would move to a device without storages, such as XLA.
+    """Return the CPU copy that was pickled for a tensor on a device without storages, such as XLA.
 
     Args:
         data: CPU copy of the tensor.
@@ -525,12 +527,12 @@ def _rebuild_device_tensor(data: Any, dtype: Any, *_: Any) -> Any:
 
 
 def _return_first(value: Any, *rest: Any) -> Any:
-    """Return the tensor that a function or class of torch, such as `Parameter`, would wrap."""
+    """Return the tensor that a wrapper of torch, such as `Parameter`, is called with."""
     return value
 
 
 def _rebuild_from_type_v2(function: Any, kind: Any, args: Any, state: Any) -> Any:
-    """Rebuild a tensor subclass as a plain tensor, unlike the function of torch with this name.
+    """Rebuild a tensor subclass as a plain tensor. torch's function of this name rebuilds the subclass.
 
     Args:
         function: Function that rebuilds the plain tensor.
@@ -575,7 +577,7 @@ def _rebuild_list(items: Any = ()) -> list[Any]:
 
 
 def _rebuild_instance(*args: Any) -> PickledInstance:
-    """Create a `PickledInstance` of the class that `copyreg._reconstructor` would instantiate."""
+    """Create a `PickledInstance` for the class that `copyreg._reconstructor` would instantiate."""
     kind = args[0] if args and isinstance(args[0], PickledGlobal) else None
     return PickledInstance(kind.key if kind else "object", args)
 

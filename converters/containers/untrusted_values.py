@@ -1,7 +1,7 @@
-"""Typed access to values from a checkpoint's pickles and JSON files. Any value may have any type.
+"""Check the types of values from a checkpoint's pickles and JSON files, which may be anything.
 
-The functions `require_...` raise an error if a value does not have the expected type. The functions `get_...`
-return an empty value instead, for records that a checkpoint may lack.
+The functions `require_...` raise an error if a value does not have the expected type. The functions
+`get_...` return an empty value instead, for records that a checkpoint may lack.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def require_list(value: Any, name: str, location: str = "") -> list[Any]:
 
 
 def require_names(value: Any, name: str, location: str = "") -> list[str]:
-    """Return `value` as a list if it is a list or a tuple of strings. See `require_mapping`."""
+    """Return `value` as a list if it is a list or tuple of strings. See `require_mapping`."""
     names = require_list(value, name, location)
     if all(isinstance(name, str) for name in names):
         return names
@@ -48,7 +48,7 @@ def require_names(value: Any, name: str, location: str = "") -> list[str]:
 
 
 def require_shape(value: Any, name: str, location: str = "") -> Shape:
-    """Return `value` as a tuple if it can be a shape, offsets, or strides. See `require_mapping`."""
+    """Return `value` as a tuple if it is valid as a shape, offsets, or strides. See `require_mapping`."""
     if is_shape(value):
         return tuple(value)
     raise _build_error(name, "a list of sizes", location)
@@ -72,9 +72,9 @@ def get_list_or_empty(value: Any) -> list[Any]:
 
 
 def get_attributes_or_empty(value: Any) -> dict[Any, Any]:
-    """Return the attributes of an unpickled instance. Returns an empty dict if `value` is not an instance.
+    """Return the attributes of an unpickled instance. Empty if `value` is not an instance.
 
-    If the class has slots, the attributes in the slots are returned.
+    If the class has slots, these are the attributes in the slots.
     """
     state = value.state if isinstance(value, PickledInstance) else None
     if type(state) is tuple and len(state) == 2:  # The class has slots.

@@ -1,12 +1,12 @@
-"""Reader for zarr arrays of versions 2 and 3, as Orbax writes them.
+"""Read zarr arrays of versions 2 and 3, as Orbax writes them.
 
-An array has a JSON header and one stored value per chunk. In version 3, a chunk may be a shard. A shard
-contains smaller chunks followed by an index of their locations. Chunks at the upper edges of an array are
-stored with the full chunk shape. Features that Orbax does not use, such as filters, Fortran order, and other
-codecs, raise an error that names the feature.
+An array has a JSON header and one stored value per chunk. In version 3, a stored value may be a
+shard, which contains smaller chunks and, at its end, an index of their locations. Chunks at the
+upper edges of an array are stored with the full chunk shape. Features that Orbax does not use, such
+as filters, Fortran order, and other codecs, raise an error that names the feature.
 
-Source: https://zarr-specs.readthedocs.io (version 2; version 3 with the codecs bytes, zstd, gzip, crc32c,
-sharding_indexed).
+Source: https://zarr-specs.readthedocs.io (version 2; version 3 with the codecs bytes, zstd, gzip,
+crc32c, sharding_indexed).
 """
 
 from __future__ import annotations
@@ -55,8 +55,9 @@ class _ArrayHeader:
         codec: Compression format of the inner chunks, or None.
         is_sharded: Whether each stored value ends with an index.
         has_index_crc: Whether each index ends with a CRC-32C.
-        fill_value: Value of all elements of a chunk that is not stored.
-        format_chunk_key: Function that returns the key of the stored value at a position in the chunk grid.
+        fill_value: Value of all elements in chunks that are not stored.
+        format_chunk_key: Function that maps a position in the chunk grid to the key of the stored
+            value.
     """
 
     dtype: str
@@ -71,24 +72,25 @@ class _ArrayHeader:
 
 
 class _Codec(NamedTuple):
-    """Codec in a header of version 3."""
+    """Name and settings of a codec in a version 3 header."""
 
     name: str
     settings: dict[str, Any]
 
 
 class _IndexEntry(NamedTuple):
-    """Location of a chunk in its shard, in bytes. Both numbers are `_ABSENT` if the chunk is not stored."""
+    """Offset and length of a chunk in its shard, in bytes. Both are `_ABSENT` if the chunk is not stored."""
 
     offset: int
     length: int
 
 
 class ChunkBudget:
-    """Limit for the number of chunks that are inside shards or have no stored value.
+    """Limit on the number of chunks that do not have a separate stored value.
 
-    The limit applies to all arrays of a checkpoint together. Such chunks are not limited by the number of
-    stored values, so a header of a few bytes could otherwise describe any number of chunks.
+    Such chunks are inside shards, or contain only the fill value. The number of stored values does not
+    limit them, so a header of a few bytes could otherwise describe any number of them. All arrays of a
+    checkpoint share the limit.
 
     Args:
         chunks: Maximum number of chunks.
@@ -123,23 +125,24 @@ def build_zarr_tensor(
     max_chunks: int,
     budget: ChunkBudget,
 ) -> Tensor:
-    """Build the tensor of an array, without reading its elements.
+    """Build the tensor of an array without reading its elements.
 
-    The indexes of shards are read at the first access to a chunk.
+    The index of a shard is read when one of its chunks is first accessed.
 
     Args:
         name: Name of the tensor, used in error messages.
         header: Content of the file `.zarray` (version 2) or `zarr.json` (version 3).
         version: Version of the zarr format, 2 or 3.
-        find_value: Function that returns the stored value for the key of a chunk, such as `0.1` or `c/0/1`.
-            It returns None if all elements have the fill value, and raises a CheckpointError if the value is
-            missing.
+        find_value: Function that returns the stored value for the key of a chunk, such as `0.1` or
+            `c/0/1`. It returns None if all elements have the fill value, and raises a CheckpointError
+            if the value is missing.
         location: Path of the checkpoint, used in error messages.
         max_chunks: Maximum number of stored values of the array.
-        budget: Limit for all arrays of the checkpoint.
+        budget: Limit shared by all arrays of the checkpoint.
 
     Raises:
-        CheckpointError: If the header is damaged or uses an unsupported feature, or if a chunk is missing.
+        CheckpointError: If the header is damaged or uses an unsupported feature, or if a chunk is
+            missing.
     """
     try:
         parsed = _parse_header(header, version)
@@ -176,7 +179,7 @@ def _build_boxes(
         value: Stored value, or None if all elements have the fill value.
         offsets: Index of the value's first element in the array.
         location: Array and key of the value, used in error messages.
-        budget: Limit for all arrays of the checkpoint.
+        budget: Limit shared by all arrays of the checkpoint.
     """
     if value is None:
         budget.reserve_chunks(1, location)
@@ -212,7 +215,7 @@ def _build_boxes(
 
 
 def _clip_chunk_shape(chunk: Shape, shape: Shape, offset: Shape) -> Shape:
-    """Return the shape of the part of a chunk at `offset` that is inside the array."""
+    """Return the shape of a chunk at `offset`, clipped to the bounds of the array."""
     return tuple(min(step, size - start) for step, size, start in zip(chunk, shape, offset, strict=True))
 
 
@@ -224,7 +227,7 @@ def _build_chunk_view(
     used_bytes: int,
     location: str,
 ) -> View:
-    """Build the view of a chunk in a stored value. For a shard, this reads the index.
+    """Build the view of a chunk in a stored value. If the value is a shard, read its index.
 
     Args:
         header: Header of the array.
@@ -254,7 +257,7 @@ def _build_chunk_view(
 class _ShardIndex:
     """Index at the end of a shard, with the offset and length of each chunk.
 
-    `get_chunk` reads it when first called.
+    It is read on the first call of `get_chunk`.
 
     Args:
         value: Stored value of the shard.
@@ -415,7 +418,7 @@ def _parse_version3(header: Any) -> _ArrayHeader:
 
 
 def _validate_header(header: Any, version: int) -> dict[str, Any]:
-    """Return a header if it is a JSON object of the expected zarr version.
+    """Check that a header is a JSON object of the expected zarr version, and return it.
 
     Raises:
         CheckpointError: If the header is not an object, or has another version.
@@ -426,14 +429,14 @@ def _validate_header(header: Any, version: int) -> dict[str, Any]:
 
 
 def _get_extension_settings(value: Any, name: str) -> dict[str, Any]:
-    """Return the `configuration` of an extension in a header of version 3, such as a codec or the chunk grid.
+    """Return the `configuration` of an extension in a version 3 header, such as a codec or chunk grid.
 
     Args:
         value: Record of the extension in the header.
         name: Name of the only supported extension.
 
     Raises:
-        CheckpointError: If the record has a different name, because the extension is not supported.
+        CheckpointError: If the record has a different name, because other extensions are not supported.
     """
     if not isinstance(value, dict) or value.get("name") != name:
         raise UnsupportedCheckpointError(
@@ -454,12 +457,12 @@ def _parse_codecs(value: Any) -> list[_Codec]:
 
 
 def _check_chunk_shape(shape: Shape, chunk: Shape) -> None:
-    """Check that a chunk has as many dimensions as the array and is not larger than the array.
+    """Check that a chunk is not larger than the array in any dimension.
 
     Otherwise, a small header could describe any number of chunks.
 
     Raises:
-        CheckpointError: If the chunk shape does not fit.
+        CheckpointError: If the chunk is larger, or has a different number of dimensions.
     """
     if len(chunk) != len(shape) or any(
         not 0 < n <= max(1, size) for n, size in zip(chunk, shape, strict=True)
@@ -481,7 +484,7 @@ def parse_zarr_dtype(name: Any) -> str:
 
 
 def _encode_fill_value(fill: Any, dtype: str) -> bytes:
-    """Encode one element with the fill value of a header. A fill value of null is zero, as in TensorStore.
+    """Encode the fill value of a header as one element. null is encoded as zero, as in TensorStore.
 
     Raises:
         CheckpointError: If the value cannot be converted to the dtype.

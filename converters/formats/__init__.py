@@ -1,11 +1,11 @@
-"""Checkpoint formats, one module for each.
+"""Detect and open checkpoint formats. Each format has a module.
 
 A format finds its files at a path and opens them as a logical checkpoint. To add a format, write
-`converters/formats/<name>.py` with a module-level `FORMAT = Format(...)`, and list the module in `_MODULES`.
-List a second format of a module as `module:NAME`.
+`converters/formats/<name>.py` with a module-level `FORMAT = Format(...)`, and list the module in
+`_MODULES`. List a second format of a module as `module:NAME`.
 
-Formats are tried in the order of `_MODULES`. Therefore, a format with more content (fp32 masters, optimizer
-state) precedes a format whose files may be in the same folder.
+Formats are tried in the order of `_MODULES`. Some formats may have their files in the same folder,
+so the one with more content (fp32 masters, optimizer state) comes first.
 """
 
 from __future__ import annotations
@@ -39,17 +39,18 @@ _MODULES = (
 
 @dataclass(frozen=True)
 class CheckpointPath:
-    """A path to open, with the options for opening it.
+    """Path to open, with options.
 
     Attributes:
         path: Folder or file.
-        tag: Name of the step folder to open, for formats that select it themselves. If None, the folder that
-            the file `latest` names (DeepSpeed), or `path` itself, is opened.
-        parameter_order: Names of the model's parameters in module order. Empty if the order is not known.
+        tag: Name of the step folder to open, for formats that select it themselves. If None, open the
+            folder named in the file `latest` (DeepSpeed), or `path` itself.
+        parameter_order: Names of the model's parameters in module order. Empty if the order is not
+            known.
         config_file: The model's `config.json`. If None, the folder of the files is searched.
-        rank: Rank and world size of the reader, if each rank of a job opens the checkpoint and reads its
-            slices. Formats may then read the metadata of other ranks only when it is needed.
-        build_once: Function that writes a file in one process of each node, so that the processes of a node
+        rank: Rank and world size of the reader, if each rank of a job opens the checkpoint and reads
+            its own slices. Formats may then read the metadata of other ranks only on demand.
+        build_once: Function that writes a file in one process per node, so that the processes of a node
             parse metadata only once.
     """
 
@@ -63,17 +64,17 @@ class CheckpointPath:
 
 @dataclass(frozen=True)
 class Format:
-    """Checkpoint format: functions that recognize and open its files.
+    """Checkpoint format, with functions that detect and open its files.
 
     Attributes:
         name: Value of `Checkpoint.format`.
-        find_files: Function that looks for the files of this format at a path. It returns the argument for
-            `open`, such as the folder, or None if the path has a different format or is incomplete. It uses
-            file names and reads almost nothing.
-        open: Function that opens the files that `find_files` returned. It raises CheckpointError if the files
-            are damaged.
-        explain_incomplete: Function that explains why a path that looks like this format cannot be opened,
-            for the error message. It returns None for other paths.
+        find_files: Function that looks for the files of this format at a path. It returns the argument
+            for `open`, such as the folder, or None if the path has a different format or is incomplete.
+            It relies on file names and reads almost nothing.
+        open: Function that opens the files that `find_files` returned. It raises CheckpointError if the
+            files are damaged.
+        explain_incomplete: Function that returns an error message if a path resembles this format but
+            cannot be opened. It returns None for other paths.
         selects_tag: Whether `open` itself uses `CheckpointPath.tag`.
     """
 
@@ -85,7 +86,7 @@ class Format:
 
 
 def iter_formats() -> Iterator[Format]:
-    """Yield every format in the order in which the formats are tried.
+    """Yield every format, in the order in which formats are tried.
 
     The module of a format is imported when the caller requests the format.
     """
@@ -94,7 +95,7 @@ def iter_formats() -> Iterator[Format]:
 
 
 class DetectedFormat(NamedTuple):
-    """A path whose format is known.
+    """Path whose format has been detected.
 
     Attributes:
         format: The format.
@@ -110,7 +111,7 @@ class DetectedFormat(NamedTuple):
 def detect_format(source: CheckpointPath) -> DetectedFormat | None:
     """Return the first format that recognizes a path, or None if no format does.
 
-    The modules of the formats are imported one after the other until a format recognizes the path.
+    The modules are imported one by one, until a format recognizes the path.
     """
     for format in iter_formats():
         if (found_files := format.find_files(source)) is not None:

@@ -1,10 +1,10 @@
-"""Sharded safetensors of DCP, written by torch's `HuggingFaceStorageWriter(save_distributed=True)`.
+"""Read DCP's sharded safetensors, written by torch's `HuggingFaceStorageWriter(save_distributed=True)`.
 
-`shard-<rank + 1>-model-<k>-of-<n>.safetensors` contains the parts of one rank. `DCP_SHARDING_INFO` in its
-header records the offsets of each part in its tensor. With consolidation, the shards are in `sharded/` and
-complete files are in its parent folder. This reader uses the shards, because torch's consolidation writes
-zeros for a missing part. No file records the number of ranks or the shapes, so a missing last shard is found
-only if there are consolidated files.
+`shard-<rank + 1>-model-<k>-of-<n>.safetensors` contains the shards of one rank. The header entry
+`DCP_SHARDING_INFO` records the offsets of each shard in its tensor. With consolidation, these files
+are in `sharded/`, and complete files are in its parent folder. This reader uses the sharded files,
+because torch's consolidation writes zeros for a missing shard. No file records the number of ranks
+or the shapes, so a missing last file is detected only if there are consolidated files.
 
 Source: torch/distributed/checkpoint/hf_storage.py, _hf_utils.py.
 """
@@ -53,7 +53,7 @@ def _list_shard_names(path: AnyPath) -> list[str]:
 
 
 def _find_shard_folder(path: AnyPath) -> AnyPath | None:
-    """Find the folder of the shards. The path may be a shard, the folder, or its parent folder.
+    """Find the folder of the shards. The path may be a shard, its folder, or the parent folder.
 
     Returns:
         The folder, or None if there are no shards.
@@ -130,8 +130,7 @@ def _open_sharded_safetensors(source: CheckpointPath, path: AnyPath) -> Checkpoi
 def _check_shard_numbers(names: list[str], path: AnyPath) -> None:
     """Check that the numbers in the names of the shards have no gaps.
 
-    A missing shard would not be noticed otherwise, because the tensors in it would only be shorter or
-    missing.
+    Otherwise, a missing shard would not be noticed: its tensors would only be shorter or missing.
 
     Raises:
         CheckpointError: If a shard is missing, or if the shards are from two saves.
@@ -161,10 +160,10 @@ def _check_shard_numbers(names: list[str], path: AnyPath) -> None:
 
 
 def _parse_shard_offsets(text: str | None, file: CheckpointFile) -> dict[str, tuple[int, ...]]:
-    """Parse the offsets of each part in a shard from the header of its file.
+    """Parse the offsets of the tensors in a shard, which its header records.
 
     Args:
-        text: JSON in the header entry `DCP_SHARDING_INFO`, or None if the header has no such entry.
+        text: JSON in the header entry `DCP_SHARDING_INFO`, or None if the header does not have it.
         file: The shard, used in error messages.
 
     Returns:
@@ -188,7 +187,7 @@ def _parse_shard_offsets(text: str | None, file: CheckpointFile) -> dict[str, tu
 
 
 def _check_consolidated_shapes(path: AnyPath, stored: dict[str, Tensor]) -> None:
-    """Compare the shapes with the consolidated files in the parent folder. Does nothing if there are none.
+    """Compare the shapes with the consolidated files in the parent folder, if there are any.
 
     Raises:
         CheckpointError: If a tensor is missing or shorter, because a shard is missing.

@@ -1,7 +1,7 @@
-"""Checkpoints in safetensors format: one file, or numbered shards with `model.safetensors.index.json`.
+"""Read checkpoints in safetensors format: one file, or numbered shards with an index.
 
-The format has no checksum. This reader checks lengths, offsets, overlaps and the index, but values cannot be
-checked.
+The index is `model.safetensors.index.json`. The format has no checksum, so this reader can check
+lengths, offsets, overlaps and the index, but not the values.
 
 Source: https://github.com/huggingface/safetensors, section "Format".
 """
@@ -46,7 +46,7 @@ def _find_model_file(source: CheckpointPath) -> str | None:
     """Find the index, `model.safetensors`, or the only .safetensors file in a folder, in this order.
 
     Returns:
-        The file name. None if there is no such file, or if several files have no index.
+        The file name. None if the folder has none of them, or several files without an index.
     """
     path = source.path
     if path.is_file():
@@ -160,7 +160,7 @@ def _read_safetensors_optimizer(folder: CheckpointFolder, tensors: dict[str, Ten
 
 
 class SafetensorsContent(NamedTuple):
-    """Content of one safetensors file.
+    """Content of a safetensors file.
 
     Attributes:
         tensors: Lazy tensors, keyed by name.
@@ -172,11 +172,11 @@ class SafetensorsContent(NamedTuple):
 
 
 def read_safetensors_file(file: CheckpointFile) -> SafetensorsContent:
-    """Read the header of one safetensors file.
+    """Read the header of a safetensors file.
 
     Raises:
-        CheckpointError: If the file is truncated, or if the offsets leave gaps, overlap, or do not fit the
-            shapes.
+        CheckpointError: If the file is truncated, or if the offsets leave gaps, overlap, or do not fit
+            the shapes.
     """
     if file.nbytes < 8:
         raise DamagedCheckpointError(f"{file.path}: is truncated or not a safetensors file")
@@ -217,7 +217,7 @@ def read_safetensors_file(file: CheckpointFile) -> SafetensorsContent:
 
 
 class _HeaderEntry(NamedTuple):
-    """Header entry of one tensor.
+    """Header entry of a tensor.
 
     Attributes:
         dtype: Safetensors dtype.
@@ -233,7 +233,7 @@ class _HeaderEntry(NamedTuple):
 
 
 def _parse_header_entry(name: str, entry: Any) -> _HeaderEntry:
-    """Parse one header entry.
+    """Parse the header entry of a tensor.
 
     Raises:
         CheckpointError: If the entry is damaged or has an unsupported dtype.

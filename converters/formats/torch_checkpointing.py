@@ -1,9 +1,9 @@
-"""Folders of `torch_checkpointing`, the checkpoint library of torchtitan 0.3 and later.
+"""Read folders of `torch_checkpointing`, the checkpoint library of torchtitan 0.3 and later.
 
-`metadata.pkl` is a pickled table of the items (model, optimizer, ...) with the file of each rank, and with
-the shape, device mesh and placements of each sharded tensor. A rank's file is `<item>_<rank>.pt` unless the
-table names another file. It is a `torch.save` file of DTensors, or a safetensors file of the rank's parts,
-whose positions follow from the table.
+`metadata.pkl` is a pickled table of the items (model, optimizer, ...). For each item, it lists the
+file of each rank, and the shape, device mesh and placements of each sharded tensor. A rank's file
+is `<item>_<rank>.pt` unless the table contains another name. It is either a `torch.save` file of
+DTensors, or a safetensors file of the rank's parts, whose positions are computed from the table.
 
 Source: torch_checkpointing/distributed_metadata.py, dtensor_metadata.py, checkpoint_layout.py.
 """
@@ -78,7 +78,7 @@ class _TensorLayout(NamedTuple):
         shape: Full, unsharded shape.
         mesh_sizes: Size of each dimension of the device mesh.
         mesh_ranks: Rank at each position of the mesh, flattened.
-        placements: Placement for each dimension of the mesh, as in the file.
+        placements: Placement for each mesh dimension, as in the file.
     """
 
     dtype: str
@@ -89,7 +89,7 @@ class _TensorLayout(NamedTuple):
 
 
 class _GroupLayout(NamedTuple):
-    """Layout of a tensor on the ranks of one group.
+    """Group of ranks, and the layout of a tensor on it.
 
     Attributes:
         ranks: Ranks of the group.
@@ -101,7 +101,7 @@ class _GroupLayout(NamedTuple):
 
 
 class _ItemFile(NamedTuple):
-    """File of one item on one rank.
+    """File that contains an item on one rank.
 
     Attributes:
         name: Name of the file in the folder.
@@ -113,7 +113,7 @@ class _ItemFile(NamedTuple):
 
 
 class _SavedItem(NamedTuple):
-    """An entry of the state dict that was saved.
+    """Saved item of the state dict, such as the model.
 
     Attributes:
         files: File of each rank.
@@ -137,9 +137,9 @@ class _Metadata(NamedTuple):
 
 
 def _find_checkpoint_folder(source: CheckpointPath) -> AnyPath | None:
-    """Find the folder of a checkpoint for a path to the folder or to a file in it.
+    """Find the folder of a checkpoint. The path may be the folder or a file in it.
 
-    Returns None if there is none.
+    None if the path does not belong to a checkpoint of this format.
     """
     path = source.path if source.path.is_dir() else source.path.parent
     if _METADATA not in list_file_names(path) or not any(
@@ -247,7 +247,7 @@ def _read_metadata(path: AnyPath) -> _Metadata:
 
 
 def _parse_item(name: Any, entry: Any, world: int) -> _SavedItem:
-    """Parse the entry of one item in `metadata.pkl`.
+    """Parse the entry of an item in `metadata.pkl`.
 
     Raises:
         CheckpointError: If the entry is damaged or does not list a file for each rank.
@@ -275,7 +275,7 @@ def _parse_item(name: Any, entry: Any, world: int) -> _SavedItem:
 
 
 def _parse_item_file(name: str, rank: int, layout: Any) -> _ItemFile:
-    """Parse the file of an item on one rank. Without a record, the file is `<item>_<rank>.pt`."""
+    """Parse the record of an item's file on one rank. If there is none, use `<item>_<rank>.pt`."""
     if layout is None:
         return _ItemFile(f"{name}_{rank}.pt", _TORCH)
     file = layout.get("file_path") if isinstance(layout, dict) else None
@@ -304,7 +304,7 @@ def _parse_tensor_path(text: Any) -> KeyPath:
 
 
 def _parse_group_layouts(name: Any, groups: Any, world: int) -> list[_GroupLayout]:
-    """Parse the layouts of a tensor, one for each group of ranks.
+    """Parse the layouts of a tensor, one per group of ranks.
 
     Raises:
         CheckpointError: If there are no layouts, or if the groups of ranks overlap.
@@ -327,7 +327,7 @@ def _parse_group_layouts(name: Any, groups: Any, world: int) -> list[_GroupLayou
 
 
 def _parse_tensor_layout(name: Any, packed: Any) -> _TensorLayout:
-    """Parse the layout of a tensor on one group of ranks.
+    """Parse the layout of a tensor on a group of ranks.
 
     Raises:
         CheckpointError: If the layout is damaged, or if it is not a DTensor of a supported dtype.
@@ -365,7 +365,7 @@ def _parse_tensor_layout(name: Any, packed: Any) -> _TensorLayout:
 
 
 def _merge_rank_files(folder: CheckpointFolder, name: str, item: _SavedItem) -> dict[KeyPath, Any]:
-    """Read the files of one item from all ranks, and merge their values.
+    """Read all ranks' files of an item, and merge their values.
 
     Args:
         folder: Folder of the checkpoint.
@@ -406,10 +406,10 @@ def _merge_rank_files(folder: CheckpointFolder, name: str, item: _SavedItem) -> 
 
 
 def _check_distinct_files(folder: CheckpointFolder, files: Mapping[int, str]) -> None:
-    """Check that no two ranks have the same file.
+    """Check that no two ranks share a file.
 
     Raises:
-        CheckpointError: If a file is listed twice, also under two names.
+        CheckpointError: If a file is listed twice, possibly under two names.
     """
     files_by_identity: dict[object, str] = {}
     for file in files.values():
@@ -464,7 +464,7 @@ def _get_layout(item: _SavedItem, path: KeyPath, rank: int) -> _TensorLayout | N
 def _iter_safetensors_parts(
     folder: CheckpointFolder, name: str, rank: int, item: _SavedItem
 ) -> Iterator[tuple[KeyPath, ShardedRecord]]:
-    """Read the parts in a rank's safetensors file.
+    """Read the tensor parts in a rank's safetensors file.
 
     Yields:
         The path and the record of each part, with its position in the complete tensor.
@@ -534,7 +534,7 @@ def _iter_nested_values(content: Any, location: str) -> Iterator[tuple[KeyPath, 
 def _add_rank_value_to(
     merged: dict[KeyPath, Any], path: KeyPath, value: Any, rank: int, location: str
 ) -> None:
-    """Add a value of one rank to the values of the previous ranks.
+    """Add one value of a rank to the values merged from previous ranks.
 
     Args:
         merged: Values of the previous ranks. Modified in place.
@@ -544,7 +544,7 @@ def _add_rank_value_to(
         location: File and name of the value, used in error messages.
 
     Raises:
-        CheckpointError: If the ranks have different kinds of values, or different values that are not
+        CheckpointError: If the ranks have different types of values, or different values that are not
             tensors.
     """
     previous = merged.get(path)
@@ -563,14 +563,15 @@ def _add_rank_value_to(
 
 
 def _is_merged_tensor(leaf: Any) -> bool:
-    """Return whether a value in the result of `_merge_rank_files` is a tensor."""
+    """Return whether a value from `_merge_rank_files` is a tensor."""
     return isinstance(leaf, (RankParts, RankCopies))
 
 
 def _get_first_part(leaf: RankParts | RankCopies) -> StoredTensor | None:
     """Return the first nonempty part of a sharded tensor that is stored in a torch.save file.
 
-    The part is used to find tied tensors. Returns None for an unsharded tensor, or if there is no such part.
+    The part is used to find tied tensors. None for an unsharded tensor, or if the tensor has no such
+    part.
     """
     return (
         leaf.first_part if isinstance(leaf, RankParts) and isinstance(leaf.first_part, StoredTensor) else None
@@ -578,14 +579,14 @@ def _get_first_part(leaf: RankParts | RankCopies) -> StoredTensor | None:
 
 
 def _to_optimizer_state(leaf: Any) -> Tensor | Scalar | None:
-    """Convert a merged value to an optimizer state: a tensor or a number. Returns None if it is neither."""
+    """Convert a merged value to an optimizer state: a tensor or a number. None if it is neither."""
     if isinstance(leaf, (RankParts, RankCopies)):
         return leaf.to_tensor()
     return leaf if isinstance(leaf, (int, float)) else None
 
 
 def _to_plain_value(leaf: Any) -> Any:
-    """Convert a merged tensor to Python numbers. Other values are returned unchanged."""
+    """Convert a merged tensor to Python numbers, and return other values unchanged."""
     return leaf.to_tensor().tolist() if isinstance(leaf, (RankParts, RankCopies)) else leaf
 
 
@@ -593,7 +594,7 @@ def _read_step(folder: CheckpointFolder) -> dict[str, int]:
     """Read the step from the file of the item `step`.
 
     Returns:
-        `{"step": step}`, or an empty dict if the step is not recorded.
+        `{"step": step}`. Empty if the step is not recorded.
     """
     name = next((name for name in list_file_names(folder.path) if _STEP.fullmatch(name)), None)
     step = None

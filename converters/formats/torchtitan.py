@@ -1,12 +1,13 @@
-"""Conversion of the names of torchtitan and Meta to the names of published files.
+"""Convert the tensor names of torchtitan and Meta to published names.
 
-torchtitan names its parameters as Meta's Llama does. For Llama, the order of the rows also differs: the
-rotary embedding of torchtitan and Meta pairs adjacent rows of a head, and transformers pairs the first half
-with the second half. Therefore, the rows of the query and key projections, and of their optimizer state, are
-permuted. torchtitan stacks the experts of a layer, and each of them becomes a separate tensor.
+torchtitan names its parameters as Meta's Llama does. For Llama, the row order also differs: the
+rotary embedding of torchtitan and Meta pairs adjacent rows of a head, and transformers' rotary
+embedding pairs the first half of a head with the second half. Therefore, the rows of the query and
+key projections, and of their optimizer state, are permuted. torchtitan stacks the experts of a
+layer in one tensor, which is split into one tensor per expert.
 
-Source: `state_dict_adapter.py` in torchtitan/models/llama3, qwen3, deepseek_v3 and gpt_oss; "RoFormer",
-arXiv:2104.09864, section 3.4.2.
+Source: `state_dict_adapter.py` in torchtitan/models/llama3, qwen3, deepseek_v3 and gpt_oss;
+"RoFormer", arXiv:2104.09864, section 3.4.2.
 """
 
 from __future__ import annotations
@@ -106,15 +107,15 @@ _WHOLE_NAMES = {
 
 
 def rename_from_torchtitan(checkpoint: Checkpoint, config: Mapping[str, Any] | None = None) -> Checkpoint:
-    """Convert a checkpoint with the names of torchtitan or Meta to the names of published files.
+    """Convert a checkpoint from the tensor names of torchtitan or Meta to published names.
 
     Args:
         checkpoint: Checkpoint of any format.
-        config: The model's `config.json`. By default, this is the companion of the checkpoint.
+        config: The model's `config.json`. Defaults to the companion of the checkpoint.
 
     Returns:
-        A new `Checkpoint`, whose tensors are read lazily. If the tensors have other names, or if the mapping
-        of the model type is unknown, `checkpoint` is returned unchanged.
+        A new `Checkpoint`, whose tensors are read lazily. If the tensors have other names, or if the
+        mapping of the model type is unknown, `checkpoint` is returned unchanged.
 
     Raises:
         CheckpointError: If the config does not contain a number of heads that fits the tensors.
@@ -143,15 +144,15 @@ def rename_from_torchtitan(checkpoint: Checkpoint, config: Mapping[str, Any] | N
 
 
 class _TorchtitanConversion:
-    """Conversion of one checkpoint's tensors to published names.
+    """Converter of a checkpoint's tensors to published names.
 
     Args:
         checkpoint: Checkpoint with the old names.
         config: The model's `config.json`.
 
     Attributes:
-        module_names: Published names of the modules in a layer, keyed by their names in torchtitan. None if
-            the model type is unknown.
+        module_names: Published names of the modules in a layer, keyed by their names in torchtitan.
+            None if the model type is unknown.
     """
 
     def __init__(self, checkpoint: Checkpoint, config: Mapping[str, Any]) -> None:
@@ -163,11 +164,11 @@ class _TorchtitanConversion:
         )
 
     def _get_config_count(self, key: str, default: int | None = None) -> int:
-        """Return a positive integer of `config.json`.
+        """Return a positive integer from `config.json`.
 
         Raises:
-            CheckpointError: If the key is missing and there is no default, or if the value is not a positive
-                integer.
+            CheckpointError: If the key is missing and there is no default, or if the value is not a
+                positive integer.
         """
         value = self._config.get(key)
         value = default if value is None else value
@@ -194,7 +195,7 @@ class _TorchtitanConversion:
         return name if new_name is None else f"model.layers.{self._get_layer_index(match)}.{new_name}"
 
     def _get_layer_index(self, match: re.Match[str]) -> int:
-        """Return the index of a layer. Layers for multi-token prediction follow the other layers."""
+        """Return the index of a layer. The layers for multi-token prediction come last."""
         return int(match[2]) + (self._get_config_count("num_hidden_layers") if match[1] else 0)
 
     def list_published_names(self, name: str, shape: Shape) -> list[str]:
@@ -205,7 +206,7 @@ class _TorchtitanConversion:
             shape: Shape of the tensor.
 
         Returns:
-            One name for most tensors, one name per expert for stacked experts, and no name for rotary
+            One name for most tensors. One name per expert for stacked experts, and an empty list for rotary
             frequencies.
 
         Raises:
@@ -225,15 +226,15 @@ class _TorchtitanConversion:
         return [f"{prefix}.{i}.{_EXPERTS[expert[1]]}.weight" for i in range(shape[0])]
 
     def convert_tensor(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
-        """Convert one tensor, or an optimizer state with the shape of the tensor, to the published layout.
+        """Convert a tensor, or an optimizer state with the shape of the tensor, to the published layout.
 
         Args:
             name: Name of the tensor in torchtitan.
             tensor: Tensor or optimizer state.
 
         Returns:
-            The tensors, keyed by published name. A tensor that is only renamed is returned itself, and the
-            other results are lazy.
+            The tensors, keyed by published name. If only the name changes, this is `tensor` itself. Other
+            results are lazy.
         """
         new_names = self.list_published_names(name, tensor.shape)
         if not self.is_rearranged(name, tensor.shape):
@@ -249,7 +250,7 @@ class _TorchtitanConversion:
         return {new_name: _permute_rotary_rows(tensor, heads)}
 
     def is_rearranged(self, name: str, shape: Shape) -> bool:
-        """Return whether the values of a tensor are split or reordered, and not only renamed."""
+        """Return whether a tensor is split or its values are reordered, rather than only renamed."""
         new_names = self.list_published_names(name, shape)
         if len(new_names) != 1 or new_names == [name]:
             return len(new_names) > 1
@@ -310,7 +311,7 @@ def _convert_optimizer(
 def _permute_rotary_rows(tensor: Tensor, heads: int) -> Tensor:
     """Reorder the rows of each head from adjacent pairs to two halves.
 
-    The first rows of all pairs come first, followed by the second rows of all pairs.
+    The first half consists of the first row of each pair, the second half of the second row.
 
     Args:
         tensor: Query or key projection, or an optimizer state of its shape.

@@ -1,1 +1,1 @@
-"""Names of tensors: canonical names, tied weights, and rules between published files and memory."""
+"""Handle tensor names: canonical names, tied weights, and published and in-memory names."""

@@ -1,4 +1,4 @@
-"""Canonical Hugging Face names for the keys of a state dict, and separation of model and optimizer."""
+"""Map the keys of a state dict to canonical Hugging Face names, and separate model and optimizer."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _OUTER_MODEL_PREFIX, _INNER_MODEL_PREFIXES = (
 
 
 def is_parameter_index(text: str) -> bool:
-    """Return whether a string is a number with at most nine digits, such as the index of a parameter.
+    """Return whether a string is a number with at most nine digits, such as a parameter index.
 
     `str.isdigit` also accepts superscripts and numbers of any length.
     """
@@ -41,22 +41,22 @@ def is_parameter_index(text: str) -> bool:
 
 
 def remove_wrapper_parts(name: str) -> str:
-    """Remove the parts of a name that wrappers insert (torch.compile, checkpointing, FSDP, XLA)."""
+    """Remove the name components that wrappers insert (torch.compile, checkpointing, FSDP, XLA)."""
     if "._" not in name and not name.startswith("_"):
         return name
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def check_no_flat_parameters(names: Iterable[object], location: str) -> None:
-    """Check that no name belongs to a flat parameter. FSDP1 saves them with LOCAL_STATE_DICT.
+    """Check that no name belongs to a flat parameter, which FSDP1 saves with LOCAL_STATE_DICT.
 
     Args:
         names: Names in a state dict.
         location: File of the state dict, used in error messages.
 
     Raises:
-        CheckpointError: If there is a flat parameter, because its file does not contain the shapes of the
-            parameters.
+        CheckpointError: If there is a flat parameter, because its file does not contain the shapes of
+            the parameters.
     """
     if any(str(name).rpartition(".")[2] == _FLAT_PARAMETER for name in names):
         raise CheckpointError(
@@ -67,7 +67,7 @@ def check_no_flat_parameters(names: Iterable[object], location: str) -> None:
 
 
 def strip_common_prefixes(values: Mapping[str, V], *, location: str) -> dict[str, V]:
-    """Remove wrapper parts and common prefixes from the names of a state dict.
+    """Remove wrapper components and common prefixes from the names in a state dict.
 
     The prefix `module.` of DDP is removed if all names have it. The prefix `model.` is removed if a
     transformers model is the attribute `model` of another module, as in Lightning and Composer.
@@ -113,14 +113,17 @@ def strip_common_prefixes(values: Mapping[str, V], *, location: str) -> dict[str
 
 
 def find_plain_name(name: str, names: Container[str]) -> str:
-    """Return the name of an optimizer's parameter without the prefixes that `strip_common_prefixes` removes.
+    """Return the model's name for an optimizer's parameter, without the prefixes that wrappers add.
+
+    Tries to remove each prefix that `strip_common_prefixes` removes.
 
     Args:
         name: Name in the optimizer's state.
         names: Names of the model's parameters.
 
     Returns:
-        The first spelling that is the name of a parameter. If there is none, the name without wrapper parts.
+        The first result that is the name of a parameter. If there is none, the name without wrapper
+        components.
     """
     plain = remove_wrapper_parts(name)
     outer = plain.removeprefix(_DDP_PREFIX)
@@ -134,14 +137,14 @@ def find_plain_name(name: str, names: Container[str]) -> str:
 
 
 class StateKey(NamedTuple):
-    """Parts of a flattened key in an optimizer's state, such as `model.norm.weight.exp_avg`."""
+    """Parameter name and state name in a flattened optimizer key such as `model.norm.weight.exp_avg`."""
 
     parameter: str
     state: str
 
 
 class _OptimizerPath(NamedTuple):
-    """Parts of the path of a key that belongs to an optimizer.
+    """Path of a key in an optimizer, split into components.
 
     Attributes:
         container: Path of the optimizer.
@@ -156,17 +159,17 @@ class _OptimizerPath(NamedTuple):
 
 @dataclass
 class KeyRoles:
-    """Roles of the keys of a flattened state dict.
+    """Keys of a flattened state dict, grouped by role.
 
     Attributes:
         model: Keys of the parameters and buffers, by name.
-        optimizer_state: Keys of the optimizer state, by the name or index of the parameter and the name of
-            the state.
-        param_groups: Keys of the parameter groups, by the path below `param_groups`. The path is `()` if the
-            complete list is one item.
-        other: Other keys, such as the keys of schedulers, counters, and data loaders.
-        optimizers: Paths of the optimizers. `optimizer_state` and `param_groups` are only valid if there is
-            one.
+        optimizer_state: Keys of the optimizer state, by the name or index of the parameter and the name
+            of the state.
+        param_groups: Keys of the parameter groups, by the path below `param_groups`. The path is `()`
+            if the complete list is one item.
+        other: Other keys, such as keys of schedulers, counters, and data loaders.
+        optimizers: Paths of the optimizers. `optimizer_state` and `param_groups` are only valid if
+            there is one.
     """
 
     model: dict[str, str] = field(default_factory=dict)
@@ -179,12 +182,12 @@ class KeyRoles:
 def classify_state_dict_keys(
     paths: Mapping[str, StateDictPath], tensors: frozenset[str], *, location: str
 ) -> KeyRoles:
-    """Find the role of each key of a flattened state dict.
+    """Find the role of each key in a flattened state dict.
 
-    The dicts that contain an optimizer or the model are recognized by their content and not by their names:
-    an optimizer has `state` and `param_groups`, and the model is the container of the other tensors. Only
-    complete keys of the nested paths are considered, because the prefix `model.` of a flattened key may also
-    belong to the name of a parameter, as in Llama.
+    The dicts that contain an optimizer or the model are recognized by their content, not by their
+    names: an optimizer has `state` and `param_groups`, and the model is the container of the other
+    tensors. The model is found by nested paths instead of prefixes of flattened keys, because the
+    prefix `model.` may also belong to the name of a parameter, as in Llama.
 
     Args:
         paths: Path of each key in the nested state dict before it was flattened.
@@ -273,10 +276,10 @@ def infer_key_paths(keys: Iterable[str], *, location: str) -> dict[str, StateDic
 
 
 def _find_optimizer_containers(paths: Mapping[str, StateDictPath]) -> set[StateDictPath]:
-    """Find the containers in a nested state dict that have the content of an optimizer.
+    """Find the containers in a nested state dict that are optimizers.
 
-    A container is accepted if it has parameter groups, or if both its name and the names of its states are
-    typical of an optimizer.
+    A container is an optimizer if it has parameter groups, or if both its name and the names of its
+    states are typical of an optimizer.
 
     Args:
         paths: Path of each key in the nested state dict.
@@ -304,7 +307,7 @@ def _find_optimizer_containers(paths: Mapping[str, StateDictPath]) -> set[StateD
 
 
 def _split_optimizer_path(path: StateDictPath, containers: set[StateDictPath]) -> _OptimizerPath | None:
-    """Split the path of a key in an optimizer into the path of the optimizer, the table, and the rest.
+    """Split an optimizer key's path into the path of the optimizer, the table, and the rest.
 
     Args:
         path: Path of the key in the nested state dict.
@@ -331,8 +334,8 @@ def find_model_container(paths: Sequence[StateDictPath]) -> StateDictPath | None
         paths: Paths of the tensors that do not belong to an optimizer.
 
     Returns:
-        Path of the container, or None if there are several candidates. In this case, names must keep their
-        containers.
+        Path of the container. None if there are several candidates, in which case the containers must
+        remain in the names.
     """
     counts: dict[StateDictPath, int] = {}
     for path in paths:
@@ -352,10 +355,10 @@ def find_model_container(paths: Sequence[StateDictPath]) -> StateDictPath | None
 
 
 def split_state_key(joined: str, names: Container[str]) -> StateKey:
-    """Split a flattened key `<parameter>.<state>` of an optimizer's state.
+    """Split a flattened optimizer key `<parameter>.<state>`.
 
-    The longest name of a parameter with which the key begins is used. If there is none, the key is split at
-    the last dot.
+    The parameter is the longest parameter name that the key starts with. If there is none, the key is
+    split at the last dot.
 
     Args:
         joined: Flattened key.

@@ -1,8 +1,8 @@
-"""Names of the codes of quantized weights.
+"""Identify the tensors that contain quantized weights.
 
-An integer tensor is not always a code: modules also have lookup tables, masks, and counters. The codes of
-quantized weights are recognized by their own names, by the scales that belong to them, or by an 8-bit
-floating-point dtype, because only codes have such a dtype.
+Integer tensors may also be lookup tables, masks, or counters. The codes (integer or packed values)
+of a quantized weight are recognized by their names, by the scales that belong to them, or by an
+8-bit floating-point dtype, which only codes have.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SCALES = ("_scale", "_scale_inv", "_scale_2", "_scales", "_global_scale", "_zer
 
 
 def is_quantized_code(name: str, tensor: Tensor, names: Container[str]) -> bool:
-    """Return whether a tensor holds the codes of a quantized weight.
+    """Return whether a tensor contains the codes of a quantized weight.
 
     Args:
         name: Name of the tensor.
@@ -41,6 +41,6 @@ def is_quantized_code(name: str, tensor: Tensor, names: Container[str]) -> bool:
 
 
 def find_quantized_names(tensors: Mapping[str, Tensor]) -> set[str]:
-    """Return the names of all quantized weights, and of the modules that contain quantized weights."""
+    """Return the names of all quantized weights and of the modules that contain them."""
     codes = [name for name, tensor in tensors.items() if is_quantized_code(name, tensor, tensors)]
     return {*codes, *(name.rpartition(".")[0] for name in codes)}

@@ -1,4 +1,4 @@
-"""Settings of a `config.json` that have invalid values or contradict the tensors."""
+"""Find settings in a `config.json` that are invalid or contradict the tensors."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ EXPERT_COUNT = re.compile(
 
 
 def describe_invalid_settings(config: Mapping[str, Any], names: Iterable[str]) -> list[str]:
-    """Find settings whose values have a type, a sign or a size that no model has.
+    """Find settings whose values have a type, sign or size that no model has.
 
     Args:
         config: Content of the `config.json`.
-        names: Names of the tensors. The number of experts is only compared if there are experts.
+        names: Names of the tensors. If none belongs to an expert, the number of experts is not checked.
 
     Returns:
         A description of each setting.
@@ -76,7 +76,7 @@ def describe_invalid_settings(config: Mapping[str, Any], names: Iterable[str]) -
 
 
 def _describe_valid_values(key: str, value: Any, is_known: bool, has_experts: bool) -> str | None:
-    """Describe the values that a setting may have if its value is invalid.
+    """Describe the valid values of a setting if its value is invalid.
 
     Args:
         key: Name of the setting.
@@ -112,7 +112,7 @@ def _is_size(value: Any, least: int) -> bool:
 
 
 def has_stale_quantization(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> bool:
-    """Return whether a config describes a quantization, but no tensor is quantized."""
+    """Return whether a config describes a quantization although no tensor is quantized."""
     text = config.get("text_config")
     parts = (config, text if isinstance(text, dict) else {})
     if not tensors or not any(isinstance(part.get("quantization_config"), dict) for part in parts):
@@ -146,10 +146,11 @@ def find_contradicted_tie(tensors: Mapping[str, Tensor], config: Mapping[str, An
 
 
 def has_contradicted_text_tie(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> bool:
-    """Return whether only the text part of a config ties output embeddings that the tensors do not tie.
+    """Return whether only the text config ties output embeddings that are not tied in the tensors.
 
-    transformers 5 writes this for Qwen3-VL-MoE: it reads the setting of the complete model and writes the
-    default of the text part. transformers 4.57 and vLLM read the setting of the text part.
+    transformers 5 writes such a config for Qwen3-VL-MoE: it reads the setting of the complete model,
+    but writes the default for the text config. transformers 4.57 and vLLM read the setting of the text
+    config.
     """
     text = config.get("text_config")
     is_contradicted = isinstance(text, dict) and text.get("tie_word_embeddings") is True
@@ -161,9 +162,9 @@ def has_contradicted_text_tie(tensors: Mapping[str, Tensor], config: Mapping[str
 
 
 def find_tensors_of_class(config: Mapping[str, Any]) -> ExpectedTensors | None:
-    """Return the parameters of the model class in a config.
+    """Return the parameters of the model class that a config specifies.
 
-    Returns None if there is no class or if it is unknown.
+    None if the config does not specify a class, or if the class is unknown.
     """
     model_type, architecture = config.get("model_type"), get_architecture(config)
     if not isinstance(model_type, str) or architecture is None:

@@ -1,10 +1,11 @@
-"""Legacy config keys of transformers 4 that transformers 5 stores elsewhere in `config.json`.
+"""Add and remove legacy config keys of transformers 4, which transformers 5 stores elsewhere.
 
-transformers 5 moves `rope_theta` and similar keys into `rope_parameters`, and renames a few others. Programs
-that read the legacy keys, such as transformers 4.57, mlx-lm, and the converter of llama.cpp, use their
-defaults instead or fail. `earlier_config_keys.json` contains the keys of each model type, with the path under
-which transformers 5 stores the value, and the model types whose `rope_scaling` has a `type` instead of a
-`rope_type`. `python -m tests.earlier_keys` generates the file.
+transformers 5 moves `rope_theta` and similar keys into `rope_parameters`, and renames a few others.
+Programs that read the legacy keys, such as transformers 4.57, mlx-lm, and the converter of
+llama.cpp, then use their defaults or fail. `earlier_config_keys.json` contains the legacy keys of
+each model type, with the path under which transformers 5 stores the value. It also lists the model
+types whose `rope_scaling` has a `type` instead of a `rope_type`. `python -m tests.earlier_keys`
+generates the file.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def _iter_nested_configs(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _compute_earlier_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Compute the legacy keys of a model type and their values from the keys of transformers 5.
+    """Compute the values of a model type's legacy keys from the keys of transformers 5.
 
     Missing keys are skipped.
     """

@@ -1,7 +1,8 @@
-"""Tensors that a model class of transformers requires, read from `expected_tensors.json`.
+"""Look up the tensors that a model class of transformers requires, in `expected_tensors.json`.
 
-`python -m tests.expected_tensors` generates the file by building every text model of transformers in many
-variants. It contains only facts that hold in all variants, so it never contradicts a sound checkpoint.
+`python -m tests.expected_tensors` generates the file by building many variants of every text model
+in transformers. It contains only facts that hold in all variants, so it never contradicts a sound
+checkpoint.
 """
 
 from __future__ import annotations
@@ -70,13 +71,13 @@ number of heads times the head size. A letter and a digit are a multiple, such a
 
 
 def compute_formula_sizes(config: Mapping[str, Any]) -> dict[str, int]:
-    """Compute the value of each formula of `SIZES` that the config determines.
+    """Compute the value of each formula in `SIZES` that the config determines.
 
     Args:
         config: Content of the `config.json`.
 
     Returns:
-        The sizes, keyed by formula. A formula is missing if the config does not contain its values.
+        The sizes, keyed by formula. A formula is omitted if the config does not contain its values.
     """
     text = config.get("text_config")
     # Ignore the top level of a composite config, because it may have default values that do not apply to the
@@ -108,7 +109,7 @@ def compute_formula_sizes(config: Mapping[str, Any]) -> dict[str, int]:
 
 
 def collect_integer_settings(config: Mapping[str, Any]) -> dict[str, int]:
-    """Return the integers of a config and of its text config, keyed by config key."""
+    """Return the integer settings of a config and its text config, keyed by config key."""
     text = config.get("text_config")
     values = {**config, **(text if isinstance(text, dict) else {})}
     return {key: value for key, value in values.items() if type(value) is int}
@@ -130,19 +131,20 @@ def may_tie_embeddings(config: Mapping[str, Any], *, default: bool) -> bool:
 
 
 def replace_layer_number(name: str) -> str:
-    """Replace the layer index in a name by an asterisk. A name outside of layers is returned unchanged."""
+    """Replace the layer index in a name with an asterisk. Return a name outside of layers unchanged."""
     match = _LAYER.fullmatch(name)
     return f"{match['stack']}.*.{match['rest']}" if match else name
 
 
 def group_names_by_layer(names: Iterable[str]) -> dict[str, dict[int, dict[str, str]]]:
-    """Group names by layer.
+    """Group tensor names by layer.
 
     Args:
         names: Names of tensors.
 
     Returns:
-        Names keyed by the stack (such as `model.layers`), the layer index, and the name inside the layer.
+        Full names, keyed by stack (such as `model.layers`), then by layer index, and then by the name
+        within the layer. Names outside of layers are omitted.
     """
     stacks: dict[str, dict[int, dict[str, str]]] = {}
     for name in names:
@@ -154,7 +156,7 @@ def group_names_by_layer(names: Iterable[str]) -> dict[str, dict[int, dict[str, 
 
 @dataclass(frozen=True)
 class LayerStack:
-    """Layers of one stack, such as `model.layers`.
+    """Parameters of the layers in a stack, such as `model.layers`.
 
     Attributes:
         depth: Config key with the number of layers, or None if it is unknown.
@@ -169,16 +171,16 @@ class LayerStack:
 
 @dataclass(frozen=True)
 class ExpectedTensors:
-    """Parameters of one model class, under the names that transformers uses in memory.
+    """Parameters of a model class, under the names that transformers uses in memory.
 
-    In all names, the layer index is replaced by an asterisk.
+    In all names, an asterisk replaces the layer index.
 
     Attributes:
         required: Parameters that the class always has.
         untied: Parameters that the class has if `tie_word_embeddings` is false.
         stacks: Layers, keyed by the name of the stack.
-        shapes: Formula of each dimension, keyed by the name of the parameter. The formulas are listed in
-            `SIZES`. `?` means that the size is not determined by the config.
+        shapes: Formula of each dimension, keyed by the name of the parameter. The formulas are listed
+            in `SIZES`. `?` means that the config does not determine the size.
         tied: Value of `tie_word_embeddings` if the config does not contain the key.
     """
 

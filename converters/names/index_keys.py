@@ -1,8 +1,8 @@
-"""Assignment of optimizer state that is keyed by index to the parameters of a model.
+"""Assign optimizer state that is keyed by index to the parameters of a model.
 
-The parameters in each group have the order of the model, but the state does not contain the names of the
-parameters in a group. Therefore, the assignment is found by the shapes of the state: there must be exactly
-one way to distribute the model's parameters, in order, over the groups.
+The state does not contain parameter names, but the parameters in each group have the order of the
+model. The assignment is therefore found from the shapes of the state: there must be exactly one way
+to distribute the model's parameters, in order, over the groups.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ _BUFFERS = ("running_mean", "running_var")
 
 
 class NamedShape(NamedTuple):
-    """Name and shape of a tensor that may be a parameter of an optimizer."""
+    """Name and shape of a tensor that may be an optimizer parameter."""
 
     name: str
     shape: Shape
 
 
 class GroupPosition(NamedTuple):
-    """Position of a parameter in the parameter groups of an optimizer."""
+    """Position of a parameter in an optimizer's parameter groups."""
 
     group: int
     index_in_group: int
 
 
 def list_possible_parameters(order: Iterable[str], tensors: Mapping[str, Tensor]) -> list[NamedShape]:
-    """List the tensors of a model that may be parameters of an optimizer.
+    """List the tensors of a model that an optimizer may train. Known buffers are omitted.
 
     Args:
         order: Names in the order of the model.
@@ -54,7 +54,7 @@ def list_possible_parameters(order: Iterable[str], tensors: Mapping[str, Tensor]
 
 
 def flatten_group_keys(groups: Sequence[Sequence[K]], state: Collection[K], location: str) -> list[K]:
-    """Return the keys of all parameter groups in order.
+    """Check the keys in all parameter groups, and return them in order.
 
     Args:
         groups: Keys of the parameters in each group.
@@ -80,7 +80,7 @@ def map_indices_to_names(
     candidates: Sequence[tuple[str, Shape]],
     location: str,
 ) -> dict[K, str]:
-    """Find the parameter name of each key of an optimizer that numbers its parameters group by group.
+    """Find the parameter name for each key of an optimizer that numbers its parameters group by group.
 
     Args:
         groups: Keys of the parameters in each group, in the order of the model.
@@ -107,10 +107,10 @@ def map_indices_to_names(
 def match_groups_to_parameters(
     candidates: Sequence[tuple[str, Shape]], group_shapes: Sequence[Sequence[Shape | None]]
 ) -> dict[str, GroupPosition] | int:
-    """Find the only way to assign parameters, in order, to the shapes of the parameter groups.
+    """Find the only way to assign parameters, in order, to the shapes in the parameter groups.
 
-    This uses dynamic programming over the parameters. A state is the number of assigned parameters of each
-    group, and its value is the number of ways to reach it.
+    Uses dynamic programming over the parameters. A state consists of the number of assigned parameters
+    in each group, and its value is the number of ways to reach it.
 
     Args:
         candidates: Possible parameters in the order of the model. Parameters that are not assigned are
@@ -118,8 +118,8 @@ def match_groups_to_parameters(
         group_shapes: Shape of each parameter in each group, or None if the parameter has no state.
 
     Returns:
-        Position of each assigned parameter, keyed by name. If there is not exactly one way, the number of
-        ways: 0, or 2 for several ways or if they are too many to count.
+        Position of each assigned parameter, keyed by name. If there is not exactly one way, an integer:
+        0 if no way exists, or 2 if there are several ways or too many to count.
     """
     frozen = len(candidates) - sum(map(len, group_shapes))
     if frozen < 0:

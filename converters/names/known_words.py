@@ -1,8 +1,8 @@
-"""Recognition of tensor names that do not belong to a model type of transformers.
+"""Detect tensor names that do not belong to a model type of transformers.
 
-`module_words.json` contains the words in the tensor names of each model type, and `python -m
-tests.module_words` generates the file. A name that another program has written, such as
-`transformer.h.0.attn.qkv.weight` in a Llama, contains words that the model type does not have.
+`module_words.json` contains the words in the tensor names of each model type. `python -m
+tests.module_words` generates the file. A name from another program, such as
+`transformer.h.0.attn.qkv.weight` in a Llama, contains words that do not occur in the model type.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def _load_words() -> dict[str, str]:
 
 
 def find_unknown_names(names: Iterable[str], config: Mapping[str, Any]) -> list[str]:
-    """Find the tensor names that contain words which a model type does not have.
+    """Find the tensor names that contain words unknown to the model type.
 
     The last word of a name is ignored, because quantized weights add tensors such as `weight_scale`.
 
@@ -52,7 +52,7 @@ def find_unknown_names(names: Iterable[str], config: Mapping[str, Any]) -> list[
 
 
 def find_foreign_name(names: Iterable[str], config: Mapping[str, Any]) -> str | None:
-    """Find a tensor name that transformers does not use for this model type, if most names are like this.
+    """Return an unknown tensor name if most tensor names are unknown to the model type.
 
     Args:
         names: Names of the tensors.

@@ -1,4 +1,4 @@
-"""Settings of a `config.json`: changes, sizes, and a comparison with the tensors of a checkpoint."""
+"""Change the settings in a `config.json`, parse its sizes, and compare them with the tensors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
 
 def override_config_settings(config: dict[str, Any], overrides: Mapping[str, Any]) -> None:
-    """Override settings of a model in place, also in the nested configs that contain them.
+    """Override model settings in place, including settings in nested configs.
 
     Args:
         config: Content of a `config.json`.
@@ -73,7 +73,7 @@ def check_config_fits_tensors(
 ) -> None:
     """Check that the sizes in a config match the shapes of the tensors.
 
-    Only sizes are compared that follow unambiguously from the tensors.
+    Only compares sizes that can be inferred unambiguously from the tensors.
 
     Args:
         tensors: Tensors of the checkpoint, keyed by name.

@@ -1,8 +1,9 @@
-"""Order in which the modules of a model define their parameters, derived from the names.
+"""Sort parameter names in the order in which the modules of a model define them.
 
-An optimizer that is keyed by index numbers its parameters in this order. A pickled state dict has the same
-order, but a safetensors file is sorted by name. Each list below contains sibling modules and parameters in
-the order in which the classes of transformers create them. A test compares the lists with these classes.
+An optimizer that is keyed by index numbers its parameters in this order. A pickled state dict also
+has this order, but a safetensors file is sorted by name. Each list below contains sibling modules
+and parameters in the order in which transformers' classes create them. A test compares the lists
+with these classes.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def sort_in_module_order(names: Iterable[str], config_path: AnyPath | None) -> l
         config_path: Path of a `config.json` with the `model_type`. None if there is no config.
 
     Returns:
-        The sorted names, or None if the order of the model type or the position of a name is unknown.
+        The sorted names. None if the order is unknown for the model type or one of the names.
     """
     model_type = read_json_object_or_empty(config_path).get("model_type")
     order = _ORDERS.get(model_type) if isinstance(model_type, str) else None

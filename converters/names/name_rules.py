@@ -1,10 +1,10 @@
-"""Rules by which transformers renames and rearranges tensors when it loads and saves a model.
+"""Define the rules by which transformers renames and rearranges tensors when it loads and saves a model.
 
-In many models, the names and shapes of the tensors in memory differ from the published files: for example,
-transformers stacks the experts of a layer into one parameter. `published_names.json` contains the rules of
-transformers as data, so this module does not import a framework; `python -m tests.published_names` generates
-the file. Each rule has two directions: `read` converts from files to memory, and `write` converts from memory
-to files.
+In many models, the names and shapes of the tensors in memory differ from published files. For
+example, transformers stacks the experts of a layer into one parameter. `published_names.json`
+contains the rules of transformers as data, so that this module does not import a framework. `python
+-m tests.published_names` generates the file. Each rule has two directions: `read` converts from
+files to memory, and `write` converts from memory to files.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class RuleDirection:
     Attributes:
         pattern: Regular expression that contains a group `g<i>` for each source pattern.
         sources: Source patterns.
-        targets: Target patterns. `\1` is replaced by the first group inside the match.
-        operations: Operations to apply to the tensors, in order. Each operation consists of its name and its
+        targets: Target patterns. `\1` is replaced with the first group inside the match.
+        operations: Operations to apply to the tensors, in order. Each one consists of its name and its
             arguments.
         offset: Number that a `shift` rule adds to the layer number.
     """
@@ -57,12 +57,13 @@ class NameRule:
     """Rule of transformers in both directions.
 
     Attributes:
-        kind: Kind of the rule: `rename` changes names, `convert` also rearranges tensors, `prefix` adds or
-            removes the first module, `group` applies either all of its renamings or none, `shift` changes a
-            layer number, and `pairs` joins two layers.
+        kind: Type of the rule: `rename` changes names, `convert` also rearranges tensors, `prefix` adds
+            or removes the first module, `group` applies either all of its renamings or none, `shift`
+            changes a layer number, and `pairs` joins two layers.
         read: Direction from files to memory.
         write: Direction from memory to files.
-        scope: Path of the submodule to which the rule applies, or None if it applies to the complete model.
+        scope: Path of the submodule that the rule applies to, or None if it applies to the complete
+            model.
         base: Name of the base model's module. It may be missing at the beginning of `scope`.
     """
 
@@ -75,18 +76,18 @@ class NameRule:
 
 @dataclass(frozen=True)
 class NameRules:
-    """Rules of one model.
+    """Renaming and conversion rules of one model.
 
     Attributes:
         rules: Rules in the order in which transformers applies them when it loads the model.
         base: Name of the base model's module, such as `model` or `transformer`. May be empty.
         config: The model's `config.json`, because some operations depend on it.
-        recorded: Whether the rules were selected by the names in a base checkpoint. Otherwise, they are the
-            defaults of the model type.
-        file_shapes: Shapes of tensors in the base checkpoint, keyed by the published name. Only contains
-            tensors whose layout differs between published files and can only be recognized by the shape. For
-            example, published files of Qwen3-VL-MoE contain experts of shape `[experts, inputs, outputs]`,
-            and `save_pretrained` writes `[experts, outputs, inputs]`.
+        recorded: Whether the rules were selected by the names in a base checkpoint. Otherwise, they are
+            the defaults of the model type.
+        file_shapes: Shapes of tensors in the base checkpoint, keyed by published name. Only contains
+            tensors whose layout differs between published files, and can only be inferred from the
+            shape. For example, published files of Qwen3-VL-MoE contain experts of shape `[experts,
+            inputs, outputs]`, and `save_pretrained` writes `[experts, outputs, inputs]`.
     """
 
     rules: tuple[NameRule, ...]
@@ -107,7 +108,7 @@ def _depends_on_expected_shape(rule: NameRule) -> bool:
 
 
 def parse_rule(value: Mapping[str, Any]) -> NameRule:
-    """Parse a rule from its JSON form."""
+    """Parse a rule from JSON."""
     return NameRule(
         value["kind"],
         _parse_direction(value["read"]),
@@ -118,7 +119,7 @@ def parse_rule(value: Mapping[str, Any]) -> NameRule:
 
 
 def serialize_rule(rule: NameRule) -> dict[str, Any]:
-    """Return the JSON form of a rule, which `parse_rule` reads."""
+    """Convert a rule to JSON that `parse_rule` can read."""
     value: dict[str, Any] = {
         "kind": rule.kind,
         "read": _serialize_direction(rule.read),
@@ -128,7 +129,7 @@ def serialize_rule(rule: NameRule) -> dict[str, Any]:
 
 
 def _parse_direction(value: Mapping[str, Any]) -> RuleDirection:
-    """Parse one direction of a rule from its JSON form."""
+    """Parse one direction of a rule from JSON."""
     return RuleDirection(
         value["find"],
         tuple(value["sources"]),
@@ -139,7 +140,7 @@ def _parse_direction(value: Mapping[str, Any]) -> RuleDirection:
 
 
 def _serialize_direction(direction: RuleDirection) -> dict[str, Any]:
-    """Return the JSON form of one direction of a rule. Default values are omitted."""
+    """Convert one direction of a rule to JSON. Default values are omitted."""
     value: dict[str, Any] = {
         "find": direction.pattern,
         "sources": list(direction.sources),
@@ -154,7 +155,7 @@ def _serialize_direction(direction: RuleDirection) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Submodel:
-    """Submodule of a model with separate rules.
+    """Submodule with its own rules.
 
     Attributes:
         path: Path of the submodule, or an empty string for the complete model.
@@ -183,7 +184,7 @@ class _RuleTable:
         self._unscoped = frozenset(self.rules)
 
     def get_rules(self, key: str) -> list[NameRule]:
-        """Return the rules of a model type or class, or an empty list if there are none."""
+        """Return the rules for a model type or class. Empty if there are none."""
         return [self.rules[i] for i in self.by_key.get(key, ())]
 
     def contains_rule(self, rule: NameRule) -> bool:
@@ -208,7 +209,7 @@ def get_default_rules(config: Mapping[str, Any], architecture: str | None = None
 
     Args:
         config: The model's `config.json`.
-        architecture: Class of the model. By default, this is the class that the config names.
+        architecture: Class of the model. Defaults to the class in the config.
 
     Returns:
         The rules, or None if transformers does not implement the model type or the class.
@@ -239,10 +240,9 @@ def get_default_rules(config: Mapping[str, Any], architecture: str | None = None
 
 
 def iter_possible_rules(config: Mapping[str, Any]) -> Iterator[NameRules]:
-    """Yield the rules of each class with which transformers may load a model, without duplicates.
+    """Yield the rules of each class that transformers may load a model with, without duplicates.
 
-    The class that the config names comes first, followed by the other classes of its model type and the
-    classes of its text model.
+    The class in the config comes first, then the other classes of its model type and of its text model.
     """
     table = _load_table()
     seen: set[tuple[NameRule, ...]] = set()
@@ -259,12 +259,12 @@ def iter_possible_rules(config: Mapping[str, Any]) -> Iterator[NameRules]:
 
 
 def get_legacy_rules() -> tuple[NameRule, ...]:
-    """Return the rules for names in old files. They apply to all model types."""
+    """Return the rules for names in old files, which apply to all model types."""
     return tuple(_load_table().get_rules("legacy"))
 
 
 def add_legacy_rules(rules: NameRules) -> NameRules:
-    """Return the rules with which transformers reads any file of the model, including the legacy rules."""
+    """Add the legacy rules. transformers uses the result to read any file of the model."""
     return replace(rules, rules=(*rules.rules, *get_legacy_rules()))
 
 
@@ -272,7 +272,7 @@ def _resolve_rules_key(submodel: _Submodel, config: Mapping[str, Any]) -> str:
     """Return the key of a submodel's rules in the table.
 
     The key depends on the model type in the submodel's config. If the config has no model type, the
-    submodel's default key is returned.
+    default key of the submodel is returned.
     """
     table = _load_table()
     value: Any = config
@@ -326,7 +326,7 @@ def parse_rules_record(value: Any, config: Mapping[str, Any], source: str) -> Na
 
 
 def build_rules_record(rules: NameRules) -> dict[str, Any]:
-    """Build the record that `parse_rules_record` reads."""
+    """Build a record of the rules that `parse_rules_record` can read."""
     record = {"version": 1, "base": rules.base, "rules": [serialize_rule(rule) for rule in rules.rules]}
     shapes = {name: list(shape) for name, shape in rules.file_shapes.items()}
     return {**record, "file_shapes": shapes} if shapes else record
@@ -338,7 +338,7 @@ def _compile_pattern(find: str) -> re.Pattern[str]:
 
 
 class MatchedRule(NamedTuple):
-    """Rule of the kind `convert` that matches a name.
+    """Rule of kind `convert` that matches a name.
 
     Attributes:
         rule_index: Index of the rule in `Renamer.rules`.
@@ -350,14 +350,14 @@ class MatchedRule(NamedTuple):
 
 
 class ConvertedName(NamedTuple):
-    """Name after the first matching `convert` rule, and the rule. The rule is None if no rule matches."""
+    """Name after the first matching `convert` rule, and the rule itself (None if no rule matches)."""
 
     name: str
     rule: MatchedRule | None
 
 
 class _RenamedKey(NamedTuple):
-    """Name after a rule, and the source pattern that matched.
+    """Name after applying a rule, and the source pattern that matched.
 
     The pattern is None if the rule does not match.
     """
@@ -367,11 +367,12 @@ class _RenamedKey(NamedTuple):
 
 
 class Renamer:
-    """Renamer that applies rules in one direction, and records which rules were used.
+    """Renamer that applies rules in one direction and records which rules were used.
 
     Args:
         rules: Rules in the order in which to apply them.
-        write: Whether to convert from memory to files. Otherwise, names are converted from files to memory.
+        write: Whether to convert from memory to files. Otherwise, names are converted from files to
+            memory.
 
     Attributes:
         used_rule_indices: Indices of the rules that have changed or matched a name so far.
@@ -384,19 +385,19 @@ class Renamer:
         self._active: set[int] = set()
 
     def get_direction(self, index: int) -> RuleDirection:
-        """Return the direction of a rule in which this renamer applies it: `write` or `read`."""
+        """Return the direction in which this renamer applies a rule: `write` or `read`."""
         rule = self.rules[index]
         return rule.write if self.write else rule.read
 
     def apply_convert_rule(self, key: str) -> ConvertedName:
-        """Apply the first rule of the kind `convert` that matches a name.
+        """Apply the first rule of kind `convert` that matches a name.
 
         Args:
             key: Name of a tensor.
 
         Returns:
-            The name in which the first target pattern replaces the match, and the rule. If no rule matches,
-            the name is unchanged, and the rule is None.
+            The name, in which the first target pattern replaces the match, and the rule. If no rule
+            matches, the unchanged name and None.
         """
         for index, rule in enumerate(self.rules):
             if rule.kind == CONVERT:
@@ -406,9 +407,9 @@ class Renamer:
         return ConvertedName(key, None)
 
     def apply_rename_rules(self, key: str) -> str:
-        """Apply all rules except `convert` rules to a name, one after the other.
+        """Apply all rules except `convert` rules to a name, one after another.
 
-        Records the rules that were used.
+        Records which rules were used.
         """
         for index, rule in enumerate(self.rules):
             if rule.kind != CONVERT:
@@ -418,7 +419,8 @@ class Renamer:
     def _apply_rule(self, index: int, key: str) -> _RenamedKey:
         """Apply one rule to a name, and record the rule as used if it matches.
 
-        A match of the first pattern of a `group` rule also activates the other patterns of the rule.
+        If the first pattern of a `group` rule matches, the other patterns of the rule are activated as
+        well.
 
         Args:
             index: Index of the rule.
@@ -471,11 +473,11 @@ _LAYER_OF_TWO = re.compile(r"layers\.(\d{1,9})\.(mixer|attn_alpha|mlp_alpha)(?=\
 
 
 def _join_layer_pairs(key: str) -> str:
-    """Rename a module of a layer so that each pair of layers becomes one layer.
+    """Rename a layer's module such that each pair of layers becomes one layer.
 
     Some files number the attention block and the MLP block of a layer as two layers. For example,
-    `layers.4.mixer` and `layers.5.mixer` become `layers.2.self_attn` and `layers.2.mlp`. Other names are
-    returned unchanged.
+    `layers.4.mixer` and `layers.5.mixer` become `layers.2.self_attn` and `layers.2.mlp`. Other names
+    are returned unchanged.
     """
 
     def rename_layer(match: re.Match[str]) -> str:
@@ -487,7 +489,7 @@ def _join_layer_pairs(key: str) -> str:
 
 
 def sort_naturally(names: Iterable[str]) -> list[str]:
-    """Sort names, with the numbers inside them in numeric order."""
+    """Sort names such that numbers in them are in numeric order."""
 
     def split_numbers(name: str) -> list[tuple[Any, ...]]:
         parts: list[tuple[Any, ...]] = []
@@ -509,13 +511,13 @@ def select_used_rules(
 ) -> NameRules:
     """Select the rules that apply to at least one name in a published checkpoint.
 
-    transformers saves a model with the rules that it used to load the model.
+    transformers saves a model with the rules that it used to load it.
 
     Args:
         rules: Default rules of the model.
         names: Names of the tensors in the published checkpoint.
-        shapes: Shapes of the tensors. Pass them if `rules.depends_on_shapes` is True. Without them, the
-            tensors whose layout depends on the shape are later written with their layout in memory.
+        shapes: Shapes of the tensors, which are needed if `rules.depends_on_shapes` is True. Without
+            them, tensors whose layout depends on the shape are later written in their layout in memory.
 
     Returns:
         The selected rules, including legacy rules.
@@ -574,10 +576,10 @@ Published files and servers have this name. transformers 5 removes it while it r
 
 
 def _is_written(rule: NameRule, config: Mapping[str, Any]) -> bool:
-    """Return whether a default rule is applied for writing if no base checkpoint shows which rules it needs.
+    """Return whether to apply a default rule for writing a model without a known base checkpoint.
 
-    All rules except `prefix` rules are applied. `prefix` rules are only applied inside the vision towers of
-    the model types in `_TYPES_WITH_PREFIXED_TOWERS`.
+    All rules except `prefix` rules are applied. `prefix` rules are only applied inside the vision
+    towers of the model types in `_TYPES_WITH_PREFIXED_TOWERS`.
     """
     in_tower = rule.scope is not None and rule.scope.endswith("_tower")
     return rule.kind != PREFIX or (in_tower and config.get("model_type") in _TYPES_WITH_PREFIXED_TOWERS)

@@ -1,7 +1,7 @@
-"""Conversion of tensors between published files and the names that transformers uses in memory.
+"""Convert tensors between published files and the layout that transformers has in memory.
 
-Both directions follow `portable.converters.names.name_rules`. Tensors are rearranged lazily: most operations
-of the rules slice or stack rows, so the result consists of spans of the original files.
+Both directions follow `portable.converters.names.name_rules`. Tensors are rearranged lazily: most
+operations of the rules slice or stack rows, so the result consists of spans of the original files.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Arrays = dict[str, list[Arrangement]]
 
 @dataclass(frozen=True)
 class _OperationContext:
-    """Properties of the model and of the applied rule on which an operation may depend.
+    """Properties of the model and of the applied rule that an operation may depend on.
 
     Attributes:
         direction: Direction of the rule that is applied.
@@ -67,7 +67,7 @@ class _OperationContext:
 
 
 def arrange_for_files(shapes: Mapping[str, Shape], rules: NameRules) -> dict[str, Arrangement]:
-    """Arrange the tensors of a model in memory as its published files contain them.
+    """Arrange the tensors of a model in memory in the layout of its published files.
 
     Args:
         shapes: Shape of each tensor, keyed by the name in memory.
@@ -110,16 +110,16 @@ def arrange_for_memory(
     errors: dict[str, str] | None = None,
     adapted_shapes: Mapping[str, Shape] | None = None,
 ) -> dict[str, Arrangement]:
-    """Arrange the tensors of published files as transformers loads them into memory.
+    """Arrange the tensors of published files in the layout that transformers has in memory.
 
     Args:
         shapes: Shape of each tensor, keyed by the published name.
         rules: Rules of the model.
-        memory_shapes: Shapes of the model's tensors in memory, if they are known. They determine whether
-            names begin with the base model's module.
-        errors: Dict that receives an error message for each tensor that cannot be rearranged.
-        adapted_shapes: Shapes of the parameters that an adapter changes, keyed by the name in memory. They
-            are used if `memory_shapes` is None.
+        memory_shapes: Shapes of the model's tensors in memory, if they are known. They determine
+            whether names begin with the base model's module.
+        errors: Dict to which an error message is added for each tensor that cannot be rearranged.
+        adapted_shapes: Shapes of the parameters that an adapter changes, keyed by the name in memory.
+            They are used if `memory_shapes` is None.
 
     Returns:
         The arrangement of each tensor, keyed by the name in memory.
@@ -182,7 +182,7 @@ def find_unclaimed_names(
 
 
 def _match_base_prefix(key: str, base: str, memory_names: Collection[str]) -> str:
-    """Add or remove the base model's module at the beginning of a name if this gives a name of the model.
+    """Add or remove the base model's module at the start of a name if the result is a name of the model.
 
     Args:
         key: Name of a tensor.
@@ -190,7 +190,8 @@ def _match_base_prefix(key: str, base: str, memory_names: Collection[str]) -> st
         memory_names: Names of the model's tensors in memory.
 
     Returns:
-        The new name. `key` itself if neither adding nor removing the module gives a name of the model.
+        The new name. `key` itself if neither adding nor removing the module results in a name of the
+        model.
     """
     if not base:
         return key
@@ -200,11 +201,11 @@ def _match_base_prefix(key: str, base: str, memory_names: Collection[str]) -> st
 
 
 def are_memory_names(names: Collection[str], rules: NameRules) -> bool:
-    """Return whether tensors have names that transformers uses in memory and not in published files.
+    """Return whether tensors have transformers' names in memory rather than published names.
 
-    A name in memory changes if it is converted to a published name, and converting the result back restores
-    the name. A published name behaves the same way in the opposite direction. Names that fulfill both or
-    neither condition are ignored.
+    A name in memory changes when it is converted to a published name, and converting the result back
+    restores it. A published name behaves the same way in the opposite direction. Names that meet both
+    or neither of these conditions are ignored.
 
     Args:
         names: Names of all tensors.
@@ -241,15 +242,15 @@ def are_memory_names(names: Collection[str], rules: NameRules) -> bool:
 
 
 def _mask_numbers(name: str) -> str:
-    """Replace all numbers in a name by 0, so that names of different layers and experts become equal."""
+    """Replace all numbers in a name with 0, so that names in different layers and experts become equal."""
     return re.sub(r"\d+", "0", name)
 
 
 class _TensorGroup:
-    """Tensors that one rule converts together, such as the experts of a layer.
+    """Tensors that a rule converts together, such as the experts of a layer.
 
     Args:
-        converter: Rule of the kind `convert` that the names match, or None if the tensor is only renamed.
+        converter: Rule of kind `convert` that the names match, or None if the tensor is only renamed.
     """
 
     def __init__(self, converter: MatchedRule | None) -> None:
@@ -317,7 +318,7 @@ def _get_single_arrangement(arrays: Arrays) -> Arrangement:
 
 
 def _stack_parts(arrays: Arrays, operation: Operation, context: _OperationContext) -> Arrays:
-    """Stack the tensors of each source pattern along a new dimension, such as the experts of a layer.
+    """Stack the tensors of each source pattern, such as a layer's experts, along a new dimension.
 
     The argument of the operation is the new dimension.
     """
@@ -328,9 +329,10 @@ def _stack_parts(arrays: Arrays, operation: Operation, context: _OperationContex
 
 
 def _split_stack(arrays: Arrays, operation: Operation, context: _OperationContext) -> Arrays:
-    """Split each stacked tensor into one tensor per index, such as one tensor per expert.
+    """Split each stacked tensor into one tensor per index, such as one per expert.
 
-    The argument of the operation is the stacked dimension. The index replaces the `*` in the target pattern.
+    The argument of the operation is the stacked dimension. The index replaces the `*` in the target
+    pattern.
 
     Raises:
         CheckpointError: If there are too many experts.
@@ -349,7 +351,10 @@ def _split_stack(arrays: Arrays, operation: Operation, context: _OperationContex
 
 
 def _concat_parts(arrays: Arrays, operation: Operation, context: _OperationContext) -> Arrays:
-    """Concatenate the tensors of all source patterns along the dimension that the operation names."""
+    """Concatenate the tensors of all source patterns.
+
+    The argument of the operation is the dimension.
+    """
     dim = operation[1]
     parts = [values for pattern in context.direction.sources for values in arrays.get(pattern, ())]
     # Use the order of the arrays if earlier operations have replaced the patterns by other names.
@@ -358,10 +363,10 @@ def _concat_parts(arrays: Arrays, operation: Operation, context: _OperationConte
 
 
 def _split_chunks(arrays: Arrays, operation: Operation, context: _OperationContext) -> Arrays:
-    """Split a tensor into chunks of equal size along the dimension that the operation names.
+    """Split a tensor into chunks of equal size, one per target pattern.
 
-    There is one chunk for each target pattern. If the operation also names a config key, the value of the key
-    is the number of chunks instead.
+    The arguments of the operation are the dimension and a config key, which may be None. If there is a
+    key, its value is the number of chunks instead.
 
     Raises:
         CheckpointError: If the config does not contain a valid number of chunks.
@@ -384,7 +389,7 @@ def _split_chunks(arrays: Arrays, operation: Operation, context: _OperationConte
 
 
 def _split_by_shapes(arrays: Arrays, operation: Operation, context: _OperationContext) -> Arrays:
-    """Split a tensor into parts that have the shapes of the targets. At most one shape may be unknown.
+    """Split a tensor into parts with the shapes of the targets. At most one shape may be unknown.
 
     Raises:
         CheckpointError: If several shapes are unknown.
@@ -403,9 +408,9 @@ def _split_by_shapes(arrays: Arrays, operation: Operation, context: _OperationCo
 def _transpose_weights(arrays: Arrays, operation: Operation, context: _OperationContext) -> Arrays:
     """Swap two dimensions of a tensor.
 
-    The arguments of the operation are the dimensions and a flag. If the flag is set, the tensor is only
-    transposed if the sizes of these dimensions differ from the expected shape, because some published files
-    already contain the transposed layout.
+    The arguments of the operation are the dimensions and a flag. Some published files already contain
+    the transposed layout. If the flag is set, the tensor is therefore only transposed if the sizes of
+    these dimensions differ from the expected shape.
 
     Raises:
         CheckpointError: If the flag is set and the expected shape is unknown.
@@ -427,7 +432,7 @@ def _transpose_weights(arrays: Arrays, operation: Operation, context: _Operation
 
 
 def _interleave_rows(arrays: Arrays, operation: Operation, context: _OperationContext) -> Arrays:
-    """Move the elements with even indices to the first half of a dimension and the others to the second half.
+    """Move elements with even indices to the first half of a dimension, and the others to the second.
 
     If the operation is inverse, interleave the two halves instead.
     """
@@ -440,9 +445,9 @@ def _interleave_rows(arrays: Arrays, operation: Operation, context: _OperationCo
 def _permute_rope(arrays: Arrays, operation: Operation, context: _OperationContext) -> Arrays:
     """Convert the rows of each attention head between the two layouts of rotary embeddings.
 
-    One layout stores the two rows of a rotated pair next to each other, and the other layout stores them in
-    the two halves of the head. The arguments of the operation are the config key with the number of heads,
-    the patterns of the tensors to convert (None for all), and the direction.
+    One layout stores the two rows of a rotated pair next to each other, and the other stores them in
+    the two halves of the head. The arguments of the operation are the config key with the number of
+    heads, the patterns of the tensors to convert (None for all), and the direction.
 
     Raises:
         CheckpointError: If the rows cannot be divided into pairs.
@@ -473,11 +478,11 @@ def _permute_rope(arrays: Arrays, operation: Operation, context: _OperationConte
 
 
 def _fuse_experts(arrays: Arrays, operation: Operation, context: _OperationContext) -> Arrays:
-    """Build one tensor of stacked and concatenated experts for each target pattern.
+    """Stack and concatenate experts into one tensor per target pattern.
 
-    Each source pattern, such as `gate_proj`, matches the experts of all targets in order: first the text
-    experts, then the image experts. For each target, its experts are stacked, and the stacks of all source
-    patterns are concatenated.
+    Each source pattern, such as `gate_proj`, matches the experts of all targets in order: first the
+    text experts, then the image experts. The experts of each target are stacked, and then the stacks of
+    all source patterns are concatenated.
     """
     stack_dim, cat_dim = operation[1:]
     targets = context.direction.targets
@@ -491,7 +496,7 @@ def _fuse_experts(arrays: Arrays, operation: Operation, context: _OperationConte
 
 
 def _unfuse_experts(arrays: Arrays, operation: Operation, context: _OperationContext) -> Arrays:
-    """Undo `_fuse_experts`: split the tensor of each target into tensors of one expert and projection."""
+    """Undo `_fuse_experts`: split each target's tensor into one tensor per expert and projection."""
     stack_dim, cat_dim = operation[1:]
     targets = context.direction.targets
     parts = [
@@ -511,8 +516,8 @@ def _unfuse_experts(arrays: Arrays, operation: Operation, context: _OperationCon
 def _merge_queries(arrays: Arrays, operation: Operation, context: _OperationContext) -> Arrays:
     """Merge two query tensors into one stack with four rows per layer, or separate them again.
 
-    Rows 0 and 3 of each layer in the stack come from the first tensor, and rows 1 and 2 come from the second
-    tensor. Each of the two tensors contains two rows per layer.
+    Each of the two tensors contains two rows per layer. In the stack, rows 0 and 3 of a layer come from
+    the first tensor, and rows 1 and 2 from the second.
     """
     (inverse,) = operation[1:]
     first, second = (*context.direction.targets, *context.direction.sources)[:2]
@@ -544,10 +549,8 @@ def _merge_queries(arrays: Arrays, operation: Operation, context: _OperationCont
 def _remove_padding(arrays: Arrays, operation: Operation, context: _OperationContext) -> Arrays:
     """Remove the padding rows of the output head for the published file.
 
-    The inverse operation adds zeros instead.
-
-    The config key `unpadded_vocab_size` determines the number of rows without padding, and `vocab_size` the
-    number with padding.
+    The inverse operation adds zeros instead. In the config, `unpadded_vocab_size` is the number of rows
+    without padding, and `vocab_size` the number with padding.
 
     Raises:
         CheckpointError: If the config does not contain the number of rows.
@@ -566,7 +569,7 @@ def _remove_padding(arrays: Arrays, operation: Operation, context: _OperationCon
 
 
 def _pass_float_experts(arrays: Arrays, operation: Operation, context: _OperationContext) -> Arrays:
-    """Return experts unchanged.
+    """Return unquantized experts unchanged.
 
     Raises:
         CheckpointError: If the experts are quantized and therefore have scales.

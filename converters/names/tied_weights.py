@@ -1,7 +1,8 @@
-"""Tied weights: stored tensors that are the same parameter with two names.
+"""Find tied weights: stored tensors with two names that are the same parameter.
 
-`save_pretrained` writes a tied parameter only once, under the name of its owner, and so does this package.
-Some programs write both names. An alias is only dropped if its values equal the owner's values bit for bit.
+`save_pretrained` writes a tied parameter only once, under the name of its owner, and so does this
+package. Some programs write both names. An alias is only dropped if its values equal the owner's
+values bit for bit.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class ResolvedTies(NamedTuple):
 def find_implied_ties(
     names: Iterable[str], aliases: Iterable[str], config: Mapping[str, Any]
 ) -> dict[str, str]:
-    """Find the parameters that share the embedding's weights, although the files do not contain their names.
+    """Find parameters that are tied to the embedding, but whose names do not occur in the files.
 
     Args:
         names: Names of the stored tensors.
@@ -107,8 +108,8 @@ def resolve_ties(
 ) -> ResolvedTies:
     """Split the stored tensors into owners and aliases.
 
-    Two tensors with names that transformers may tie are read and compared, unless the format records that
-    they are tied.
+    If transformers may tie two tensors according to their names, they are read and compared, unless the
+    format records that they are tied.
 
     Args:
         stored: All stored tensors, keyed by their canonical names.
@@ -137,10 +138,10 @@ def resolve_ties(
 
 
 def find_untied_embeddings(tensors: Mapping[str, Tensor]) -> list[TiedPair]:
-    """Find output embeddings that are stored in addition to input embeddings of the same shape.
+    """Find output embeddings that are stored separately from input embeddings of the same shape.
 
-    The owner `shared.weight` is ignored, because encoder-decoder models also scale their outputs according
-    to `tie_word_embeddings`.
+    The owner `shared.weight` is ignored. It belongs to encoder-decoder models, where
+    `tie_word_embeddings` also affects the scale of the outputs.
 
     Args:
         tensors: Tensors without aliases. See `resolve_ties`.
@@ -164,7 +165,8 @@ def select_tie_owner(same: Mapping[str, Tensor]) -> str:
         same: Tensors that are the same parameter, keyed by name.
 
     Returns:
-        The first name that transformers does not tie to another name, or the first name if there is none.
+        The first name that transformers never ties to another name. If all names may be aliases, the
+        first one.
     """
     aliases = {alias for alias, _ in _list_tie_candidates(same)}
     return next((name for name in same if name not in aliases), next(iter(same)))
@@ -182,12 +184,12 @@ def are_tensors_equal(left: Tensor, right: Tensor) -> bool:
 
 
 def ends_with_name(name: str, endings: Sequence[str]) -> bool:
-    """Return whether a dotted name equals one of the endings, or ends with a dot and one of the endings."""
+    """Return whether a dotted name equals one of the endings, or ends with a dot and an ending."""
     return any(name == end or name.endswith(f".{end}") for end in endings)
 
 
 def _read_tie_setting(config: AnyPath | None) -> bool | None:
-    """Read `tie_word_embeddings` from a config or its text config. Returns None if neither contains it."""
+    """Read `tie_word_embeddings` from a config or its text config. None if neither contains it."""
     values = read_json_object_or_empty(config)
     for source in (values, values.get("text_config")):
         if isinstance(source, dict) and isinstance(source.get("tie_word_embeddings"), bool):
@@ -196,7 +198,9 @@ def _read_tie_setting(config: AnyPath | None) -> bool | None:
 
 
 def _list_tie_candidates(stored: Mapping[str, Tensor]) -> list[TiedPair]:
-    """List the pairs that transformers may tie according to their names and shapes, without comparing values.
+    """List the pairs of tensors that transformers may tie, according to their names and shapes.
+
+    Values are not compared.
 
     Raises:
         CheckpointError: If there are too many pairs.

@@ -1,9 +1,9 @@
-"""Dequantization of checkpoints, as the `quantization_config` in their `config.json` describes them.
+"""Dequantize checkpoints according to the `quantization_config` in their `config.json`.
 
     floats = dequantize_checkpoint(open_checkpoint("gpt-oss-20b"), "bfloat16")
 
-Tensors are only read and computed when they are used. An unknown method, key of `quantization_config`, or
-tensor raises an error that names it.
+Tensors are read and computed when they are used. An unknown method, an unknown key of
+`quantization_config`, or an unknown tensor raises an error that names it.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ def _split_words(text: str) -> frozenset[str]:
 
 
 class _NameAndStem(NamedTuple):
-    """Name of a tensor, and the name without its suffix."""
+    """Name of a tensor, and the same name without its suffix."""
 
     name: str
     stem: str
 
 
 class _QuantizedWeights:
-    """Tensors of a checkpoint during its dequantization.
+    """Tensors of a checkpoint while it is being dequantized.
 
     Args:
         tensors: Tensors of the checkpoint, keyed by name.
@@ -79,7 +79,7 @@ class _QuantizedWeights:
         self.dtype = dtype
 
     def iter_by_suffix(self, *suffixes: str) -> Iterator[_NameAndStem]:
-        """Iterate over the remaining tensors whose names end in one of the suffixes.
+        """Iterate over the remaining tensors whose names have one of the suffixes.
 
         Tensors may be removed during the iteration.
         """
@@ -89,14 +89,11 @@ class _QuantizedWeights:
                     yield _NameAndStem(name, name.removesuffix(end))
 
     def pop_tensor(self, name: str) -> Tensor | None:
-        """Remove a tensor from the remaining tensors, and return it.
-
-        Returns None if the tensor is missing.
-        """
+        """Remove and return one of the remaining tensors, or return None if it does not exist."""
         return self.remaining.pop(name, None)
 
     def pop_required_tensor(self, name: str, required_by: str) -> Tensor:
-        """Remove a tensor from the remaining tensors, and return it.
+        """Remove one of the remaining tensors, which must exist, and return it.
 
         Args:
             name: Name of the tensor.
@@ -113,14 +110,14 @@ class _QuantizedWeights:
         return tensor
 
     def dequantize_scaled_bytes(self, *scale_suffixes: str, block: BlockShape | None = None) -> None:
-        """Dequantize all weights with 8-bit codes for which there is a tensor of scales.
+        """Dequantize all weights with 8-bit codes that have a tensor of scales.
 
-        The codes, scales, and zero points are removed from `remaining`. Weights without scales stay in
-        `remaining`.
+        The codes, scales, and zero points are removed from `remaining`. Weights without scales are left in
+        it.
 
         Args:
             scale_suffixes: Possible suffixes of the scales. They follow the name of the weight.
-            block: Block shape of the scales in the settings. If None, it is computed from the shapes.
+            block: Block shape of the scales in the settings. If None, it is inferred from the shapes.
         """
         for name, tensor in list(self.remaining.items()):
             if tensor.dtype not in ("F8_E4M3", "F8_E5M2", "I8") or len(tensor.shape) < 2:
@@ -143,7 +140,7 @@ class _QuantizedWeights:
 
 
 def dequantize_checkpoint(checkpoint: Checkpoint, dtype: str = "bfloat16") -> Checkpoint:
-    """Convert a checkpoint with quantized weights to floats. Weights are computed when they are read.
+    """Dequantize a checkpoint. Weights are computed when they are read.
 
     Example:
         >>> floats = dequantize_checkpoint(open_checkpoint("gpt-oss-20b"))
@@ -154,7 +151,7 @@ def dequantize_checkpoint(checkpoint: Checkpoint, dtype: str = "bfloat16") -> Ch
             their dtypes.
 
     Returns:
-        The checkpoint with floats, without the quantization settings.
+        The checkpoint with dequantized weights, without the quantization settings.
 
     Raises:
         CheckpointError: If the checkpoint is not quantized, if its method is not supported, or if scales are
@@ -205,16 +202,17 @@ def dequantize_checkpoint(checkpoint: Checkpoint, dtype: str = "bfloat16") -> Ch
 
 @cache
 def _read_defaults() -> dict[str, dict[str, Any]]:
-    """Read the default values of settings, keyed by `quant_method` and setting.
+    """Read the default values of quantization settings, keyed by `quant_method` and setting.
 
-    The libraries also write settings that have their default values. Such settings need not be supported.
+    The libraries also write settings that have their default values. These settings are accepted even
+    if they are not supported otherwise.
     """
     table: dict[str, dict[str, Any]] = json.loads(_DEFAULTS.read_bytes())
     return table
 
 
 def read_quantization_config(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
-    """Read the quantization settings in the `config.json` or `hf_quant_config.json` of a checkpoint.
+    """Read the quantization settings from a checkpoint's `config.json` or `hf_quant_config.json`.
 
     Returns:
         The settings. None if the checkpoint is not quantized, or if `checkpoint.config` replaces the
@@ -252,10 +250,10 @@ def can_dequantize(settings: Mapping[str, Any]) -> bool:
 
 
 def _get_quant_method(settings: Mapping[str, Any]) -> str:
-    """Return the `quant_method` of quantization settings as a string, or `""` if they do not contain it.
+    """Return the `quant_method` of quantization settings as a string, or `""` if it is missing.
 
-    transformers may represent the method by an enumeration, whose value is returned. Settings of bitsandbytes
-    may lack the method and are recognized by `load_in_8bit` or `load_in_4bit`.
+    In transformers, the method may be an enum, whose value is returned. Settings of bitsandbytes may
+    lack the method and are recognized by `load_in_8bit` or `load_in_4bit`.
     """
     has_bitsandbytes_setting = settings.get("load_in_8bit") or settings.get("load_in_4bit")
     method = settings.get("quant_method") or ("bitsandbytes" if has_bitsandbytes_setting else "")
@@ -263,7 +261,7 @@ def _get_quant_method(settings: Mapping[str, Any]) -> str:
 
 
 def parse_block_shape(settings: Mapping[str, Any], location: str) -> BlockShape | None:
-    """Return the `weight_block_size` of quantization settings, or None if they do not contain it.
+    """Return the `weight_block_size` of quantization settings, or None if it is missing.
 
     Args:
         settings: Quantization settings.
@@ -287,7 +285,7 @@ def parse_block_shape(settings: Mapping[str, Any], location: str) -> BlockShape 
 
 
 def _check_setting(settings: Mapping[str, Any], key: str, allowed: tuple[Any, ...], location: str) -> None:
-    """Check that a setting has a supported value, because other values would change the meaning of the codes.
+    """Check that a setting has a supported value. Other values would change the meaning of the codes.
 
     Raises:
         CheckpointError: If the value is set and not allowed.
@@ -315,7 +313,7 @@ _COMPRESSED_FORMATS = (
 
 
 def _dequantize_fp8(weights: _QuantizedWeights, settings: Mapping[str, Any], location: str) -> None:
-    """Dequantize FP8 weights of transformers, and FP4 weights in the same checkpoint.
+    """Dequantize transformers' FP8 weights, and FP4 weights in the same checkpoint.
 
     See `_Method.dequantize`.
     """
@@ -328,7 +326,7 @@ def _dequantize_fp8(weights: _QuantizedWeights, settings: Mapping[str, Any], loc
 
 
 def _dequantize_mxfp4(weights: _QuantizedWeights, settings: Mapping[str, Any], location: str) -> None:
-    """Dequantize MXFP4 weights of GPT-OSS. See `_Method.dequantize`."""
+    """Dequantize GPT-OSS's MXFP4 weights. See `_Method.dequantize`."""
     for name, stem in weights.iter_by_suffix("_blocks"):
         scales = weights.pop_required_tensor(f"{stem}_scales", name)
         weights.dequantized[stem] = dequantization.dequantize_gpt_oss(
@@ -339,7 +337,7 @@ def _dequantize_mxfp4(weights: _QuantizedWeights, settings: Mapping[str, Any], l
 def _dequantize_compressed_tensors(
     weights: _QuantizedWeights, settings: Mapping[str, Any], location: str
 ) -> None:
-    """Dequantize weights of compressed-tensors, whose codes are packed or stored with one code per byte.
+    """Dequantize weights of compressed-tensors. Their codes are packed, or stored one per byte.
 
     Raises:
         CheckpointError: If a setting or a layout is not supported.
@@ -422,7 +420,7 @@ def _dequantize_packed(
 
 
 def _dequantize_gptq(weights: _QuantizedWeights, settings: Mapping[str, Any], location: str) -> None:
-    """Dequantize GPTQ weights of 2, 3, 4 or 8 bits. See `_Method.dequantize`."""
+    """Dequantize GPTQ weights with 2, 3, 4 or 8 bits. See `_Method.dequantize`."""
     _check_setting(settings, "pack_dtype", ("int32",), location)
     _check_setting(settings, "checkpoint_format", ("gptq", "gptq_v2"), location)
     _check_setting(settings, "format", ("gptq", "gptq_v2"), location)
@@ -445,7 +443,7 @@ def _dequantize_gptq(weights: _QuantizedWeights, settings: Mapping[str, Any], lo
 
 
 def _dequantize_awq(weights: _QuantizedWeights, settings: Mapping[str, Any], location: str) -> None:
-    """Dequantize AWQ weights of 4 bits. See `_Method.dequantize`."""
+    """Dequantize 4-bit AWQ weights. See `_Method.dequantize`."""
     _check_setting(settings, "version", ("gemm", "GEMM"), location)
     for key in ("bits", "w_bit"):
         _check_setting(settings, key, (4,), location)
@@ -458,7 +456,7 @@ def _dequantize_awq(weights: _QuantizedWeights, settings: Mapping[str, Any], loc
 
 
 def _dequantize_bitsandbytes(weights: _QuantizedWeights, settings: Mapping[str, Any], location: str) -> None:
-    """Dequantize NF4, FP4, and LLM.int8 weights of bitsandbytes. See `_Method.dequantize`."""
+    """Dequantize bitsandbytes' NF4, FP4, and LLM.int8 weights. See `_Method.dequantize`."""
     for name, weight in weights.iter_by_suffix(
         ".quant_state.bitsandbytes__nf4", ".quant_state.bitsandbytes__fp4"
     ):
@@ -487,7 +485,7 @@ def _dequantize_bitsandbytes(weights: _QuantizedWeights, settings: Mapping[str, 
 
 
 def _read_quant_state(tensor: Tensor) -> dict[str, Any]:
-    """Read the JSON state of a weight with 4-bit codes of bitsandbytes.
+    """Read the JSON state that bitsandbytes stores for a 4-bit weight.
 
     Raises:
         CheckpointError: If the tensor does not contain a valid state.
@@ -509,7 +507,7 @@ def _read_quant_state(tensor: Tensor) -> dict[str, Any]:
 
 
 def _dequantize_modelopt(weights: _QuantizedWeights, settings: Mapping[str, Any], location: str) -> None:
-    """Dequantize NVFP4 and FP8 weights of ModelOpt. See `_Method.dequantize`."""
+    """Dequantize ModelOpt's NVFP4 and FP8 weights. See `_Method.dequantize`."""
     _check_setting(settings, "quant_algo", ("FP8", "NVFP4"), location)
     for name, stem in weights.iter_by_suffix(".weight_scale_2"):
         weight = f"{stem}.weight"
@@ -525,12 +523,13 @@ def _dequantize_modelopt(weights: _QuantizedWeights, settings: Mapping[str, Any]
 
 
 class _Method(NamedTuple):
-    """Method of quantization.
+    """Quantization method that can be dequantized.
 
     Attributes:
-        dequantize: Function that dequantizes all weights of a checkpoint. Its arguments are the tensors, the
-            quantization settings, and the location to use in error messages. It removes the tensors that it
-            uses from `_QuantizedWeights.remaining`, and adds the weights to `_QuantizedWeights.dequantized`.
+        dequantize: Function that dequantizes all weights of a checkpoint. Its arguments are the
+            tensors, the quantization settings, and the location to use in error messages. It moves the
+            tensors that it uses out of `_QuantizedWeights.remaining`, and adds the weights to
+            `_QuantizedWeights.dequantized`.
         supported_keys: Keys of `quantization_config` that the function reads, or that do not affect the
             weights.
     """

@@ -1,10 +1,10 @@
-"""Quantization of checkpoints in formats that inference servers load.
+"""Quantize checkpoints in formats that inference servers load.
 
     quantized = quantize_checkpoint(open_checkpoint("out"), "fp8-block")
     quantized = quantize_like_base(open_checkpoint("fine-tuned"), open_checkpoint("quantized-base"))
 
-Scales are computed only from the weights, so methods that require calibration data (GPTQ, AWQ, NVFP4) raise
-an error. Tensors are only read and computed when they are used.
+Scales are computed only from the weights, so methods that require calibration data (GPTQ, AWQ, NVFP4)
+raise an error. Tensors are read and computed when they are used.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ _LINEAR_WEIGHT = re.compile(
 
 
 class _QuantizationFormat(NamedTuple):
-    """Format for a value of `--quantize`.
+    """Format that a value of `--quantize` selects.
 
     Attributes:
         scheme: Rules of the quantization.
         quantize_weight: Function that returns the tensors of a quantized weight, keyed by name.
-        build_config: Function that returns the `quantization_config` for a list of modules that are not
-            quantized.
+        build_config: Function that takes the list of modules that are not quantized, and returns the
+            `quantization_config`.
     """
 
     scheme: QuantizationScheme
@@ -79,7 +79,7 @@ def _build_fp8_config(excluded_modules: list[str]) -> dict[str, Any]:
 def _make_compressed_tensors_config_builder(
     form: str, bits: int, kind: str, strategy: str, *, group: int | None = None, tokens: bool = False
 ) -> Callable[[list[str]], dict[str, Any]]:
-    """Create a function that builds settings like the presets of compressed-tensors.
+    """Create a function that builds the settings of a compressed-tensors preset.
 
     The presets are W8A8, W4A16, FP8_DYNAMIC, and MXFP4A16.
 
@@ -88,7 +88,7 @@ def _make_compressed_tensors_config_builder(
         bits: Number of bits per code.
         kind: `int` or `float`.
         strategy: `channel` or `group`, for the scales of the weights.
-        group: Number of columns of a group. None if the strategy is `channel`.
+        group: Number of columns per group. None if the strategy is `channel`.
         tokens: Whether activations are quantized with a dynamic scale per token.
     """
     weights: dict[str, Any] = {
@@ -145,21 +145,21 @@ _FORMATS = {
 
 
 def quantize_checkpoint(checkpoint: Checkpoint, form: str, *, dtype: str = "keep") -> Checkpoint:
-    """Quantize the weights of the linear layers of a checkpoint. Codes are computed when they are read.
+    """Quantize the weights of a checkpoint's linear layers. Codes are computed when they are read.
 
-    The output head and all other tensors stay floats. A weight that is not divisible into the blocks of the
-    format also stays a float, as in the programs of the formats.
+    The output head and all other tensors are not quantized. As in the reference implementations, a weight
+    that is not divisible into the blocks of the format is not quantized either.
 
     Args:
-        checkpoint: Checkpoint with floats and a `config.json`.
+        checkpoint: Unquantized checkpoint with a `config.json`.
         form: Name of the format:
 
-            - ``fp8-block``: FP8 of transformers (`fp8`), with blocks of 128 x 128
-            - ``fp8``: FP8 of compressed-tensors, with a scale for each output
-            - ``mxfp4``: MXFP4 of compressed-tensors, with a scale for 32 inputs
-            - ``int8``: INT8 of compressed-tensors, with a scale for each output
-            - ``int4``: INT4 of compressed-tensors, with a scale for 128 inputs
-        dtype: Dtype of the tensors that stay floats, and of the weights before they are quantized.
+            - ``fp8-block``: FP8 of transformers (`fp8`), with one scale per block of 128 x 128
+            - ``fp8``: FP8 of compressed-tensors, with one scale per output
+            - ``mxfp4``: MXFP4 of compressed-tensors, with one scale per 32 inputs
+            - ``int8``: INT8 of compressed-tensors, with one scale per output
+            - ``int4``: INT4 of compressed-tensors, with one scale per 128 inputs
+        dtype: Dtype of the tensors that are not quantized, and of the weights before they are quantized.
 
     Returns:
         The quantized checkpoint, with a `quantization_config`.
@@ -217,13 +217,13 @@ def quantize_checkpoint(checkpoint: Checkpoint, form: str, *, dtype: str = "keep
 def quantize_like_base(
     checkpoint: Checkpoint, base: Checkpoint, *, dtype: str = "keep", untouched: Collection[str] = ()
 ) -> Checkpoint:
-    """Quantize the weights of a checkpoint that are quantized in another checkpoint, with the same settings.
+    """Quantize a checkpoint in the layout of another checkpoint, with the same settings.
 
     Args:
-        checkpoint: Checkpoint with floats.
-        base: Quantized checkpoint whose layout to use: FP8 with a scale per block, per output, or per tensor;
-            MXFP4; or symmetric integers of compressed-tensors. Scales of activations and the dtypes of other
-            tensors are copied from it.
+        checkpoint: Unquantized checkpoint.
+        base: Quantized checkpoint whose layout to use: FP8 with one scale per block, output, or tensor;
+            MXFP4; or symmetric integers of compressed-tensors. Its activation scales are copied, and
+            the dtypes of its other tensors are used.
         dtype: Dtype of the weights before they are quantized. See `quantize_checkpoint`.
         untouched: Names of tensors whose codes are copied from `base`, because their values are equal.
 
@@ -263,7 +263,7 @@ def quantize_like_base(
 
 
 def read_writable_config(base: Checkpoint) -> Mapping[str, Any]:
-    """Read the quantization settings of a checkpoint, and check that its layout can be written.
+    """Read a checkpoint's quantization settings, and check that new weights can be written in its layout.
 
     Raises:
         CheckpointError: If the checkpoint is not quantized, or if its method requires calibration data.
@@ -296,8 +296,8 @@ def _quantize_weight_like_base(
         location: Path and method of the quantized checkpoint, used in error messages.
 
     Returns:
-        The codes and scales, keyed by their names in the quantized checkpoint. If the weight is not quantized
-        there, only the weight, cast to the dtype that it has there.
+        The codes and scales, keyed by their names in the quantized checkpoint. If the weight is not
+        quantized there, only the weight, cast to its dtype in that checkpoint.
 
     Raises:
         CheckpointError: If the layout requires calibration data, or if a scale is missing.
@@ -340,7 +340,7 @@ def _quantize_weight_like_base(
 
 
 def _cast_unquantized_tensors(checkpoint: Checkpoint, dtype: str) -> dict[str, Tensor]:
-    """Cast the tensors of a checkpoint with floats, lazily.
+    """Cast the tensors of an unquantized checkpoint, lazily.
 
     Args:
         checkpoint: Checkpoint whose tensors to cast.

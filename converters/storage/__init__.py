@@ -1,1 +1,1 @@
-"""Reading and writing of files and objects, on a local disk or in an object store."""
+"""Read and write files and objects, on a local disk or in an object store."""

@@ -1,8 +1,8 @@
-"""Byte sources with random access, and the parsing of JSON files.
+"""Define byte sources with random access, and parse JSON files.
 
-A byte source is a complete file, a span of a file with its CRC32, a slice of another source, or several
-sources joined end to end. Readers of checkpoint formats request bytes from a `ByteSource`. Outside of
-`portable.converters.storage`, no code opens a file with tensors.
+A byte source is a complete file, a span of a file with its CRC32, a slice of another source, or
+several sources joined end to end. Readers of checkpoint formats request bytes from a `ByteSource`.
+Outside of `portable.converters.storage`, no code opens a file with tensors.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ CRC_CHUNK_BYTES = 1 << 20
 
 
 class ByteSource(Protocol):
-    """Sequence of bytes with random access.
+    """Sequence of bytes that supports random access.
 
     Attributes:
         nbytes: Number of bytes.
@@ -47,11 +47,13 @@ class ByteSource(Protocol):
         Args:
             buffer: Buffer to fill completely.
             offset: Offset of the first byte in this source.
-            unverified_spans: Set to which the source adds every file span that it reads and whose CRC has not
-                been verified yet. Call `FileSpan.verify_crc` on each span before using the data.
+            unverified_spans: Set to which the source adds each file span that it reads, unless the CRC of
+                the span has already been verified. Call `FileSpan.verify_crc` on each of them before using
+                the data.
 
         Raises:
-            CheckpointError: If the source ends before the buffer is full, or if a file is missing or damaged.
+            CheckpointError: If the source ends before the buffer is full, or if a file is missing or
+                damaged.
         """
         ...
 
@@ -59,7 +61,8 @@ class ByteSource(Protocol):
 class FileDescriptor:
     """Open file that is closed when its last user drops it.
 
-    A file that is evicted from the cache of open files therefore stays open while another thread reads it.
+    A file that is evicted from the cache of open files therefore stays open while another thread is
+    still reading it.
 
     Args:
         path: Path of a regular file. Links are not followed.
@@ -79,9 +82,9 @@ class FileDescriptor:
 
 
 class CheckpointFile:
-    """File of a checkpoint. It is opened at the first read.
+    """File of a checkpoint, which is opened on the first read.
 
-    This is the base class of the files on a disk and of the objects in a store.
+    Base class of local files and of objects in a store.
 
     Args:
         name: Name of the file, relative to the folder of the checkpoint.
@@ -98,7 +101,7 @@ class CheckpointFile:
     def read_into(self, buffer: memoryview, at: int, certain_end: int = 0, possible_end: int = 0) -> None:
         """Read bytes of the file into a buffer.
 
-        A file in an object store uses the last two arguments to fetch bytes in advance.
+        The last two arguments are hints. A file in an object store uses them to fetch bytes in advance.
 
         Args:
             buffer: Buffer to fill completely.
@@ -112,11 +115,11 @@ class CheckpointFile:
         raise NotImplementedError
 
     def open_descriptor(self) -> FileDescriptor | None:
-        """Return the open file for `os.copy_file_range`. Returns None if the file is an object in a store."""
+        """Return the open file for `os.copy_file_range`, or None if the file is an object in a store."""
         return None
 
     def get_file_identity(self) -> object:
-        """Return a key that is equal for two names of the same file."""
+        """Return a key that identifies the file. Two names of the same file have equal keys."""
         return str(PurePosixPath(self.name))
 
     def read_bytes(self, offset: int, num_bytes: int) -> bytes:
@@ -143,7 +146,7 @@ class CheckpointFile:
             offset: Offset of the first byte.
             nbytes: Number of bytes.
             crc32: CRC32 of the bytes of the span, if the file contains it.
-            description: Description of the content, used in error messages. Empty for "data".
+            description: Description of the content, used in error messages. If empty, "data" is used.
 
         Raises:
             CheckpointError: If the span extends beyond the file.
@@ -157,14 +160,14 @@ class CheckpointFile:
 
 
 class ByteRange(NamedTuple):
-    """Range [start, stop) of bytes in a file span."""
+    """Byte range [start, stop) of a file span."""
 
     start: int
     stop: int
 
 
 class _ReadPart(NamedTuple):
-    """Range [start, stop) of bytes in a file span that have been read, and their CRC32."""
+    """Byte range [start, stop) of a file span that has been read, and its CRC32."""
 
     start: int
     stop: int
@@ -174,9 +177,9 @@ class _ReadPart(NamedTuple):
 class FileSpan:
     """Span of a file, and its CRC32 if the writer of the file stored it.
 
-    The CRC of each part is computed when the part is read, in any order, and the CRCs of adjacent parts are
-    combined. Therefore, verifying a span that was read part by part does not read the file again:
-    `verify_crc` only reads the bytes that have not been read yet. Create spans with
+    The CRC of each range is computed when it is read, in any order, and the CRCs of adjacent ranges are
+    combined. Verifying a span that was read piecewise therefore does not read the file again:
+    `verify_crc` only reads bytes that have not been read yet. Create spans with
     `CheckpointFile.get_span`.
 
     Args:
@@ -265,9 +268,9 @@ class FileSpan:
             return ByteRange(start, self.nbytes) if start < self.nbytes else None
 
     def _record_crc(self, start: int, data: memoryview) -> None:
-        """Record the CRC of bytes that were just read, and merge it with adjacent parts.
+        """Record the CRC of bytes that were just read, and merge it with adjacent ranges.
 
-        A range that overlaps with a recorded part is ignored. If some of its bytes were new, `verify_crc`
+        A range that overlaps with a recorded one is ignored. If some of its bytes were new, `verify_crc`
         reads them again.
         """
         crc, stop = isal_zlib.crc32(data), start + len(data)
@@ -319,7 +322,7 @@ class SourceSlice:
 
 
 class ConcatenatedSources:
-    """Byte sources joined end to end, for example the shards of a flat tensor that was split across ranks.
+    """Byte sources joined end to end, such as the shards of a flat tensor that is split across ranks.
 
     Args:
         parts: Sources to join, in order. Empty sources are ignored.
@@ -337,7 +340,7 @@ class ConcatenatedSources:
         self.nbytes = total
 
     def read_into(self, buffer: memoryview, offset: int, unverified_spans: UnverifiedSpans) -> None:
-        """Read bytes, possibly of several parts, into a buffer. See `ByteSource.read_into`."""
+        """Read bytes, possibly from several parts, into a buffer. See `ByteSource.read_into`."""
         if offset < 0 or offset + len(buffer) > self.nbytes:
             raise DamagedCheckpointError("the pieces of a tensor are shorter than the tensor")
         index = bisect_right(self.starts, offset) - 1

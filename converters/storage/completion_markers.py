@@ -1,8 +1,8 @@
-"""Markers that show whether a folder in an object store is complete.
+"""Mark whether a folder in an object store is complete.
 
-An object store cannot rename a folder after all of its files have been written. Therefore, this package first
-writes an object `_INCOMPLETE`, then the files, and then an object `_COMPLETE`. At last, it deletes
-`_INCOMPLETE`. So the state of a folder is always clear:
+An object store cannot rename a folder after all of its files have been written. Therefore, this package
+first writes an object `_INCOMPLETE`, then the files, and then an object `_COMPLETE`. Finally, it deletes
+`_INCOMPLETE`. The state of a folder is thus always clear:
 
 | the folder contains | state |
 | --- | --- |
@@ -34,16 +34,16 @@ COMPLETE_MARKER, INCOMPLETE_MARKER = "_COMPLETE", "_INCOMPLETE"
 def mark_folder_incomplete(folder: RemotePath, **facts: Any) -> str:
     """Mark a folder in an object store as being written.
 
-    Only one process of a run may call this function, before any process writes into the folder. Existing
-    objects are not deleted; call `folder_operations.remove_folder` first to delete them.
+    Only one process of a run may call this function, before any process writes into the folder.
+    Existing objects are not deleted. To delete them, call `folder_operations.remove_folder` first.
 
     Args:
         folder: Folder to mark.
-        facts: Values to store in `_INCOMPLETE` as JSON. They help to find out which program left a folder
-            incomplete.
+        facts: Values to store in `_INCOMPLETE` as JSON. They help to find out which program left a
+            folder incomplete.
 
     Returns:
-        Token to pass to `mark_folder_complete`. The token is used to detect a second writer.
+        Token to pass to `mark_folder_complete`, which uses it to detect a second writer.
     """
     token = os.urandom(8).hex()
     content = {
@@ -67,8 +67,7 @@ def mark_folder_complete(folder: RemotePath, token: str, **facts: Any) -> None:
         facts: Values to store in `_COMPLETE` as JSON.
 
     Raises:
-        RemoteError: If another process has called `mark_folder_incomplete` for the same folder in the
-            meantime.
+        RemoteError: If another process has since called `mark_folder_incomplete` for the same folder.
     """
     if read_json_object_or_empty(folder / INCOMPLETE_MARKER).get("writer") != token:
         raise RemoteError(

@@ -1,9 +1,9 @@
-"""Random access to compressed bytes. The first read decompresses them completely.
+"""Provide random access to compressed bytes, which are decompressed completely on the first read.
 
-Zarr compresses chunks of any size, and a stack of layers is read from one chunk layer by layer. Therefore,
-the decompressed content is kept until every byte has been read once. It is kept in memory if it is small or
-if the memory budget `CACHE_BYTES` allows it. Otherwise, it is kept in an unnamed file in the temporary folder
-(`TMPDIR`), so that the kernel can write it to the disk.
+Zarr compresses chunks of any size, and a stack of layers is read from one chunk layer by layer. The
+decompressed content is therefore kept until every byte has been read once. It is kept in memory if
+it is small, or if the memory budget `CACHE_BYTES` allows it. Otherwise, it is kept in an unnamed
+file in the temporary folder (`TMPDIR`), which the kernel can write to disk.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ CODECS = ("zstd", "gzip")
 
 
 class DecompressedSource:
-    """Byte source that decompresses another source at the first read.
+    """Byte source that decompresses another source on the first read.
 
     Args:
         source: Compressed bytes.
         codec: Compression format, one of `CODECS`.
         nbytes: Size of the decompressed content in bytes. Content of a different size raises an error.
-        used_bytes: Number of bytes that a reader of the complete tensor reads. The remaining bytes are
-            padding. The content is dropped after this many bytes have been read.
+        used_bytes: Number of content bytes that belong to the tensor. The remaining bytes are padding.
+            The content is dropped after this many bytes have been read.
         location: File that contains the bytes, used in error messages.
     """
 
@@ -60,19 +60,19 @@ class DecompressedSource:
         buffer[:] = self.load_content(len(buffer), unverified_spans)[offset : offset + len(buffer)]
 
     def load_content(self, num_bytes: int, unverified_spans: UnverifiedSpans) -> memoryview:
-        """Return the complete content, decompressing it if necessary.
+        """Return the complete content. Decompress it if necessary.
 
-        The caller can copy a strided region directly out of the result. The result stays valid after the
-        source has dropped the content.
+        The caller can copy a strided region directly out of the result, which stays valid after the source
+        has dropped the content.
 
         Args:
             num_bytes: Number of bytes that the caller will read. The source counts them to decide when to
                 drop the content.
-            unverified_spans: See `ByteSource.read_into`.
+            unverified_spans: Set of file spans to verify. See `ByteSource.read_into`.
 
         Raises:
-            CheckpointError: If the compressed data is damaged or its content has a different size, or if the
-                disk is full.
+            CheckpointError: If the compressed data is damaged or its content has a different size, or if
+                the disk is full.
         """
         with self._lock:
             content = self._content
@@ -94,13 +94,13 @@ class DecompressedSource:
         _memory_budget.release_bytes(self._reserved_bytes)
 
     def _decompress(self, unverified_spans: UnverifiedSpans) -> memoryview:
-        """Decompress the content into memory or into a temporary file.
+        """Decompress the content into memory or a temporary file.
 
-        Content that is larger than `MEMORY_BYTES` is decompressed into a temporary file if the memory budget
-        is used up.
+        A temporary file is used if the content is larger than `MEMORY_BYTES` and the memory budget is used
+        up.
 
         Raises:
-            CheckpointError: If the data is damaged, has the wrong size, or if the disk is full.
+            CheckpointError: If the data is damaged or has the wrong size, or if the disk is full.
         """
         import pyarrow  # Imported here because the import is slow.
 
@@ -138,7 +138,7 @@ class DecompressedSource:
             ) from None
 
     def _read_decompressed(self, stream: pyarrow.NativeFile, num_bytes_read: int) -> bytes:
-        """Return the next decompressed bytes, or no bytes at the end of the content.
+        """Read and return the next decompressed bytes. Empty at the end of the content.
 
         Args:
             stream: Decompressing stream.
@@ -195,7 +195,7 @@ class _MemoryBudget:
         self._reserved_bytes = 0
 
     def reserve_bytes(self, nbytes: int) -> int:
-        """Reserve memory.
+        """Reserve memory in the budget.
 
         Returns:
             `nbytes`, or 0 if the budget does not allow it. Pass the result to `release_bytes`.

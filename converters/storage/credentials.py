@@ -1,8 +1,9 @@
-"""Arguments for opening an object store: credentials, endpoint, and region.
+"""Find the credentials, endpoint, and region for opening an object store.
 
-obstore itself reads the environment variables of each vendor and the role of a cloud machine. It does not
-read the profiles and single sign-on in `~/.aws`, federated Google accounts, or a login to Azure. For these,
-this module uses the vendor's Python package, which it imports only when necessary.
+obstore itself reads the environment variables of each vendor and the role of a cloud machine. It
+does not read the profiles and single sign-on in `~/.aws`, federated Google accounts, or a login to
+Azure. For these, this module uses the vendor's Python package, which it imports only when
+necessary.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _METADATA_HOSTS = {"s3": "169.254.169.254", "gs": "metadata.google.internal"}
 
 
 def _get_first_env(*names: str) -> str:
-    """Return the value of the first environment variable that is set and not empty, or an empty string."""
+    """Return the value of the first environment variable that is set and not empty, or `""`."""
     return next((os.environ[name] for name in names if os.environ.get(name)), "")
 
 
@@ -41,10 +42,11 @@ def _is_env_enabled(name: str) -> bool:
 
 
 def _build_s3_options(bucket: str) -> dict[str, Any]:
-    """Return the arguments for a bucket of S3 or of a compatible store.
+    """Return the arguments for opening a bucket in S3 or a compatible store.
 
-    obstore reads keys and the role of a container from the environment. Otherwise, boto3 is used if it is
-    installed, and else the role of the machine. If the region is not set, it is requested from Amazon.
+    obstore reads keys and the role of a container from the environment. Without them, boto3 is used if
+    it is installed, and otherwise the role of the machine. If the region is not set, it is requested
+    from Amazon.
 
     Raises:
         RemoteError: If there are no credentials, or if `AWS_PROFILE` is set and boto3 is not installed.
@@ -101,10 +103,10 @@ def _fetch_bucket_region(bucket: str) -> str:
 
 
 def _build_gcs_options(bucket: str) -> dict[str, Any]:
-    """Return the arguments for a bucket of Google Cloud Storage.
+    """Return the arguments for opening a bucket in Google Cloud Storage.
 
-    obstore reads service accounts and tokens from the environment. Otherwise, the credentials of the gcloud
-    command are used, and else the role of the machine.
+    obstore reads service accounts and tokens from the environment. Without them, the credentials of the
+    gcloud command are used if they exist, and otherwise the role of the machine.
     """
     if emulator := _get_first_env("STORAGE_EMULATOR_HOST"):
         base = emulator if "://" in emulator else f"http://{emulator}"
@@ -140,7 +142,7 @@ def _build_gcs_options(bucket: str) -> dict[str, Any]:
 
 
 def _build_azure_options(bucket: str) -> dict[str, Any]:
-    """Return the arguments for a container of Azure.
+    """Return the arguments for opening a container in Azure.
 
     Without a key or a token, the credentials of the package `azure-identity` are used, such as a login.
     """
@@ -177,7 +179,7 @@ def _build_azure_options(bucket: str) -> dict[str, Any]:
 
 
 def _build_hub_options(repository: str) -> dict[str, Any]:
-    """Return the arguments for reading a repository of the Hugging Face Hub at one revision.
+    """Return the arguments for reading a repository on the Hugging Face Hub at one revision.
 
     Args:
         repository: Name of the repository, with an optional revision: `datasets/owner/name@revision`.
@@ -211,7 +213,7 @@ def _is_installed(package: str) -> bool:
 
 
 def _create_from_vendor_package(module: str, name: str, protocol: str, *args: Any) -> Any:
-    """Call a class of a vendor's package, such as a credential provider.
+    """Import a class from a vendor's package, such as a credential provider, and create an instance.
 
     Args:
         module: Module that contains the class.

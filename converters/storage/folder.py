@@ -1,4 +1,4 @@
-"""Files of a checkpoint folder, whose names and links cannot leave the folder."""
+"""Open the files of a checkpoint folder, and reject names and links that lead outside the folder."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 def _compute_max_open_files() -> int:
-    """Compute the number of files of a checkpoint that may be open at the same time.
+    """Compute how many files of a checkpoint may be open at the same time.
 
-    This is a quarter of the process's limit of open files, because the program needs open files for other
-    purposes. The result is between 16 and 4096. On Windows, it is 64.
+    This is a quarter of the process's limit on open files, because the program also needs open files
+    for other purposes. The result is between 16 and 4096. On Windows, it is 64.
     """
     try:
         import resource
@@ -39,9 +39,9 @@ _MAX_OPEN_FILES = _compute_max_open_files()
 class CheckpointFolder:
     """Folder of a checkpoint, on a disk or in an object store.
 
-    Names of files come from untrusted checkpoints, so they must stay inside the folder. Links must stay
-    inside the folder, too. See `portable.converters.storage.safe_open`. The folder itself may be a link,
-    because the user has named it.
+    Names of files come from untrusted checkpoints, so they must stay inside the folder. The same
+    applies to links. See `portable.converters.storage.safe_open`. The folder itself may be a link,
+    because the user has specified it.
 
     Args:
         path: Path of the folder.
@@ -55,7 +55,7 @@ class CheckpointFolder:
         self._files: dict[str, CheckpointFile] = {}
 
     def get_file(self, name: str) -> CheckpointFile:
-        """Return a file of the folder. The same object is returned for the same name.
+        """Return a file in the folder. Repeated calls with the same name return the same object.
 
         Args:
             name: Path of the file, relative to the folder.
@@ -69,7 +69,7 @@ class CheckpointFolder:
         return file
 
     def _create_file(self, name: str) -> CheckpointFile:
-        """Create the object for a file. The file is opened at the first read.
+        """Create the object for a file, which is opened on the first read.
 
         Raises:
             CheckpointError: If the name leaves the folder, or if the file is missing or not a regular file.
@@ -93,7 +93,7 @@ class CheckpointFolder:
 
 
 def _get_regular_file_size(path: Path) -> int:
-    """Return the size of a file in bytes.
+    """Check that a file is a regular file, and return its size in bytes.
 
     Raises:
         CheckpointError: If the file is not a regular file.
@@ -115,9 +115,10 @@ class _LocalFile(CheckpointFile):
     Args:
         name: Name of the file, relative to the folder of the checkpoint.
         path: Path of the file.
-        resolved_path: Path without links. This path is opened.
+        resolved_path: Path without links, which is the path to open.
         nbytes: Size of the file in bytes.
-        open_cached: Function that opens a path. It returns the same object while the file is open.
+        open_cached: Cached function that opens a path. While the file is open, each call returns the
+            same object.
     """
 
     path: Path

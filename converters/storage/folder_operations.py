@@ -1,8 +1,8 @@
-"""Operations on folders that work for local disks and for object stores.
+"""Operate on folders that may be on a local disk or in an object store.
 
-Each function takes a `Path` or a `RemotePath`, so the callers do not depend on the kind of storage. A folder
-on a disk becomes complete by a rename, and a folder in an object store by the markers of
-`portable.converters.storage.completion_markers`.
+Each function accepts a `Path` or a `RemotePath`, so callers need not distinguish them. A folder on
+a disk becomes complete when it is renamed to its final path. A folder in an object store becomes
+complete through the markers of `portable.converters.storage.completion_markers`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def list_files_below(folder: AnyPath) -> dict[str, ListedFile]:
     """List all regular files below a folder, without following links to folders.
 
     Returns:
-        Size and version of each file, keyed by the name relative to the folder.
+        Size and version of each file, keyed by its path relative to the folder.
     """
     if is_in_store(folder):
         return folder.list_objects()
@@ -72,7 +72,7 @@ def list_files_below(folder: AnyPath) -> dict[str, ListedFile]:
 
 
 def list_names_below(folder: AnyPath) -> set[str]:
-    """List the names of all files below a folder, relative to the folder.
+    """List the paths of all files below a folder, relative to the folder.
 
     This does not call `stat` for local files.
     """
@@ -88,8 +88,8 @@ def list_names_below(folder: AnyPath) -> set[str]:
 def list_subfolders(folder: P) -> list[P]:
     """List the folders directly in a folder, including hidden folders.
 
-    In an object store, cached listings are dropped first, so that the result is up to date. Returns an empty
-    list if the folder does not exist.
+    Returns an empty list if the folder does not exist. In an object store, cached listings are dropped
+    first, so the result is up to date.
     """
     if is_in_store(folder):
         folder.clear_listings()
@@ -125,7 +125,7 @@ def list_file_names(folder: AnyPath) -> list[str]:
 
 
 def resolve_path_inside(path: AnyPath, within: AnyPath) -> AnyPath:
-    """Resolve a link, and check that its target is inside a folder. Object stores have no links.
+    """Resolve a link, and check that the target is inside a folder. Object stores have no links.
 
     Args:
         path: Path of a file or a folder.
@@ -144,7 +144,7 @@ def resolve_path_inside(path: AnyPath, within: AnyPath) -> AnyPath:
 
 
 def copy_file(source: AnyPath, target: AnyPath) -> None:
-    """Copy a file to a new path. A new file on a disk is flushed with fsync.
+    """Copy a file to a new path. On a disk, the copy is flushed with fsync.
 
     Args:
         source: File to copy. It must not be a link.
@@ -170,7 +170,10 @@ def copy_file(source: AnyPath, target: AnyPath) -> None:
 
 
 def fsync_path(path: Path) -> None:
-    """Flush a file to the disk with fsync. For a folder, this makes new and renamed entries durable."""
+    """Flush a file or folder to the disk with fsync.
+
+    For a folder, this makes new and renamed entries durable.
+    """
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -186,7 +189,7 @@ def copy_folder(folder: AnyPath, target: Path) -> None:
 
 
 def create_folder(folder: AnyPath) -> None:
-    """Create a folder and its parents. Does nothing in an object store, because it needs no folders."""
+    """Create a folder and its parents. Does nothing in an object store, which does not need folders."""
     if not is_in_store(folder):
         folder.mkdir(parents=True, exist_ok=True)
 
@@ -194,14 +197,14 @@ def create_folder(folder: AnyPath) -> None:
 def move_into_place(local_folder: Path, target: AnyPath, *, last_file_name: str = "") -> None:
     """Move a local folder to its final path, replacing an existing folder.
 
-    A folder on a disk is renamed. The files of a folder in an object store are uploaded one by one, and the
-    local folder is deleted.
+    If the target is on a disk, the folder is renamed. If it is in an object store, the files are
+    uploaded one by one, and the local folder is deleted.
 
     Args:
         local_folder: Folder to move.
         target: Final path of the folder.
-        last_file_name: File to upload last. Its presence shows that the folder in an object store is
-            complete.
+        last_file_name: Name of the file to upload last. In an object store, the folder is complete if
+            this file exists.
     """
     if is_in_store(target):
         for name in sorted(list_files_below(local_folder), key=lambda name: (name == last_file_name, name)):
@@ -223,10 +226,10 @@ def get_read_concurrency(path: AnyPath) -> int | None:
 
 
 def map_with_prefetch(folder: AnyPath, function: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
-    """Apply a function that reads a file to each item, as `map` does.
+    """Apply a function that reads a file to each item, like `map`.
 
-    In an object store, the function runs for several items at the same time, because each request takes long.
-    The number of results in memory is at most the number of connections.
+    In an object store, several calls run concurrently to hide the latency of the requests. The number
+    of results in memory is at most the number of connections.
 
     Args:
         folder: Folder that contains the files.
@@ -234,7 +237,7 @@ def map_with_prefetch(folder: AnyPath, function: Callable[[T], R], items: Iterab
         items: Arguments of the function.
 
     Yields:
-        The results, in the order of the items. If the function raises an error, the error is raised when its
+        The results, in the order of the items. An error raised by the function is raised again when its
         result is due.
     """
     if not is_in_store(folder):
@@ -263,22 +266,23 @@ def find_unused_path(path: P) -> P:
 
 
 def is_taken(path: AnyPath) -> bool:
-    """Return whether a path exists. A broken link also exists."""
+    """Return whether a path exists, including as a broken link."""
     return path.exists() if is_in_store(path) else os.path.lexists(path)
 
 
 def is_incomplete_folder(folder: AnyPath) -> bool:
-    """Return whether a folder has a marker for an incomplete write and no completion marker.
+    """Return whether a folder contains the marker of an incomplete write but no completion marker.
 
-    This is also true for a folder on a disk if an incomplete folder was copied there from an object store.
+    A folder on a disk can also contain this marker, if an incomplete folder was copied from an object
+    store.
     """
     return (folder / INCOMPLETE_MARKER).is_file() and not (folder / COMPLETE_MARKER).is_file()
 
 
 def is_abandoned_folder(folder: AnyPath) -> bool:
-    """Return whether a folder was left behind by an interrupted write or deletion.
+    """Return whether a folder may be left over from an interrupted write or deletion.
 
-    This is also true while a write or a deletion is still running.
+    Also returns True while a write or deletion is still running.
     """
     if is_in_store(folder):
         return is_incomplete_folder(folder) and not (folder / DAMAGED_MARKER).is_file()
@@ -286,13 +290,13 @@ def is_abandoned_folder(folder: AnyPath) -> bool:
 
 
 def quarantine_folder(folder: P) -> P:
-    """Keep a damaged folder for inspection, but make sure that it is not read again as a checkpoint.
+    """Keep a damaged folder for inspection, but prevent it from being read as a checkpoint.
 
-    On a disk, the folder is renamed to `<name>.damaged`. In an object store, markers are written into the
+    On a disk, the folder is renamed to `<name>.damaged`. In an object store, markers are written to the
     folder, which then counts as incomplete.
 
     Returns:
-        The new path of the folder, or the path of the marker `_DAMAGED`.
+        The new path of the folder on a disk, or the path of the marker `_DAMAGED` in an object store.
     """
     if not is_in_store(folder):
         return move_folder(folder, find_unused_path(folder.parent / f"{folder.name}.damaged"))
@@ -305,7 +309,7 @@ def quarantine_folder(folder: P) -> P:
 def move_folder(folder: P, target: P) -> P:
     """Rename a folder, and return its new path.
 
-    In an object store, each object is copied and deleted.
+    An object store cannot rename folders, so each object is copied and then deleted.
     """
     if is_in_store(folder):
         for name in folder.list_objects():
@@ -317,10 +321,10 @@ def move_folder(folder: P, target: P) -> P:
 
 
 def remove_folder(folder: AnyPath) -> None:
-    """Delete a folder, and abort unfinished uploads in it.
+    """Delete a folder, and abort unfinished uploads to it.
 
-    The folder counts as incomplete before the first file is deleted. If the deletion is interrupted,
-    `is_abandoned_folder` finds the rest.
+    The folder is marked as incomplete before the first file is deleted. After an interrupted deletion,
+    `is_abandoned_folder` detects the remaining files.
     """
     if is_in_store(folder):
         from portable.converters.storage.object_store import abort_open_uploads

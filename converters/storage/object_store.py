@@ -1,28 +1,30 @@
-"""Paths in object stores: `s3://bucket/run`, `gs://bucket/run`, and `az://container/run`, using obstore.
+"""Access object stores through paths such as `s3://bucket/run`, `gs://bucket/run`, and `az://container/run`.
 
     if is_url(text):
         run = RemotePath.from_url(text)      # RemoteError: unknown protocol, no bucket, ...
         run.is_dir(); run.iterdir(); (run / "a" / "b.json").read_bytes()
 
-A `RemotePath` has a few methods of `pathlib.Path`: `name`, `parent`, `/`, `exists`, `is_file`, `is_dir`,
-`iterdir`, `read_bytes`, and `str()`. The functions in `portable.converters.storage.path_or_url` and
-`folder_operations` provide other operations for both kinds of paths. Never convert a URL to a `Path`, because
-this would collapse the two slashes.
+A `RemotePath` has a few of the methods of `pathlib.Path`: `name`, `parent`, `/`, `exists`,
+`is_file`, `is_dir`, `iterdir`, `read_bytes`, and `str()`. The functions in
+`portable.converters.storage.path_or_url` and `folder_operations` provide other operations for both
+types of paths. Never convert a URL to a `Path`, because this would collapse the double slash.
 
-Listings of folders are cached in the `Bucket` that all paths derived from the same `RemotePath.from_url`
-share. Writing through one of these paths, or `clear_listings`, drops the cache.
+Folder listings are cached in the `Bucket`, which is shared by all paths derived from the same call
+of `RemotePath.from_url`. The cache is dropped by `clear_listings`, and by a write through one of
+these paths.
 
-An object is written either completely or not at all, and folders need not be created. A folder with several
-objects, such as a checkpoint or a converted model, is completed with the markers of
+Each object is written atomically, and folders need not be created. A folder with several objects,
+such as a checkpoint or a converted model, is marked as complete as described in
 `portable.converters.storage.completion_markers`.
 
-obstore retries every request for `PORTABLE_STORAGE_MINUTES` minutes if the failure may be temporary. A
-request times out after `PORTABLE_STORAGE_TIMEOUT` seconds without a response. Failures raise `RemoteError` or
-its subclasses, which are `CheckpointError`s with a message of one line that contains the URL without
-credentials. A missing object raises `FileNotFoundError`. Object names are untrusted: `validate_object_name`
-rejects names that could leave a folder when the objects are copied to a disk.
+If a failure may be temporary, obstore retries the request for `PORTABLE_STORAGE_MINUTES` minutes. A
+request times out after `PORTABLE_STORAGE_TIMEOUT` seconds without a response. Failures raise
+`RemoteError` or one of its subclasses, which are `CheckpointError`s. Their messages have one line
+and contain the URL without credentials. A missing object raises `FileNotFoundError`. Object names
+are untrusted: `validate_object_name` rejects names that could leave a folder when the objects are
+copied to a disk.
 
-This module is thread-safe. A process that was forked from a process that has used an object store must not
+This module is thread-safe. After a process has used an object store, its forked children must not
 use one. See `check_not_forked`.
 """
 
@@ -93,7 +95,7 @@ _MAX_SETTING = 1_000_000
 
 
 def get_request_timeout() -> float:
-    """Return the number of seconds without a response after which a request fails.
+    """Return the timeout in seconds for a request that receives no response.
 
     The value comes from `PORTABLE_STORAGE_TIMEOUT`. The default is 60.
     """
@@ -101,7 +103,7 @@ def get_request_timeout() -> float:
 
 
 def get_max_connections() -> int:
-    """Return the number of parts that a conversion reads or sends at the same time.
+    """Return the maximum number of parts that a conversion transfers concurrently.
 
     The value comes from `PORTABLE_STORAGE_CONNECTIONS`. The default is 16.
     """
@@ -109,7 +111,7 @@ def get_max_connections() -> int:
 
 
 def get_retry_seconds() -> float:
-    """Return the number of seconds for which a failed request is retried.
+    """Return how long a failed request is retried, in seconds.
 
     The value comes from `PORTABLE_STORAGE_MINUTES`. The default is 3 minutes.
 
@@ -125,7 +127,7 @@ def get_retry_seconds() -> float:
 
 
 def compute_part_bytes(nbytes: int) -> int:
-    """Compute the size of a part for an upload of `nbytes` bytes."""
+    """Compute the part size in bytes for an upload of `nbytes` bytes."""
     return max(PART_BYTES, -(-nbytes // _MAX_PARTS))
 
 
@@ -150,7 +152,7 @@ def _read_numeric_env(name: str, default: float) -> float:
 def _check_endpoints() -> None:
     """Check that all endpoints in the environment are URLs.
 
-    Otherwise, obstore would panic and print a backtrace.
+    For an invalid endpoint, obstore would panic and print a backtrace.
 
     Raises:
         RemoteError: If an endpoint is not a URL.
@@ -164,15 +166,15 @@ def _check_endpoints() -> None:
 
 
 def validate_object_name(name: str, location: object) -> str:
-    """Return the name of an object if it can be used as a relative path on a disk.
+    """Check that an object name can be used as a relative path on a disk, and return it.
 
     Args:
         name: Name of the object, relative to a folder.
         location: Folder or URL of the object, used in error messages.
 
     Raises:
-        RemoteError: If the name contains `..`, `.`, an empty part, a leading slash, a backslash, or a control
-            character.
+        RemoteError: If the name contains `..`, `.`, an empty part, a leading slash, a backslash, or a
+            control character.
     """
     odd = {"", ".", ".."} & set(name.split("/")) or "\\" in name or any(c < " " or c == "\x7f" for c in name)
     if odd:
@@ -193,8 +195,8 @@ _owner_process_id = 0  # ID of the process in which obstore's threads run
 def check_not_forked(location: object) -> None:
     """Raise an error if this process was forked from a process that has used an object store.
 
-    obstore would wait forever in such a process, because its threads are not copied. Call this function
-    before every use of obstore. The first call records the ID of the process.
+    In such a process, obstore would wait forever, because threads are not copied by a fork. Call this
+    function before every use of obstore. The first call records the process ID.
 
     Args:
         location: URL that the process is about to use, used in error messages.
@@ -217,13 +219,13 @@ def _open_store(
 ) -> Any:
     """Open a bucket with obstore.
 
-    There is one store per process, bucket, and environment.
+    The stores are cached: there is one per process, bucket, and environment.
 
     Args:
         protocol: Protocol, such as `s3`.
         bucket_name: Name of the bucket.
-        retry_seconds: Number of seconds for which a failed request is retried.
-        timeout_seconds: Number of seconds without a response after which a request fails.
+        retry_seconds: Maximum time to retry a failed request, in seconds.
+        timeout_seconds: Timeout in seconds for a request that receives no response.
         environment: Environment variables that affect the store. They are only part of the cache key.
 
     Raises:
@@ -265,15 +267,15 @@ def _open_store(
 
 @dataclass(frozen=True, order=True)
 class Bucket:
-    """Bucket of an object store, with the cached listings of its folders. It is opened at the first request.
+    """Bucket in an object store, and the cached listings of its folders. It is opened by the first request.
 
     Attributes:
         protocol: Protocol of the store, such as `s3`.
         name: Name of the bucket.
-        url_protocol: Protocol in the user's URL. May be an alias.
-        max_retry_seconds: Maximum number of seconds for which a failed request is retried.
-        listings: Sizes of the entries of each listed folder, keyed by the key of the folder and the name of
-            the entry. Folders have the size `FOLDER_SIZE`.
+        url_protocol: Protocol in the user's URL, which may be an alias of `protocol`.
+        max_retry_seconds: Maximum time to retry a failed request, in seconds.
+        listings: Sizes of the entries in each listed folder, keyed by folder key and then by entry
+            name. Subfolders have the size `FOLDER_SIZE`.
     """
 
     protocol: str
@@ -284,14 +286,14 @@ class Bucket:
 
 
 class _ParsedUrl(NamedTuple):
-    """Bucket and key of a URL."""
+    """Bucket and key parsed from a URL."""
 
     bucket: Bucket
     key: str
 
 
 class VersionedContent(NamedTuple):
-    """Content of an object and its version.
+    """Content and version of an object.
 
     `RemotePath.write_bytes` accepts the version as `expected_version`.
     """
@@ -301,7 +303,7 @@ class VersionedContent(NamedTuple):
 
 
 class _FolderListing(NamedTuple):
-    """Objects and folders directly in a folder, by their names in the folder."""
+    """Objects and subfolders directly in a folder, keyed by name."""
 
     objects: dict[str, ListedFile]
     folders: list[str]
@@ -309,13 +311,15 @@ class _FolderListing(NamedTuple):
 
 @dataclass(frozen=True, order=True)
 class RemotePath:
-    """Path of an object, or of the folder with all objects whose keys begin with this key and a slash.
+    """Path of an object or folder in an object store.
+
+    A folder consists of all objects whose keys begin with the key of the folder and a slash.
 
     Attributes:
         bucket: Bucket that contains the object.
         key: Key of the object or folder.
-        root: Key in the URL that the user has given. Parents of this key are not listed, because they may be
-            large or not accessible with these credentials.
+        root: Key in the user's URL. Its parents are not listed, because they may be large or
+            inaccessible with the user's credentials.
     """
 
     bucket: Bucket
@@ -324,18 +328,18 @@ class RemotePath:
 
     @classmethod
     def from_url(cls, url: str) -> RemotePath:
-        """Create the path of a URL.
+        """Parse a URL into a path.
 
         Raises:
-            RemoteError: If the URL is malformed, or contains credentials or a query, or if its protocol is
-                not supported.
+            RemoteError: If the URL is malformed, contains credentials or a query, or has an unsupported
+                protocol.
         """
         bucket, key = _parse_url(url)
         return cls(bucket, key, key)
 
     @classmethod
     def from_hub_repository(cls, repository: str) -> RemotePath:
-        """Create the path of a repository of the Hugging Face Hub, for reading its files.
+        """Create the path of a Hugging Face Hub repository, for reading its files.
 
         Args:
             repository: Name of the repository with an optional revision, such as
@@ -346,7 +350,7 @@ class RemotePath:
     def with_retry_limit(self, seconds: float) -> RemotePath:
         """Return a copy of this path that retries failed requests for at most `seconds` seconds.
 
-        The new path has an empty cache of listings.
+        The new path starts with an empty cache of listings.
         """
         return replace(self, bucket=replace(self.bucket, max_retry_seconds=seconds, listings={}))
 
@@ -373,13 +377,13 @@ class RemotePath:
     def call_store(self, operation: str, function: Callable[[Any, Any], T]) -> T:
         """Call a function that sends requests to the store, and return its result.
 
-        Exceptions of obstore are converted to errors with a message of one line. In the main thread, Ctrl-C
+        Exceptions from obstore are converted to errors with a one-line message. In the main thread, Ctrl-C
         interrupts the call.
 
         Args:
             operation: Operation as a verb, used in error messages, such as `"read"`.
-            function: Function to call with the module `obstore` and the opened store. obstore retries its
-                requests.
+            function: Function to call with the module `obstore` and the opened store. obstore retries the
+                requests that it sends.
 
         Raises:
             FileNotFoundError: If the object does not exist.
@@ -411,14 +415,14 @@ class RemotePath:
             ) from None
 
     def _call_store_with_retries(self, operation: str, function: Callable[[Any, Any], T]) -> T:
-        """Call `call_store`, and retry while the response of the store is incomplete.
+        """Run `call_store`, and retry if the response of the store is incomplete.
 
-        obstore does not retry a request if its XML response is cut off. This concerns the responses to a
-        list, copy, or delete request, and to the beginning and the end of an upload. See docs/decisions.md
-        for measurements.
+        obstore does not retry a request if its XML response is cut off. This concerns list, copy, and
+        delete requests, and the requests that begin and complete an upload. See docs/decisions.md for
+        measurements.
 
         Raises:
-            RetriesExhaustedError: If the last attempt fails after the retry time.
+            RetriesExhaustedError: If requests still fail after the retry time.
         """
         deadline = time.monotonic() + self._get_retry_seconds()
         while True:
@@ -439,16 +443,17 @@ class RemotePath:
         return key[len(self.key) + 1 if self.key else 0 :]
 
     def list_objects(self, matches_name: Callable[[str], object] = bool) -> dict[str, ListedFile]:
-        """List all objects below this folder at any depth, without using the cache.
+        """List all objects below this folder at any depth, bypassing the cache.
 
         Args:
-            matches_name: Function that returns whether to include a name. By default, all names are included.
+            matches_name: Predicate that returns whether to include a name. By default, all names are
+                included.
 
         Returns:
-            The objects, keyed by the name relative to this folder.
+            Size and version of each object, keyed by its name relative to this folder.
 
         Raises:
-            RemoteError: If a name could leave the folder, or if the request fails.
+            RemoteError: If an object name could leave the folder, or if the request fails.
         """
         listed = self._call_store_with_retries(
             "list", lambda obs, store: obs.list(store, self.key or None).collect()
@@ -469,7 +474,7 @@ class RemotePath:
         }
 
     def _list_folder(self) -> _FolderListing:
-        """List the objects and folders directly in this folder, without using the cache.
+        """List the objects and folders directly in this folder, bypassing the cache.
 
         Names are not validated.
         """
@@ -486,11 +491,10 @@ class RemotePath:
         )
 
     def _get_listing(self) -> dict[str, int]:
-        """Return the size of each object directly in this folder, keyed by name.
+        """Return the size of each entry in this folder, keyed by name.
 
-        Folders have the size `FOLDER_SIZE`.
-
-        The listing is cached until `clear_listings` is called or a path of the same bucket is written.
+        Subfolders have the size `FOLDER_SIZE`. The listing is cached until `clear_listings` is called, or
+        until a path of the same bucket is written.
         """
         sizes = self.bucket.listings.get(self.key)
         if sizes is None:
@@ -503,7 +507,7 @@ class RemotePath:
         return sizes
 
     def clear_listings(self) -> None:
-        """Drop the cached listings of all paths derived from the same `RemotePath.from_url`."""
+        """Drop the cached listings of all paths derived from the same call of `RemotePath.from_url`."""
         self.bucket.listings.clear()
 
     def _find_size(self) -> int | None:
@@ -517,22 +521,22 @@ class RemotePath:
         return None
 
     def exists(self) -> bool:
-        """Return whether there is an object or a folder with this key."""
+        """Return whether an object or a folder with this key exists."""
         return self._find_size() is not None
 
     def is_file(self) -> bool:
-        """Return whether there is an object with this key."""
+        """Return whether an object with this key exists."""
         return self._find_size() not in (None, FOLDER_SIZE)
 
     def is_dir(self) -> bool:
-        """Return whether there is an object whose key begins with this key and a slash."""
+        """Return whether this is a folder. A folder exists if any key begins with its key and a slash."""
         return self._find_size() == FOLDER_SIZE
 
     def iterdir(self) -> Iterator[RemotePath]:
         """Iterate over the objects and folders directly in this folder.
 
         Raises:
-            FileNotFoundError: If the folder contains neither objects nor folders, so that it does not exist.
+            FileNotFoundError: If the folder is empty and therefore does not exist.
         """
         names = self._get_listing()
         if not names:
@@ -579,13 +583,13 @@ class RemotePath:
         return self.call_store("read", read)
 
     def read_range(self, start: int, stop: int) -> bytes:
-        """Read the bytes [start, stop). The result is shorter if the object ends before `stop`."""
+        """Read the bytes [start, stop), or fewer bytes if the object ends before `stop`."""
         _log.debug("%s: reading bytes %d to %d", self, start, stop)
         call = lambda obs, store: bytes(obs.get_range(store, self.key, start=start, end=stop))  # noqa: E731
         return self.call_store("read", call) if stop > start else b""
 
     def download_to(self, write_block: Callable[[Any], object]) -> ListedFile:
-        """Pass the content of the object to a function, block by block.
+        """Download the object, and pass its content to a function block by block.
 
         Args:
             write_block: Function to call with each block of bytes.
@@ -628,16 +632,17 @@ class RemotePath:
 
         Args:
             data: Content of the object.
-            expected_version: Version that the object must have, from `read_versioned` or a previous
-                `write_bytes`. An empty string requires that the object does not exist. None writes
-                unconditionally.
+            expected_version: Version that the existing object must have, from `read_versioned` or a
+                previous `write_bytes`. If it is an empty string, the object must not exist. If None, the
+                object is written unconditionally.
 
         Returns:
             Version of the new object.
 
         Raises:
-            ConflictError: If the version differs, because another process has written the object.
-            NoConditionalWritesError: If the store has no conditional writes.
+            ConflictError: If the existing object has a different version, because another process has
+                written it.
+            NoConditionalWritesError: If the store does not support conditional writes.
         """
         options = (
             {"mode": expected_version or "create"}
@@ -650,7 +655,7 @@ class RemotePath:
         return _get_version(response)
 
     def upload_file(self, local_path: Path) -> None:
-        """Copy a local file to this path. A large file is sent in several parts at the same time."""
+        """Upload a local file to this path. Several parts of a large file are sent concurrently."""
         self._upload(local_path, local_path.stat().st_size, self._call_store_with_retries)
 
     def _upload(
@@ -661,7 +666,8 @@ class RemotePath:
         Args:
             data: Path of a local file, or an iterator over blocks of bytes.
             nbytes: Size of the data.
-            call_store: `call_store` or `_call_store_with_retries`, which can only retry the upload of a file.
+            call_store: Either `call_store` or `_call_store_with_retries`. The latter requires that `data`
+                is a file, because an iterator cannot be read again.
         """
         options = {"chunk_size": compute_part_bytes(nbytes), "max_concurrency": get_max_connections()}
         call = lambda obs, store: obs.put(store, self.key, data, **options)  # noqa: E731
@@ -672,15 +678,16 @@ class RemotePath:
     def tolerate_lost_upload_response(self, expected_bytes: int) -> Iterator[None]:
         """Return a context manager for the request that completes an upload.
 
-        If the response to this request is lost, obstore retries the request, and the store no longer has the
-        upload. In this case, the upload is successful if the object has the expected size.
+        If the response is lost, obstore retries the request, but the store has already removed the upload
+        and returns an error. In this case, the upload counts as successful if the object has the expected
+        size.
 
         Args:
             expected_bytes: Size of the complete object in bytes.
 
         Raises:
-            LostUploadError: If the object does not exist or its size differs, because another process aborted
-                the upload.
+            LostUploadError: If the object is missing or has a different size, because another process
+                aborted the upload.
         """
         try:
             yield
@@ -703,7 +710,7 @@ class RemotePath:
         self.parent.remove_objects([self.name])
 
     def remove_objects(self, names: Sequence[str]) -> None:
-        """Delete objects in this folder. Objects that do not exist are ignored.
+        """Delete objects in this folder, ignoring objects that do not exist.
 
         Args:
             names: Names of the objects, relative to this folder.
@@ -719,14 +726,14 @@ class RemotePath:
 
 
 def parse_object_metadata(meta: Any) -> ListedFile:
-    """Convert the metadata that obstore returns for an object to a `ListedFile`."""
+    """Convert obstore's metadata of an object to a `ListedFile`."""
     return ListedFile(
         int(meta["size"]), str(meta.get("e_tag") or meta.get("version") or meta["last_modified"]).strip('"')
     )
 
 
 def _get_version(meta: Any) -> dict[str, str]:
-    """Return the ETag and version in obstore's metadata, by which a conditional write compares contents."""
+    """Return the ETag and version from obstore's metadata, for use in conditional writes."""
     return {name: meta[name] for name in ("e_tag", "version") if meta.get(name)}
 
 
@@ -771,13 +778,13 @@ def _parse_url(url: str) -> _ParsedUrl:
 def find_matching_objects(path: RemotePath) -> dict[RemotePath, ListedFile]:
     """Find the objects that match a path with wildcards.
 
-    `*`, `?`, and `[...]` match within a name, and `**` matches any number of folders.
+    `*`, `?`, and `[...]` match within one path component, and `**` matches any number of folders.
 
     Args:
-        path: Path with wildcards. A path without wildcards matches the object itself.
+        path: Path to match. A path without wildcards matches the object itself.
 
     Returns:
-        The objects, keyed by path. Empty if nothing matches.
+        Size and version of each matching object, keyed by path. Empty if nothing matches.
     """
     parts = path.key.split("/")
     fixed = next((number for number, part in enumerate(parts) if _MAGIC.search(part)), len(parts))
@@ -796,7 +803,10 @@ def find_matching_objects(path: RemotePath) -> dict[RemotePath, ListedFile]:
 
 
 def _matches_pattern(parts: list[str], pattern: list[str]) -> bool:
-    """Return whether the parts of a name match the parts of a pattern. `**` matches any number of parts."""
+    """Return whether the components of a name match the components of a pattern.
+
+    `**` matches any number of components.
+    """
     if not pattern:
         return not parts
     if pattern[0] == "**" and _matches_pattern(parts, pattern[1:]):
@@ -806,14 +816,14 @@ def _matches_pattern(parts: list[str], pattern: list[str]) -> bool:
 
 
 def abort_open_uploads(folder: RemotePath, *, recursive: bool = True) -> None:
-    """Abort unfinished uploads below a folder. An interrupted process leaves them behind.
+    """Abort unfinished uploads below a folder, which interrupted processes have left behind.
 
-    This only works for S3 with boto3 installed, because obstore cannot list uploads. In other cases and after
-    any failure, the uploads remain until the lifecycle rules of the bucket remove them.
+    This only works for S3 and requires boto3, because obstore cannot list uploads. In other cases, or
+    if aborting fails, the uploads remain until the lifecycle rules of the bucket remove them.
 
     Args:
         folder: Folder that contains the objects.
-        recursive: Whether to abort uploads in nested folders, too.
+        recursive: Whether to include uploads in nested folders.
     """
     if folder.bucket.protocol != "s3":
         return
@@ -849,7 +859,8 @@ def run_in_thread(call: Callable[[], T]) -> Future[T]:
 def _run_interruptibly(call: Callable[[], T]) -> T:
     """Call a function, and return its result. In the main thread, Ctrl-C interrupts the call.
 
-    obstore does not handle signals. Therefore, the main thread runs the function in another thread and waits.
+    obstore does not handle signals, so the main thread runs the function in another thread and waits
+    for it.
     """
     if threading.current_thread() is not threading.main_thread():
         return call()
@@ -857,7 +868,7 @@ def _run_interruptibly(call: Callable[[], T]) -> T:
 
 
 def wait_for_result(result: Future[T]) -> T:
-    """Return the result of a thread as soon as it is available, and handle signals in the meantime."""
+    """Wait for the result of a thread and return it, handling signals while waiting."""
     # A signal to another thread does not end a wait without a timeout.
     while not wait([result], timeout=_SIGNALS).done:
         pass

@@ -1,4 +1,4 @@
-"""Output files, written by several threads and flushed to the disk while they grow."""
+"""Write output files with several threads, flushing them to the disk while they grow."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ _FICLONERANGE = 0x4020940D
 
 
 class OutputFile:
-    """New file that is written in pieces by several threads, and flushed with fsync after the last piece.
+    """New file that several threads write in pieces. It is flushed with fsync after the last piece.
 
     Args:
         path: Path of the file. It must not exist.
-        piece_lengths: Size of each piece in bytes. The pieces are stored one after the other.
+        piece_lengths: Size of each piece in bytes. The pieces are contiguous in the file.
 
     Raises:
         OSError: If the file exists or cannot be written.
@@ -56,11 +56,11 @@ class OutputFile:
             os.close(self._fd)
 
     def get_piece(self, index: int) -> OutputPiece:
-        """Return the piece with an index. The caller writes the piece from its start."""
+        """Return the piece with this index. The caller writes it from start to end."""
         return OutputPiece(self, self._fd, self._piece_offsets[index])
 
     def finish_piece(self) -> None:
-        """Count a piece as finished. After the last piece, flush the file with fsync and close it.
+        """Mark a piece as finished. After the last piece, flush the file with fsync and close it.
 
         `OutputPiece.finish` calls this method exactly once per piece.
         """
@@ -74,7 +74,7 @@ class OutputFile:
 
 
 class OutputPiece:
-    """Piece of an `OutputFile`, written from its start to its end by one thread.
+    """Piece of an `OutputFile`, written from start to end by one thread.
 
     Args:
         file: File that contains the piece.
@@ -102,8 +102,8 @@ class OutputPiece:
 
         Args:
             span: Span to copy.
-            progress: Function that is called with the number of bytes of each step. If the copy fails, it is
-                called with a negative number that cancels the previous calls.
+            progress: Callback that receives the number of bytes copied in each step. If the copy fails, it
+                receives a negative number that cancels the previous calls.
 
         Returns:
             Whether the span has been copied.
@@ -137,7 +137,7 @@ class OutputPiece:
         """Flush the piece and mark it as finished.
 
         Args:
-            progress: Ignored. Pieces that are uploaded to a store use it.
+            progress: Ignored. Only pieces that are uploaded to a store use it.
         """
         self._flush()
         self.file.finish_piece()
@@ -159,7 +159,7 @@ class OutputPiece:
 def can_share_blocks(path: Path, folder: Path) -> bool:
     """Return whether a new file can share blocks with an existing file, as on XFS and btrfs.
 
-    This is found by trying it with a temporary file.
+    Tests this with a temporary file.
 
     Args:
         path: Existing file.
@@ -184,10 +184,10 @@ def can_share_blocks(path: Path, folder: Path) -> bool:
 
 
 def write_new_file(path: AnyPath, data: bytes) -> None:
-    """Write a small new file. A file on a disk is flushed with fsync.
+    """Write a small new file. On a disk, it is flushed with fsync.
 
     Raises:
-        OSError: If a file on a disk exists already, or if writing fails.
+        OSError: If the file already exists on a disk, or if writing fails.
     """
     if is_in_store(path):
         path.write_bytes(data)

@@ -1,4 +1,4 @@
-"""Paths given by the user: local paths or URLs of object stores."""
+"""Parse and compare paths given by the user, which may be local paths or URLs of object stores."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ def is_in_store(path: AnyPath) -> TypeIs[RemotePath]:
 
 
 def parse_path_or_url(path_or_url: str | AnyPath) -> AnyPath:
-    """Parse a path or URL from the user.
+    """Parse a path or URL given by the user.
 
     `~` and environment variables are expanded as in a shell. `file:///folder` is a local path.
 
     Args:
-        path_or_url: String from the user. A path object is returned unchanged.
+        path_or_url: String given by the user. A path object is returned unchanged.
 
     Raises:
-        RemoteError: If the URL is not valid.
-        CheckpointError: If the string contains an unknown environment variable or user.
+        RemoteError: If the URL is invalid.
+        CheckpointError: If the string contains an unknown environment variable or user name.
     """
     if not isinstance(path_or_url, str):
         return path_or_url
@@ -82,7 +82,7 @@ def resolve_links(path: AnyPath) -> AnyPath:
 def is_within(path: AnyPath, folder: AnyPath) -> bool:
     """Return whether `path` equals `folder` or is below it.
 
-    Only names are compared, and links are not resolved.
+    Only the names are compared. Links are not resolved.
     """
     if is_in_store(path) and is_in_store(folder):
         is_below = folder.key in ("", path.key) or path.key.startswith(f"{folder.key}/")
@@ -94,7 +94,7 @@ def get_file_size(path: AnyPath) -> int:
     """Return the size of a file in bytes.
 
     Raises:
-        OSError: If there is no such file.
+        OSError: If the file does not exist.
     """
     return path.get_file_size() if is_in_store(path) else path.stat().st_size
 
@@ -104,9 +104,10 @@ _MAX_COMPARED_NAMES = 10_000
 
 
 def format_path_suggestion(path: AnyPath) -> str:
-    """Return `"; did you mean X?"` for a path that does not exist, or an empty string.
+    """Return `"; did you mean X?"` for a missing path, or an empty string if no name is similar.
 
-    X is the most similar name in the same folder. Nothing is suggested for object stores.
+    X is the path in the same folder with the most similar name. For object stores, nothing is
+    suggested.
     """
     if is_in_store(path):
         return ""
@@ -121,18 +122,18 @@ def format_path_suggestion(path: AnyPath) -> str:
 
 
 def strip_file_scheme(text: str) -> str:
-    """Convert a URL of the form `file:///path` to a path. Any other string is returned unchanged."""
+    """Convert a URL of the form `file:///path` to a path. Other strings are returned unchanged."""
     return _LOCAL_URL.sub("", text, count=1)
 
 
 def expand_user_and_variables(text: str) -> str:
     """Expand `~`, `~user`, `$VAR`, and `${VAR}` as a shell does for unquoted text.
 
-    The name of an existing file is returned unchanged.
+    The path of an existing file is returned unchanged.
 
     Raises:
-        CheckpointError: If an environment variable or a user does not exist. Otherwise, a folder with the
-            name `~` or `${VAR}` would be created.
+        CheckpointError: If an environment variable or a user does not exist. Without this error, a
+            folder named `~` or `${VAR}` would be created.
     """
     if ("~" not in text and "$" not in text) or _path_exists(text):
         return text

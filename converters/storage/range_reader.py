@@ -1,9 +1,10 @@
-"""Random access to objects in a store, with few requests and bounded memory.
+"""Read objects in a store with random access, few requests, and bounded memory.
 
-Fetched byte ranges ("runs") stay in a cache until they have been read to their end, or until they are
-evicted. A run has the length that the caller will certainly read. If the reads are sequential, runs have
-`RUN_BYTES`, and the next run is prefetched, but never beyond the end that the caller has given. Small pieces
-that are stored together, such as headers and norms, are fetched in one run of moderate size.
+The cache consists of contiguous byte ranges ("runs"), which stay in it until they have been read to
+the end or are evicted. A run normally has the length that the caller will certainly read. If the
+reads are sequential, runs have `RUN_BYTES`, and the next run is prefetched, but never beyond the
+end given by the caller. Small pieces that are stored together, such as headers and norms, are
+fetched in one run of moderate size.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ CACHE_BYTES = 160 << 20
 
 @dataclass(eq=False, slots=True)
 class _CachedRun:
-    """Bytes [start, stop) of an object that have been fetched or are being fetched."""
+    """Bytes [start, stop) of an object, which have been fetched or are being fetched."""
 
     file: RemoteFile
     start: int
@@ -44,7 +45,7 @@ _cached_runs: dict[_CachedRun, None] = {}
 
 
 def _mark_used_and_evict(run: _CachedRun) -> None:
-    """Mark a run as the most recently used one, and evict old runs if the cache is too large."""
+    """Mark a run as most recently used, and evict old runs if the cache is too large."""
     _cached_runs.pop(run, None)
     _cached_runs[run] = None
     nbytes = sum(cached.stop - cached.start for cached in _cached_runs)
@@ -61,7 +62,7 @@ def _remove_from_cache(run: _CachedRun) -> None:
 
 
 class RemoteFile(CheckpointFile):
-    """Object of a checkpoint in a store. It is read through the cache."""
+    """Checkpoint object in a store, read through the cache."""
 
     path: RemotePath
 
@@ -72,7 +73,7 @@ class RemoteFile(CheckpointFile):
         self._ends: set[int] = set()
 
     def read_into(self, buffer: memoryview, at: int, certain_end: int = 0, possible_end: int = 0) -> None:
-        """Read bytes of the object into a buffer. See `CheckpointFile.read_into`."""
+        """Read bytes into a buffer. See `CheckpointFile.read_into`."""
         check_not_forked(self.path)
         done = 0
         min_bytes = DATA_BYTES if possible_end else HEADER_BYTES
@@ -99,7 +100,7 @@ class RemoteFile(CheckpointFile):
     def _get_or_fetch_run(
         self, start: int, certain_end: int, possible_end: int, min_bytes: int
     ) -> _CachedRun:
-        """Return the cached run that contains the byte `start`, or start to fetch a new one.
+        """Return the cached run that contains the byte `start`, or begin to fetch a new run.
 
         Args:
             start: Offset of the byte.

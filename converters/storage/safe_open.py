@@ -1,9 +1,9 @@
-"""Reading from untrusted folders: only regular files, and no links to other folders.
+"""Read files from untrusted folders: only regular files, and no links that leave the folder.
 
-A checkpoint from an unpacked archive may contain a link such as `vocab.txt -> /etc/shadow`. A copy of the
-link would disclose the file. It may also contain a named pipe, and reading it would block forever. Links to
-files in the same folder are followed. Links from a snapshot in the cache of the Hugging Face Hub to the blobs
-of the same repository are followed, too.
+A checkpoint from an unpacked archive may contain a link such as `vocab.txt -> /etc/shadow`, and
+copying it would disclose the linked file. It may also contain a named pipe, and reading it would
+block forever. Links to files in the same folder are followed. In the Hugging Face Hub cache, links
+from a snapshot to the blobs of its repository are also followed.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ def resolve_local_path_inside(path: Path, within: Path) -> str:
 
     Args:
         path: Path to resolve.
-        within: Folder that must contain the result. If it is a snapshot in the cache of the Hugging Face Hub,
-            the result may also be a blob of the same repository.
+        within: Folder that must contain the result. For a snapshot in the Hugging Face Hub cache, the
+            result may also be a blob of the same repository.
 
     Raises:
-        LinkError: If the result is outside of these folders.
+        LinkError: If the result is outside these folders.
     """
     real, root = os.path.realpath(path), os.path.realpath(within)
     if not (_is_below(real, root) or any(_is_below(real, blobs) for blobs in _list_blob_folders(root))):
@@ -53,7 +53,7 @@ def resolve_local_path_inside(path: Path, within: Path) -> str:
 
 
 def is_safe_relative_path(name: str) -> bool:
-    """Return whether a file name from a checkpoint is a relative path that stays in its folder."""
+    """Return whether a file name from a checkpoint is a relative path that does not leave its folder."""
     path = PurePosixPath(name)
     # Surrogates (U+D800 to U+DFFF) are halves of characters.
     has_invalid_character = any(c in "\0\\" or "\ud800" <= c <= "\udfff" for c in name)
@@ -61,7 +61,9 @@ def is_safe_relative_path(name: str) -> bool:
 
 
 def get_child_inside(folder: AnyPath, name: str) -> AnyPath:
-    """Return the path of an entry of a folder, without resolving links.
+    """Return the path of a folder entry, and check that it is not a link out of the folder.
+
+    The returned path is not resolved.
 
     Raises:
         LinkError: If the entry is a link that leaves the folder.
@@ -77,7 +79,7 @@ def _is_below(path: str, folder: str) -> bool:
 
 
 def _list_blob_folders(root: str) -> list[str]:
-    """List the possible blob folders of a snapshot in the Hub's cache.
+    """List the possible blob folders for a snapshot in the Hub cache.
 
     The snapshot has a path of the form `<repository>/snapshots/<revision>/...`.
     """
@@ -105,7 +107,7 @@ def open_regular_file(path: str | Path) -> int:
 
 
 def open_new_file(path: Path) -> int:
-    """Create a new file for writing, and return its descriptor.
+    """Create a new file, open it for writing, and return its descriptor.
 
     Raises:
         OSError: If the path exists, even as a broken link.
@@ -115,7 +117,7 @@ def open_new_file(path: Path) -> int:
 
 
 def open_for_writing(path: Path, flags: int, mode: int = 0o666) -> int:
-    """Open a regular file for writing, creating it if necessary. Links are not followed.
+    """Open a regular file for writing, creating it if necessary. A link is not followed.
 
     Args:
         path: Path of the file.
@@ -151,12 +153,14 @@ def read_small_file(
 
     Args:
         path: Path of the file.
-        within: Folder that links must not leave. By default, this is the folder that contains the file.
+        within: Folder that must contain the targets of links. By default, this is the parent folder of
+            the file.
         max_bytes: Maximum size of the file in bytes.
-        truncate: Whether to return the first `max_bytes` bytes of a larger file instead of raising an error.
+        truncate: Whether to return the first `max_bytes` bytes of a larger file instead of raising an
+            error.
 
     Raises:
-        LinkError: If a link leaves `within`.
+        LinkError: If a link points outside `within`.
         OSError: If the file does not exist, is not a regular file, or is too large.
     """
     if is_in_store(path):
@@ -193,14 +197,14 @@ def read_small_text_file(path: AnyPath, within: AnyPath | None = None) -> str:
 
 
 def read_json_object_or_empty(path: AnyPath | None) -> dict[str, Any]:
-    """Read a small JSON file that contains an object.
+    """Read a JSON object from a small file, if possible.
 
     Returns:
-        The object, or an empty dict if `path` is None, or if the file does not exist or is damaged.
+        The object. Empty if `path` is None, or if the file does not exist or is damaged.
 
     Raises:
         LinkError: If a link leaves the folder that contains the file.
-        RemoteError: If the object store cannot be used.
+        RemoteError: If the file is in an object store that cannot be used.
     """
     try:
         values = json.loads(read_small_text_file(path)) if path is not None else None

@@ -1,4 +1,4 @@
-"""Errors of object stores, with messages of one line and without credentials."""
+"""Errors from object stores. Their messages have one line and contain no credentials."""
 
 from __future__ import annotations
 
@@ -25,36 +25,39 @@ _RETRY_COUNT = re.compile(r"after (\d+) retries")
 
 
 class RemoteError(CheckpointError):
-    """Error of an object store or URL. The message has one line and contains no credentials."""
+    """Error from an object store, or about a URL. The message has one line and contains no credentials."""
 
     exit_code = 2
 
 
 class AccessDeniedError(RemoteError):
-    """Error if the store denies access with these credentials. The object may or may not exist."""
+    """Error raised if the store denies access with the given credentials.
+
+    The object may or may not exist.
+    """
 
 
 class RetriesExhaustedError(RemoteError):
-    """Error if a failure that may be temporary persisted after all retries."""
+    """Error raised if a possibly temporary failure persists after all retries."""
 
 
 class ConflictError(RemoteError):
-    """Error if a conditional write found a different version of the object."""
+    """Error raised if a conditional write finds a different version of the object."""
 
 
 class LostUploadError(RemoteError):
-    """Error if the store does not have a multipart upload anymore.
+    """Error raised if the store no longer has a multipart upload.
 
     The upload was either aborted, or completed by a request whose response was lost.
     """
 
 
 class NoConditionalWritesError(RemoteError):
-    """Error if the store does not support conditional writes."""
+    """Error raised if the store does not support conditional writes."""
 
 
 def parse_hub_page_url(url: str) -> str | None:
-    """Return the repository name if a URL is its web page on the Hugging Face Hub, otherwise None."""
+    """Return the repository name if a URL is a repository page on the Hugging Face Hub, otherwise None."""
     page = re.fullmatch(
         r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/(?:datasets/)?"
         r"(?!(?:spaces|docs|blog|collections|papers|api)/)([\w.-]+/[\w.-]+)(?:[/?#].*)?",
@@ -66,13 +69,14 @@ def parse_hub_page_url(url: str) -> str | None:
 def translate_store_error(
     location: str, operation: str, error: BaseException, searched_credentials: str
 ) -> Exception:
-    """Convert an exception of obstore to an exception with a message of one line.
+    """Convert an obstore exception to an exception with a one-line message.
 
     Args:
         location: URL of the object.
         operation: Operation as a verb, such as `"read"`.
-        error: Exception of obstore.
-        searched_credentials: Description of the credentials that were tried. See `SEARCHED_CREDENTIALS`.
+        error: Exception from obstore.
+        searched_credentials: Description of the credentials that were tried. See
+            `SEARCHED_CREDENTIALS`.
 
     Returns:
         A `RemoteError`, or a `FileNotFoundError` if the object does not exist. The caller raises it.
@@ -125,9 +129,10 @@ def translate_store_error(
 
 
 def format_store_error(error: BaseException) -> str:
-    """Format an exception of obstore as one short line without credentials.
+    """Format an obstore exception as one short line without credentials.
 
-    If the exception contains a response of the store, only its status, error code and message are kept.
+    If the exception contains a response from the store, only the status, error code, and message of the
+    response are kept.
     """
     text = " ".join(str(error).partition("Debug source:")[0].split())
     head, separator, tail = text.partition("Server returned non-2xx status code: ")

@@ -1,1 +1,1 @@
-"""Tensors of checkpoints: pieces, dtypes, casts, and lazy operations."""
+"""Read, cast, and transform checkpoint tensors, which may be stored in several pieces."""

@@ -1,8 +1,9 @@
-"""Tensors assembled from regions of other tensors, described before any data is read.
+"""Describe tensors assembled from regions of other tensors, before any data is read.
 
-An `Arrangement` consists of a shape and the tiles that fill it. Each tile is a region of a source tensor,
-possibly with a different order of dimensions or with a step between its elements. Stacking, slicing,
-concatenating, and transposing only change the tiles, so the result can still be streamed from file spans.
+An `Arrangement` consists of a shape and the tiles that fill it. Each tile is a region of a source
+tensor, possibly with permuted dimensions or with steps between its elements. Stacking, slicing,
+concatenating, and transposing only change the tiles, so the result can still be streamed from file
+spans.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class Tile:
         source: Name of the source tensor, or `ZEROS`.
         source_starts: Index of the tile's first element in the source, per dimension.
         source_dims: Source dimension for each dimension of the result, or -1 if there is none.
-        steps: Distance between consecutive elements in the source, for each dimension of the result.
+        steps: Step in the source between consecutive elements, for each dimension of the result.
     """
 
     starts: Shape
@@ -59,7 +60,7 @@ class Arrangement:
     tiles: tuple[Tile, ...]
 
     def find_identical_source(self, get_shape: Callable[[str], Shape]) -> str | None:
-        """Return the name of the source tensor if the result equals one complete source tensor.
+        """Return the name of the source tensor if the result is one complete, unchanged source tensor.
 
         Args:
             get_shape: Function that returns the shape of a source tensor.
@@ -76,7 +77,7 @@ class Arrangement:
         return tile.source if is_complete and in_order else None
 
     def list_sources(self) -> list[str]:
-        """Return the name of each source tensor once, in the order of the tiles."""
+        """List the source tensors without duplicates, in the order of the tiles."""
         return [name for name in dict.fromkeys(tile.source for tile in self.tiles) if name != ZEROS]
 
 
@@ -97,7 +98,7 @@ def arrange_source(name: str, shape: Sequence[int]) -> Arrangement:
 
 
 def arrange_zeros(shape: Sequence[int]) -> Arrangement:
-    """Create an arrangement that is filled with zeros, as a single tile."""
+    """Create an arrangement that is filled with zeros. It has a single tile."""
     shape = tuple(shape)
     ndim = len(shape)
     return Arrangement(shape, (Tile((0,) * ndim, shape, ZEROS, (), (-1,) * ndim, (1,) * ndim),))
@@ -113,7 +114,7 @@ def slice_arrangement(
         dim: Dimension to slice.
         start: Index of the first element.
         count: Number of elements.
-        step: Distance between two elements.
+        step: Step between consecutive elements.
 
     Returns:
         An arrangement with `count` elements along `dim`.
@@ -151,7 +152,7 @@ def slice_arrangement(
 
 
 def select_from_arrangement(arrangement: Arrangement, dim: int, index: int) -> Arrangement:
-    """Select one element along `dim` and remove this dimension, as `torch.select` does.
+    """Select one index along `dim` and remove this dimension, as `torch.select` does.
 
     Raises:
         CheckpointError: If the index exceeds the dimension.
@@ -306,8 +307,9 @@ def transpose_arrangement(arrangement: Arrangement, first: int, second: int) -> 
 def interleave_arrangement(arrangement: Arrangement, dim: int, groups: int) -> Arrangement:
     """Interleave groups of consecutive elements along `dim`.
 
-    This is equivalent to reshaping the dimension to a matrix with `groups` rows, transposing the matrix, and
-    flattening it again. For example, two groups interleave the first half with the second half.
+    This is equivalent to reshaping the dimension to a matrix with `groups` rows, transposing the
+    matrix, and flattening it again. For example, with two groups, elements of the first half alternate
+    with elements of the second half.
 
     Args:
         arrangement: Arrangement to reorder.
@@ -341,7 +343,7 @@ def build_arranged_tensor(name: str, arrangement: Arrangement, tensors: Mapping[
         tensors: Source tensors, keyed by name.
 
     Returns:
-        The new tensor, or the source tensor if it is identical.
+        The new tensor. If a source tensor is identical, it is returned instead.
 
     Raises:
         CheckpointError: If the source tensors have different dtypes.
@@ -367,10 +369,12 @@ def build_arranged_tensor(name: str, arrangement: Arrangement, tensors: Mapping[
 
 
 def _intersect_boxes(tile: Tile, tensor: Tensor) -> list[Box]:
-    """Return the boxes of the result that one tile fills, one for each overlapping box of its source tensor.
+    """Return the boxes of the result that a tile fills.
 
-    The data stays lazy: if the view of a source box is not known yet, the new box computes its view on the
-    first read.
+    There is one such box for each box of the source tensor that overlaps with the tile.
+
+    The data stays lazy: if the view of a source box is not available yet, the new box determines its
+    view on the first read.
     """
     extents = [1] * len(tensor.shape)
     for dim, size, step in zip(tile.source_dims, tile.sizes, tile.steps, strict=True):
@@ -417,12 +421,12 @@ def _build_deferred_tile_view(box: Box, index: Shape, tile: Tile) -> Callable[[]
 
 
 def _build_tile_view(view: View, index: Shape, tile: Tile) -> View:
-    """Build the view of a tile's elements in one box of its source tensor.
+    """Build the view of a tile's elements within one box of its source tensor.
 
     Args:
         view: View of the box.
-        index: Index in the box of the tile's first element.
-        tile: Tile, which determines the order and the steps of the dimensions.
+        index: Position of the tile's first element in the box.
+        tile: Tile, which determines the order of the dimensions and their steps.
     """
     begin = view.offset + sum(i * stride for i, stride in zip(index, view.strides, strict=True))
     strides = tuple(

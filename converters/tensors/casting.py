@@ -1,4 +1,4 @@
-"""Casts between floating-point dtypes, block by block.
+"""Cast tensors between floating-point dtypes, block by block.
 
 Values are rounded to nearest, with ties to even. NaN stays NaN.
 """
@@ -30,14 +30,14 @@ def parse_target_dtype(name: str, *, allow_ggml: bool = False) -> str | None:
 
     Args:
         name: Name of a dtype, or `"keep"`.
-        allow_ggml: Whether to accept the block formats of ggml. Only a conversion to GGUF writes them.
+        allow_ggml: Whether to accept ggml block formats, which only a conversion to GGUF can write.
 
     Returns:
         The safetensors dtype or the ggml format, or None to keep the dtypes.
 
     Raises:
         CheckpointError: If the name is unknown.
-        CommandError: If the name is a block format of ggml, and `allow_ggml` is False.
+        CommandError: If the name is a ggml block format, but `allow_ggml` is False.
     """
     if name not in DTYPES:
         raise CheckpointError(f"dtype {name!r} is unknown; specify one of {', '.join(DTYPES)}")
@@ -47,15 +47,15 @@ def parse_target_dtype(name: str, *, allow_ggml: bool = False) -> str | None:
 
 
 def select_written_dtype(tensor: Tensor, target: str | None) -> str:
-    """Return the dtype in which to write a tensor.
+    """Return the dtype to which a tensor is cast for writing.
 
     Args:
         tensor: Tensor to write.
         target: Requested dtype, or None to keep the dtype.
 
     Returns:
-        `target`, or the tensor's own dtype for integers, booleans, 8-bit floats, and 0-D tensors, which are
-        never cast.
+        `target`, or the tensor's dtype if `target` is None or the tensor is never cast. Integers,
+        booleans, 8-bit floats, and 0-D tensors are never cast.
     """
     if target is None or tensor.dtype not in CASTABLE_DTYPES or not tensor.shape:
         return tensor.dtype
@@ -63,12 +63,13 @@ def select_written_dtype(tensor: Tensor, target: str | None) -> str:
 
 
 class CastLosses:
-    """Thread-safe counters for elements that a cast made infinite or zero.
+    """Thread-safe counters of elements that became infinite or zero in a cast.
 
     Attributes:
         num_infinite: Number of elements that became infinite.
         num_zero: Number of elements that became zero.
-        first_tensor_name: Name of the first tensor that contains such an element. Empty if there is none.
+        first_tensor_name: Name of the first tensor that contains such an element. Empty if there is
+            none.
     """
 
     def __init__(self) -> None:
@@ -77,7 +78,7 @@ class CastLosses:
         self._lock = threading.Lock()
 
     def add_losses(self, name: str, before: Array, after: Array) -> None:
-        """Count the elements of a block that a cast made infinite or zero.
+        """Count the elements of a block that became infinite or zero in a cast.
 
         Args:
             name: Name of the tensor.
@@ -94,7 +95,7 @@ class CastLosses:
 
 
 class _ElementCounts(NamedTuple):
-    """Number of infinite elements and number of nonzero elements of a block."""
+    """Number of infinite elements and number of nonzero elements in a block."""
 
     infinite: int
     nonzero: int
@@ -119,14 +120,14 @@ def iter_cast_blocks(
     *,
     losses: CastLosses | None = None,
 ) -> Iterator[Array]:
-    """Iterate over blocks of elements in row-major order, cast to a dtype.
+    """Cast a tensor to a dtype, and iterate over its elements in row-major order as 1-D blocks.
 
     Args:
         tensor: Tensor to read.
         dtype: Safetensors dtype of the blocks.
         unverified_spans: Set that collects the file spans whose CRC has not been verified yet.
         block_bytes: Maximum block size in bytes before the cast.
-        losses: Counters that are updated in place. If None, losses are not counted.
+        losses: Counters for infinite and zero elements, updated in place. None to disable counting.
 
     Yields:
         1-D arrays. Each block is valid only until the next block is requested.
@@ -142,10 +143,10 @@ def iter_cast_blocks(
 
 
 def round_to_dtype(block: Array, dtype: str) -> Array:
-    """Cast an array to a safetensors dtype. Values out of range become infinite.
+    """Cast an array to a safetensors dtype. Out-of-range values become infinite.
 
     Returns:
-        A new array, or `block` itself if it has the dtype already.
+        A new array, or `block` itself if it already has the dtype.
     """
     if block.dtype == to_numpy_dtype(dtype):
         return block
@@ -158,9 +159,9 @@ def round_to_dtype(block: Array, dtype: str) -> Array:
 def _round_to_odd_float32(block: Array) -> Array:
     """Cast float64 to float32 with rounding to odd, so that a second rounding to bfloat16 is correct.
 
-    ml_dtypes casts float64 to bfloat16 by way of float32, so it rounds twice: 1 + 2**-8 + 2**-40 would become
-    a tie after the first rounding. Rounding to odd (toward zero, with the last bit set if the value is
-    inexact) does not create ties.
+    ml_dtypes casts float64 to bfloat16 through float32, so it rounds twice. The first rounding can
+    create a tie: for example, it rounds 1 + 2**-8 + 2**-40 to 1 + 2**-8. Rounding to odd never creates
+    ties. It rounds toward zero, and sets the last bit if the value is inexact.
 
     Source: Boldo and Melquiond, "Emulation of a FMA and correctly rounded sums: proved algorithms using
     rounding to odd", IEEE Transactions on Computers 57(4), 2008.

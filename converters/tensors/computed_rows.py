@@ -1,4 +1,4 @@
-"""Tensors whose rows are computed when they are read, a few rows at a time.
+"""Compute the rows of tensors when they are read, a few rows at a time.
 
 A tensor with more than two dimensions is a stack of matrices.
 """
@@ -29,7 +29,7 @@ class RowFunction(Protocol):
     def __call__(
         self, matrix_index: Shape, first_row: int, num_rows: int, unverified_spans: UnverifiedSpans
     ) -> Array:
-        """Compute rows of one matrix of a stack.
+        """Compute rows of one matrix in a stack.
 
         Args:
             matrix_index: Index of the matrix along the leading dimensions of the tensor.
@@ -49,11 +49,11 @@ class FillFunction(Protocol):
     def __call__(
         self, out: Array, matrix_index: Shape, first_row: int, unverified_spans: UnverifiedSpans
     ) -> None:
-        """Write rows of one matrix of a stack into an array.
+        """Write rows of one matrix in a stack into an array.
 
         Args:
-            out: Array of shape `[rows, columns]` with the tensor's dtype, which determines the number of
-                rows.
+            out: Array of shape `[rows, columns]` with the tensor's dtype. Its length is the number of rows
+                to write.
             matrix_index: Index of the matrix along the leading dimensions of the tensor.
             first_row: Index of the first row.
             unverified_spans: Set that collects the file spans whose CRC has not been verified yet.
@@ -65,18 +65,19 @@ _last = threading.local()
 
 
 class ComputedRowSource:
-    """Byte source of a tensor whose rows are computed, in row-major order.
+    """Byte source whose rows are computed on demand, in row-major order.
 
-    Each thread caches the last block of rows that it computed. This cache is shared by all sources of the
-    thread.
+    Each thread caches the last block of rows that it computed, and shares this cache between all
+    sources.
 
     Args:
         shape: Shape of the tensor, with at least two dimensions.
         dtype: Safetensors dtype of the tensor.
-        fill: Function that computes rows. `make_fill_function` creates it from a `RowFunction`.
-        row_alignment: Number of rows to which blocks are aligned: the index of the first row of each block is
-            a multiple of it.
-        block_elements: Maximum number of elements to compute at once, unless `row_alignment` rows have more.
+        fill: Function that computes rows. `make_fill_function` creates one from a `RowFunction`.
+        row_alignment: Number of rows to which blocks are aligned. Each block begins at a row index that
+            is a multiple of it.
+        block_elements: Maximum number of elements to compute at once. A block has at least
+            `row_alignment` rows, even if they have more elements.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class ComputedRowSource:
         self._rows_per_block = max(1, block_elements // max(1, self.columns) // row_alignment) * row_alignment
 
     def read_into(self, buffer: memoryview, offset: int, unverified_spans: UnverifiedSpans) -> None:
-        """Compute bytes into a buffer. See `ByteSource.read_into`."""
+        """Compute the requested bytes into a buffer. See `ByteSource.read_into`."""
         out, done = np.frombuffer(buffer, np.uint8), 0
         row = self.columns * get_itemsize(self.dtype)
         while done < out.size:
@@ -107,9 +108,9 @@ class ComputedRowSource:
             done += part.size
 
     def _get_block(self, matrix: int, number: int, nbytes: int, unverified_spans: UnverifiedSpans) -> Array:
-        """Return the bytes of a block of rows from the thread's cache, or compute and cache the block.
+        """Return the bytes of a block of rows from the thread's cache, or compute and cache them.
 
-        The block is cached because the next read usually requests the rest of it.
+        Blocks are cached because the next read usually requests the remaining bytes.
 
         Args:
             matrix: Index of the matrix in the stack.
@@ -144,7 +145,7 @@ class ComputedRowSource:
 
 
 def make_fill_function(compute_rows: RowFunction) -> FillFunction:
-    """Create a function that writes the rows of a `RowFunction`, rounded to the dtype of the array."""
+    """Convert a `RowFunction` to a function that writes the rows into an array, rounded to its dtype."""
 
     def fill_rows(out: Array, matrix_index: Shape, first_row: int, unverified_spans: UnverifiedSpans) -> None:
         values = compute_rows(matrix_index, first_row, len(out), unverified_spans).reshape(out.shape)
@@ -176,8 +177,8 @@ def build_computed_tensor(
         compute_rows: Function that computes rows.
         row_alignment: See `ComputedRowSource`.
         block_elements: See `ComputedRowSource`.
-        computed_shape: Shape of the matrices that `compute_rows` computes, if it differs from `shape`. Both
-            shapes have the same number of elements in the same order.
+        computed_shape: Shape for which `compute_rows` computes rows, if it differs from `shape`. Both
+            shapes have the same elements in row-major order.
     """
     source = ComputedRowSource(
         computed_shape or shape, dtype, make_fill_function(compute_rows), row_alignment, block_elements
@@ -198,7 +199,7 @@ def read_region(tensor: Tensor, starts: Shape, sizes: Shape, unverified_spans: U
         A new array of shape `sizes` with the tensor's dtype.
 
     Raises:
-        CheckpointError: If the region is not inside the tensor.
+        CheckpointError: If the region extends beyond the tensor.
     """
     inside = len(starts) == len(tensor.shape) and all(
         low + size <= length for low, size, length in zip(starts, sizes, tensor.shape, strict=True)
@@ -212,7 +213,10 @@ def read_region(tensor: Tensor, starts: Shape, sizes: Shape, unverified_spans: U
 def read_rows(
     tensor: Tensor, matrix_index: Shape, first_row: int, num_rows: int, unverified_spans: UnverifiedSpans
 ) -> Array:
-    """Read rows of one matrix of a stack as a 2-D array with the tensor's dtype. See `RowFunction`."""
+    """Read rows of one matrix in a stack as a 2-D array with the tensor's dtype.
+
+    See `RowFunction` for the arguments.
+    """
     sizes = (*(1 for _ in matrix_index), num_rows, tensor.shape[-1])
     return read_region(tensor, (*matrix_index, first_row, 0), sizes, unverified_spans).reshape(sizes[-2:])
 

@@ -1,8 +1,9 @@
-"""Dequantization of weights, computed a few rows at a time while they are read.
+"""Dequantize weights while they are read, a few rows at a time.
 
-Codes are converted to float32 exactly. Zero points are subtracted and scales are multiplied in float32. The
-result is rounded once to the requested dtype. Each function takes the stored tensors of one weight and
-returns a lazy float tensor. The docstrings name the sources of the formats.
+Codes are converted to float32 exactly. Zero points are subtracted and scales are multiplied in
+float32. The result is rounded once, to the requested dtype. Each function accepts the stored
+tensors of one weight, and returns a lazy float tensor. The docstrings cite the sources of the
+formats.
 """
 
 from __future__ import annotations
@@ -47,11 +48,12 @@ _WORTH_A_TABLE, _WITH_TABLES, _LOOKED_UP = 1 << 10, 1 << 20, 1 << 16
 def _to_finite_scale(tensor: Tensor, values: Array) -> Array:
     """Convert scales to float32, and check that they are finite.
 
-    Scales with the dtype uint8 are interpreted as exponents of two (the dtype E8M0 of the OCP).
+    uint8 scales are interpreted as powers of two (the E8M0 format of the OCP).
 
     Args:
-        tensor: Tensor that contains the scales, used for the dtype and in error messages.
-        values: Scales as they are stored.
+        tensor: Tensor that contains the scales. It determines the dtype, and is named in error
+            messages.
+        values: Scales to convert, as they are stored.
 
     Returns:
         The scales as float32, in the shape of `values`.
@@ -69,16 +71,16 @@ def _to_finite_scale(tensor: Tensor, values: Array) -> Array:
 
 
 def _multiply_by_scale(values: Array, scale: Array, block_width: int, scale_tensor: Tensor) -> Array:
-    """Multiply values in place by the scales of their blocks, and return them.
+    """Multiply values in place by the scale of their block, and return them.
 
     Args:
         values: Values of shape `[rows, columns]`.
         scale: Scales of shape `[rows, column blocks]`.
-        block_width: Number of columns with a common scale.
+        block_width: Number of columns that share a scale.
         scale_tensor: Tensor that contains the scales, used in error messages.
 
     Raises:
-        CheckpointError: If the scale of a value other than 0 is 0.
+        CheckpointError: If a block with a scale of 0 contains a nonzero value.
     """
     count, columns = values.shape
     if not scale.all() and np.any(values[np.repeat(scale == 0, block_width, axis=1)[:, :columns]]):
@@ -91,23 +93,23 @@ def _multiply_by_scale(values: Array, scale: Array, block_width: int, scale_tens
 
 
 class BlockShape(NamedTuple):
-    """Block size of a weight: number of rows and columns that share a scale."""
+    """Number of rows and number of columns of a weight that share a scale."""
 
     rows: int
     columns: int
 
 
 class _ScaleGrid:
-    """Scales or zero points of a weight: one for the tensor, for each row, or for each block.
+    """Scales or zero points of a weight: one per tensor, per row, or per block.
 
     Args:
         scale: Tensor that contains the scales or zero points.
         shape: Shape of the weight.
-        block: Block shape in the settings of the format. If None, it is computed from the shapes of the
-            tensors.
+        block: Block shape from the quantization settings. If None, it is computed from the tensor
+            shapes.
 
     Raises:
-        CheckpointError: If the shape of `scale` does not fit the shape of the weight.
+        CheckpointError: If the shape of `scale` does not match the shape of the weight.
     """
 
     def __init__(self, scale: Tensor, shape: Shape, block: BlockShape | None = None) -> None:
@@ -135,7 +137,7 @@ class _ScaleGrid:
     def read_scale_rows(
         self, matrix_index: Shape, first_row: int, num_rows: int, unverified_spans: UnverifiedSpans
     ) -> Array:
-        """Read the scales of rows of the weight. See `RowFunction` for the arguments.
+        """Read the scales for rows of the weight. See `RowFunction` for the arguments.
 
         Returns:
             Array of shape `[num_rows, column blocks]` with the stored dtype.
@@ -163,15 +165,15 @@ class _ScaleGrid:
         first_row: int,
         unverified_spans: UnverifiedSpans,
     ) -> None:
-        """Dequantize 8-bit codes with a table of the products of each block.
+        """Dequantize 8-bit codes with a lookup table per block.
 
-        The 256 possible products of a block are computed once, and each code is replaced by its product. This
-        is faster than multiplying each element if a block has many elements.
+        The 256 possible products of code and scale are computed once per block, and each code is replaced
+        by its product. If a block has many elements, this is faster than multiplying each of them.
 
         Args:
-            table: Value of each of the 256 codes, in float32.
+            table: Lookup table with the float32 value of each of the 256 codes.
             codes: Codes of shape `[rows, columns]`, as uint8.
-            out: Array of the same shape to write to.
+            out: Array of the same shape that receives the result.
             matrix_index: Index of the matrix along the leading dimensions of the weight.
             first_row: Index of the first row.
             unverified_spans: Set that collects the file spans whose CRC has not been verified yet.
@@ -220,7 +222,7 @@ class _ScaleGrid:
             matrix_index: Index of the matrix along the leading dimensions of the weight.
             first_row: Index of the first row.
             unverified_spans: Set that collects the file spans whose CRC has not been verified yet.
-            extra_factor: Factor by which to multiply the scales. None for no factor.
+            extra_factor: Additional factor for the scales. None for no factor.
         """
         scale = _to_finite_scale(
             self.tensor, self.read_scale_rows(matrix_index, first_row, len(values), unverified_spans)
@@ -234,7 +236,7 @@ class _ScaleGrid:
 
 
 def _build_byte_value_table(tensor: Tensor) -> Array:
-    """Return the float32 value of each of the 256 possible bytes of a tensor with 8-bit codes."""
+    """Return a lookup table with the float32 value of each byte of an 8-bit tensor."""
     check_tensor(tensor.dtype in ("F8_E4M3", "F8_E5M2", "I8"), tensor, "contains no codes of 8 bits")
     return np.arange(256, dtype=np.uint8).view(to_numpy_dtype(tensor.dtype)).astype(np.float32)
 
@@ -248,16 +250,18 @@ def dequantize_bytes(
     block: BlockShape | None = None,
     zero_point: Tensor | None = None,
 ) -> Tensor:
-    """Dequantize FP8 or INT8 codes with a scale for the tensor, for each row, or for each block.
+    """Dequantize FP8 or INT8 codes, with one scale per tensor, per row, or per block.
 
-    Source: deepseek-ai/DeepSeek-V3 inference/kernel.py (`weight_dequant`), compressed-tensors `dequantize`.
+    Source: deepseek-ai/DeepSeek-V3 inference/kernel.py (`weight_dequant`), compressed-tensors
+    `dequantize`.
 
     Args:
         name: Name of the result.
         dtype: Safetensors dtype of the result.
         weight: Codes of shape `[..., rows, columns]`.
         scale: Scales. See `_ScaleGrid`.
-        block: Block shape in the settings of the format. If None, it is computed from the shapes.
+        block: Block shape from the quantization settings. If None, it is computed from the tensor
+            shapes.
         zero_point: Zero points with the same layout as the scales. None if the codes are symmetric.
     """
     table, shape = _build_byte_value_table(weight), weight.shape
@@ -299,20 +303,21 @@ def dequantize_fp4(
     global_scale: Tensor | None = None,
     global_scale_divisor: Tensor | None = None,
 ) -> Tensor:
-    """Dequantize FP4 (E2M1) codes with a scale for each 16 or 32 elements of a row.
+    """Dequantize FP4 (E2M1) codes, with one scale per 16 or 32 elements of a row.
 
-    Each byte contains two codes. The first code is in its lower half.
+    Each byte contains two codes, with the first code in the lower half.
 
     Source: OCP Microscaling Formats 1.0; compressed-tensors `nvfp4_quantized`, ModelOpt `NVFP4QTensor`.
 
     Args:
         name: Name of the result.
         dtype: Safetensors dtype of the result.
-        packed: Codes of shape `[..., rows, columns / 2]`.
+        packed: Packed codes of shape `[..., rows, columns / 2]`.
         scale: Scales of shape `[..., rows, column blocks]`.
-        global_scale: Factor of all block scales (NVFP4 of ModelOpt). None if there is no factor.
-        global_scale_divisor: Divisor of all block scales (NVFP4 of compressed-tensors). None if there is no
-            divisor.
+        global_scale: Factor by which to multiply all block scales, as in ModelOpt's NVFP4. None for no
+            factor.
+        global_scale_divisor: Divisor of all block scales, as in the NVFP4 format of compressed-tensors.
+            None for no divisor.
     """
     shape = (*packed.shape[:-1], 2 * packed.shape[-1])
     check_tensor(packed.dtype in ("U8", "I8") and len(shape) >= 2, packed, "contains no pairs of FP4 codes")
@@ -337,17 +342,17 @@ def dequantize_fp4(
 
 
 def _read_scalar(tensor: Tensor, unverified_spans: UnverifiedSpans) -> np.float32:
-    """Read the only element of a tensor as a finite float32 scale."""
+    """Read a one-element tensor as a finite float32 scale."""
     check_tensor(tensor.numel == 1, tensor, "must have exactly one element")
     value = read_region(tensor, (0,) * len(tensor.shape), tensor.shape, unverified_spans)
     return np.float32(_to_finite_scale(tensor, value.reshape(-1))[0])
 
 
 def dequantize_gpt_oss(name: str, dtype: str, blocks: Tensor, scales: Tensor) -> Tensor:
-    """Dequantize MXFP4 as GPT-OSS stores it.
+    """Dequantize MXFP4 weights in GPT-OSS's layout.
 
-    The stored matrix is transposed. It consists of blocks of 16 bytes, and each block has an exponent in one
-    byte.
+    The stored matrix is transposed. It consists of blocks of 16 bytes (32 codes), and each block has a
+    one-byte exponent.
 
     Source: openai/gpt-oss torch/weights.py; transformers `convert_moe_packed_tensors`.
 
@@ -399,8 +404,8 @@ def unpack_codes(words: Array, bits: int) -> Array:
         bits: Number of bits per code.
 
     Returns:
-        Codes of shape `[codes, n]` as uint8. There may be more codes than were packed, because the words are
-        padded with zeros to a number of words that contains only complete codes. The caller has to ignore the
+        Codes of shape `[codes, n]` as uint8. The words are padded with zeros until they contain only
+        complete codes, so there may be more codes than were packed. The caller must ignore the extra
         codes at the end.
     """
     words = words.view(np.uint32)
@@ -432,7 +437,7 @@ def dequantize_packed_rows(
 ) -> Tensor:
     """Dequantize `pack-quantized` weights of compressed-tensors.
 
-    Rows of signed codes are packed into words. Each group of columns in a row has a scale.
+    Each row of signed codes is packed into words, and each group of columns in a row shares a scale.
 
     Source: compressed-tensors `unpack_from_int32`, `dequantize`.
 
@@ -443,9 +448,9 @@ def dequantize_packed_rows(
         scale: Scales of shape `[rows, groups]`.
         shape: Rows and columns of the weight.
         bits: Number of bits per code.
-        zero_point: Zero points, packed along the rows. None if the codes are symmetric.
-        column_groups: Group of each column. If None, each group consists of the same number of consecutive
-            columns.
+        zero_point: Zero points, packed along the row dimension. None if the codes are symmetric.
+        column_groups: Group index of each column. If None, the groups consist of equal numbers of
+            consecutive columns.
     """
     offset = np.float32(1 << (bits - 1))
     count_rows, columns = shape
@@ -512,19 +517,21 @@ def dequantize_gptq(
     *,
     zero_point_offset: int,
 ) -> Tensor:
-    """Dequantize GPTQ weights of 2, 3, 4, or 8 bits.
+    """Dequantize GPTQ weights with 2, 3, 4, or 8 bits.
 
-    Codes are packed into words along the inputs, and zero points along the outputs.
+    Codes are packed into words along the input dimension, and zero points along the output dimension.
 
     Source: AutoGPTQ and GPTQModel, `TorchQuantLinear`.
 
     Args:
         name: Name of the result.
         dtype: Safetensors dtype of the result.
-        tensors: `qweight` of shape `[inputs * bits / 32, outputs]`, `qzeros` `[groups, outputs * bits / 32]`,
-            `scales` `[groups, outputs]`, and `g_idx` `[inputs]`.
-        configured_bits: Number of bits in the settings. If it is given, the shapes must match it.
-        zero_point_offset: Number to add to each stored zero point: 1 for the format `gptq`, 0 for `gptq_v2`.
+        tensors: `qweight` of shape `[inputs * bits / 32, outputs]`, `qzeros` `[groups, outputs * bits /
+            32]`, `scales` `[groups, outputs]`, and `g_idx` `[inputs]`.
+        configured_bits: Number of bits in the quantization settings. If given, the tensor shapes must
+            match it.
+        zero_point_offset: Number to add to each stored zero point: 1 for the format `gptq`, 0 for
+            `gptq_v2`.
     """
     weight, zeros, scales, index = (tensors[key] for key in ("qweight", "qzeros", "scales", "g_idx"))
     inputs = index.numel
@@ -559,18 +566,18 @@ def dequantize_gptq(
 
 
 def dequantize_awq(name: str, dtype: str, tensors: Mapping[str, Tensor]) -> Tensor:
-    """Dequantize AWQ weights of 4 bits.
+    """Dequantize 4-bit AWQ weights.
 
-    Codes are packed into words along the outputs, in the order that AWQ's matrix multiplication kernel
-    requires.
+    Codes are packed into words along the output dimension, in the order that AWQ's matrix
+    multiplication kernel requires.
 
     Source: AutoAWQ `awq/utils/packing_utils.py`.
 
     Args:
         name: Name of the result.
         dtype: Safetensors dtype of the result.
-        tensors: `qweight` of shape `[inputs, outputs / 8]`, `qzeros` `[groups, outputs / 8]`, and `scales`
-            `[groups, outputs]`.
+        tensors: `qweight` of shape `[inputs, outputs / 8]`, `qzeros` `[groups, outputs / 8]`, and
+            `scales` `[groups, outputs]`.
     """
     weight, zeros, scales = (tensors[key] for key in ("qweight", "qzeros", "scales"))
     (groups, outputs) = scales.shape if len(scales.shape) == 2 else (0, 0)
@@ -615,10 +622,10 @@ def dequantize_awq(name: str, dtype: str, tensors: Mapping[str, Tensor]) -> Tens
 
 
 class NestedQuantization(NamedTuple):
-    """Settings with which bitsandbytes quantizes the maxima of the blocks ("double quantization").
+    """Settings of bitsandbytes' double quantization, which also quantizes the maxima of the blocks.
 
     Attributes:
-        block_size: Number of maxima with a common scale.
+        block_size: Number of maxima that share a scale.
         offset: Number to add to each dequantized maximum.
     """
 
@@ -637,22 +644,22 @@ def dequantize_bnb_4bit(
 ) -> Tensor:
     """Dequantize NF4 or FP4 weights of bitsandbytes.
 
-    Each byte contains two codes, which are indices into a table of values. The first code is in the upper
+    Each byte contains two codes, which are indices into a lookup table. The first code is in the upper
     half.
 
-    The dtype of `packed` does not matter: FSDP requires the same dtype for all parameters, so
-    `bnb_4bit_quant_storage` stores the bytes of the codes as the dtype of the other weights.
+    The dtype of `packed` does not matter. FSDP requires one dtype for all parameters, so
+    `bnb_4bit_quant_storage` can store the bytes of the codes in the dtype of the other weights.
 
     Source: bitsandbytes `functional.py` (`dequantize_4bit`, `QuantState`).
 
     Args:
         name: Name of the result.
         dtype: Safetensors dtype of the result.
-        packed: Codes of all elements in row-major order.
+        packed: Packed codes of all elements, in row-major order.
         tensors: `absmax` and `quant_map`. With `nested`, also `nested_absmax` and `nested_quant_map`.
         shape: Shape of the weight.
-        block_size: Number of elements with a common maximum.
-        nested: Settings of quantized maxima. None if the maxima are not quantized.
+        block_size: Number of elements that share a maximum.
+        nested: Settings for dequantizing the maxima. None if the maxima are not quantized.
     """
     total = prod(shape)
     width = get_itemsize(packed.dtype)
@@ -664,7 +671,7 @@ def dequantize_bnb_4bit(
     check_tensor(tensors["quant_map"].shape == (16,), tensors["quant_map"], "is not a table of 16 values")
 
     def read_flat(tensor: Tensor, low: int, high: int, unverified_spans: UnverifiedSpans) -> Array:
-        """Read the elements [low, high) of a tensor with one dimension or with the shape (n, 1)."""
+        """Read the elements [low, high) of a tensor with shape `[n]` or `[n, 1]`."""
         # The tensors may be stored with the shape (n, 1).
         ends = (1,) * (len(tensor.shape) - 1)
         return read_region(tensor, (low, *(0 for _ in ends)), (high - low, *ends), unverified_spans).reshape(
@@ -672,13 +679,13 @@ def dequantize_bnb_4bit(
         )
 
     def read_codes(low: int, high: int, unverified_spans: UnverifiedSpans) -> Array:
-        """Read the bytes [low, high) of the codes."""
+        """Read the bytes [low, high) of the packed codes."""
         first = low // width
         elements = np.ascontiguousarray(read_flat(packed, first, -(-high // width), unverified_spans))
         return elements.view(np.uint8)[low - first * width : high - first * width]
 
     def read_maxima(low: int, high: int, unverified_spans: UnverifiedSpans) -> Array:
-        """Read the maxima of the blocks [low, high), and dequantize them if they are quantized."""
+        """Read the maxima of the blocks [low, high), dequantizing them if necessary."""
         quantized = read_flat(tensors["absmax"], low, high, unverified_spans)
         if nested is None:
             return _to_finite_scale(tensors["absmax"], quantized)
@@ -711,7 +718,7 @@ def dequantize_bnb_4bit(
 def dequantize_bnb_8bit(name: str, dtype: str, weight: Tensor, maxima: Tensor) -> Tensor:
     """Dequantize LLM.int8 weights of bitsandbytes.
 
-    Each code is multiplied by the largest magnitude of its row, divided by 127.
+    Each code is multiplied by the largest magnitude in its row and divided by 127.
 
     Source: bitsandbytes `functional.py` (`int8_vectorwise_dequant`).
 
@@ -719,7 +726,7 @@ def dequantize_bnb_8bit(name: str, dtype: str, weight: Tensor, maxima: Tensor) -
         name: Name of the result.
         dtype: Safetensors dtype of the result.
         weight: Codes of shape `[rows, columns]`.
-        maxima: Largest magnitude of each row.
+        maxima: Largest magnitude in each row.
     """
     check_tensor(weight.dtype == "I8" and len(weight.shape) == 2, weight, "contains no rows of bytes")
     grid = _ScaleGrid(maxima, weight.shape)

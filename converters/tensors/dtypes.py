@@ -1,6 +1,7 @@
-"""Element types: names in safetensors, NumPy, and torch.
+"""Map the dtype names of safetensors to NumPy and torch dtypes.
 
-Source: https://github.com/huggingface/safetensors (`Dtype`), torch/storage.py (legacy storage classes).
+Source: https://github.com/huggingface/safetensors (`Dtype`), torch/storage.py (legacy storage
+classes).
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ QUANTIZED_DTYPES = frozenset({"F8_E4M3", "F8_E5M2", "I8", "U8", "I16", "U16", "I
 
 
 def get_itemsize(dtype: str) -> int:
-    """Return the bytes per element of a safetensors dtype.
+    """Return the element size of a safetensors dtype in bytes.
 
     Raises:
         CheckpointError: If the dtype is unknown.
@@ -76,7 +77,7 @@ def unpack_numbers(dtype: str, data: bytes) -> list[Any] | None:
     """Convert the bytes of a few elements to Python numbers without NumPy.
 
     Returns:
-        The numbers, or None if Python has no format for the dtype.
+        The numbers, or None if the `struct` module does not support the dtype.
     """
     code = _STRUCT_CODES.get(dtype)
     return None if code is None else list(struct.unpack(f"<{len(data) // _SIZES[dtype]}{code}", data))
@@ -84,7 +85,7 @@ def unpack_numbers(dtype: str, data: bytes) -> list[Any] | None:
 
 @cache
 def to_numpy_dtype(dtype: str) -> np.dtype[Any]:
-    """Return the NumPy or ml_dtypes dtype of a safetensors dtype.
+    """Return the NumPy or ml_dtypes dtype for a safetensors dtype.
 
     Raises:
         CheckpointError: If the dtype is unknown.
@@ -97,5 +98,5 @@ def to_numpy_dtype(dtype: str) -> np.dtype[Any]:
 
 @cache
 def get_numpy_dtype_names() -> dict[np.dtype[Any], str]:
-    """Return the safetensors name of each supported NumPy dtype."""
+    """Return a mapping from each supported NumPy dtype to its safetensors name."""
     return {to_numpy_dtype(name): name for name in SUPPORTED_DTYPES}

@@ -1,7 +1,7 @@
-"""Tensors that are computed from another tensor, block by block, while they are read.
+"""Compute tensors by editing the rows of other tensors, block by block, while they are read.
 
-The arithmetic uses float32, or float64 for float64 tensors, and each element is rounded once at the end. Only
-a few rows are in memory at a time, regardless of the size of the tensor.
+The arithmetic uses float32, or float64 for float64 tensors, and each element is rounded once at the
+end. Only a few rows are in memory at a time, regardless of the tensor size.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class AffineEdit:
 
 
 class _EditedRows:
-    """`RowFunction` that reads rows of a tensor and applies edits."""
+    """`RowFunction` that reads rows from a tensor and applies edits to them."""
 
     def __init__(self, tensor: Tensor, num_row_dims: int, edits: Sequence[RowEdit]) -> None:
         self.tensor = tensor
@@ -72,7 +72,7 @@ class _EditedRows:
     def __call__(
         self, matrix_index: Shape, first_row: int, num_rows: int, unverified_spans: UnverifiedSpans
     ) -> Array:
-        """Compute rows. See `RowFunction`.
+        """Compute edited rows. See `RowFunction`.
 
         The result is valid until the current thread computes the next block.
         """
@@ -92,10 +92,12 @@ class _EditedRows:
         return block
 
     def _get_scratch(self, name: str, shape: Shape, dtype: np.dtype[Any]) -> Array:
-        """Return an uninitialized array that this thread reuses, because mapping new memory is slow.
+        """Return an uninitialized array in a buffer that this thread reuses.
+
+        Reusing memory is faster than mapping new memory.
 
         Args:
-            name: Name of the buffer, because each thread needs several buffers.
+            name: Name of the buffer. Each thread has one buffer per name.
             shape: Shape of the array.
             dtype: Dtype of the array.
         """
@@ -109,7 +111,7 @@ class _EditedRows:
 
 
 def append_zero_rows(tensor: Tensor, total_rows: int) -> Tensor:
-    """Append rows of zeros to a tensor, so that edits can fill them. No data is copied.
+    """Append rows of zeros to a tensor, which edits can then fill. No data is copied.
 
     Args:
         tensor: Tensor to extend.
@@ -127,13 +129,14 @@ def append_zero_rows(tensor: Tensor, total_rows: int) -> Tensor:
 
 
 def apply_edits(tensor: Tensor, dtype: str, num_row_dims: int, edits: Sequence[RowEdit]) -> Tensor:
-    """Return a lazy tensor that applies edits to the rows of another tensor when it is read.
+    """Return a lazy tensor that applies edits to the rows of another tensor while they are read.
 
     Args:
         tensor: Tensor with a floating-point dtype.
         dtype: Safetensors dtype of the result.
-        num_row_dims: Number of leading dimensions that count as rows. The other dimensions form the columns.
-        edits: Changes to apply, in order.
+        num_row_dims: Number of leading dimensions that count as rows. The other dimensions form the
+            columns.
+        edits: Edits to apply, in order.
     """
 
     def build_view() -> View:

@@ -1,4 +1,4 @@
-"""Tensors to write."""
+"""Define the output tensors of a conversion."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class OutputTensor:
-    """Tensor to write.
+    """Tensor to write, with its name and dtype in the output.
 
     Attributes:
         name: Name of the tensor. Must be unique in the output.
@@ -27,5 +27,5 @@ class OutputTensor:
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes of the written tensor, after the cast."""
+        """Size of the written tensor in bytes, after the cast."""
         return self.tensor.numel * get_itemsize(self.dtype)

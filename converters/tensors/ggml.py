@@ -1,6 +1,6 @@
-"""Block quantization of ggml, computed by the package `gguf`.
+"""Quantize tensors to ggml's block formats with the package `gguf`.
 
-A block has a scale and codes of 8 or 4 bits.
+A block has a scale and codes with 8 or 4 bits.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ BLOCK_ELEMENTS = 32  # Number of elements per block of each kind
 
 
 def quantize_to_ggml(tensor: Tensor, kind: str) -> Tensor:
-    """Quantize a tensor to ggml blocks along its last dimension, lazily.
+    """Quantize a tensor lazily to ggml blocks along its last dimension.
 
     Args:
         tensor: Tensor whose last dimension is divisible by `BLOCK_ELEMENTS`.

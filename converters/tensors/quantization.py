@@ -1,9 +1,9 @@
-"""Quantization of weights, computed a few rows at a time while they are read.
+"""Quantize weights while they are read, a few rows at a time.
 
-This is the inverse of `portable.converters.tensors.dequantization`. Each function takes the float tensor of
-one weight and returns the tensors that the format stores for it. Each block of a matrix has a scale. The
-scale is computed from the largest magnitude in the block, as the format's reference implementation does
-without calibration data.
+This is the inverse of `portable.converters.tensors.dequantization`. Each function accepts the float
+tensor of one weight, and returns the tensors that the format stores for it. Each block of a matrix
+has a scale, which is computed from the largest magnitude in the block. This matches the format's
+reference implementation without calibration data.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ _EXPONENT_OF_FP4 = 2  # Exponent of the largest FP4 value, 6
 
 @dataclass(frozen=True)
 class QuantizationScheme:
-    """Rules by which a matrix is quantized.
+    """Scheme for quantizing a matrix.
 
     Attributes:
         code_dtype: `F8_E4M3`, `F8_E5M2`, `I8`, `FP4`, or `INT4` (`INT2`, `INT8`) for integers that are packed
             into words.
-        block_height: Number of rows with a common scale, or 0 for all rows.
-        block_width: Number of columns with a common scale, or 0 for all columns.
-        scale_rule: Rule by which a scale is computed from the largest magnitude of a block:
+        block_height: Number of rows that share a scale, or 0 for all rows.
+        block_width: Number of columns that share a scale, or 0 for all columns.
+        scale_rule: Rule for computing a block's scale from the largest magnitude in the block:
 
             - ``inverse``: the reciprocal of the scale (largest code / magnitude) is computed in float32, and
               inverted. Source: transformers `integrations/finegrained_fp8.py` (`Fp8Quantize`).
@@ -71,16 +71,16 @@ class QuantizationScheme:
 
 
 def _count_blocks(length: int, size: int) -> int:
-    """Return the number of blocks of `size` along a dimension. A size of 0 means one block."""
+    """Return the number of blocks with `size` elements along a dimension. A size of 0 means one block."""
     return -(-length // (size or max(1, length)))
 
 
 class _BlockQuantizer:
-    """Quantizer of one weight. Its methods compute the scales and the codes.
+    """Quantizer for one weight, which computes its scales and its codes.
 
     Args:
         weight: Weight of shape `[..., rows, columns]` in float32, float16, or bfloat16.
-        scheme: Rules of the quantization.
+        scheme: Quantization scheme.
         transposed: Whether to quantize the transposed matrices.
 
     Raises:
@@ -128,15 +128,15 @@ class _BlockQuantizer:
     def compute_block_magnitudes(
         self, matrix_index: Shape, first_block: int, stop_block: int, unverified_spans: UnverifiedSpans
     ) -> Array:
-        """Compute the largest magnitude of each block.
+        """Compute the largest magnitude in each block.
 
-        The magnitudes of blocks with more than `_MAX_RECOMPUTED_HEIGHT` rows are cached, because computing
-        them again would read the complete block.
+        For blocks with more than `_MAX_RECOMPUTED_HEIGHT` rows, the magnitudes are cached, because
+        computing them again would read the complete block.
 
         Args:
             matrix_index: Index of the matrix along the leading dimensions.
             first_block: Index of the first block row.
-            stop_block: Index after the last block row.
+            stop_block: Index of the last block row, exclusive.
             unverified_spans: Set that collects the file spans whose CRC has not been verified yet.
 
         Returns:
@@ -166,7 +166,7 @@ class _BlockQuantizer:
     def _compute_high_block_magnitudes(
         self, matrix_index: Shape, row: int, unverified_spans: UnverifiedSpans
     ) -> Array:
-        """Compute the largest magnitudes of the blocks in one block row, reading a few rows at a time.
+        """Compute the largest magnitude in each block of one block row, reading a few rows at a time.
 
         Args:
             matrix_index: Index of the matrix along the leading dimensions.
@@ -189,10 +189,10 @@ class _BlockQuantizer:
         return largest
 
     def _compute_block_maxima(self, values: Array) -> Array:
-        """Compute the largest magnitude of each block of values.
+        """Compute the largest magnitude in each block of the given rows.
 
         Args:
-            values: Rows of the weight, of shape `[rows, columns]`. The first row must be the first row of a
+            values: Rows of the weight, of shape `[rows, columns]`. They must begin with the first row of a
                 block. The last block may be incomplete.
 
         Returns:
@@ -233,16 +233,18 @@ class _BlockQuantizer:
     def compute_scales(
         self, matrix_index: Shape, first_block: int, stop_block: int, unverified_spans: UnverifiedSpans
     ) -> Array:
-        """Compute the scales of block rows in their stored dtype. See `compute_block_magnitudes`."""
+        """Compute the scales of block rows in their stored dtype.
+
+        See `compute_block_magnitudes` for the arguments.
+        """
         return self._compute_scales_from_magnitudes(
             self.compute_block_magnitudes(matrix_index, first_block, stop_block, unverified_spans)
         )
 
     def _compute_scales_from_magnitudes(self, magnitudes: Array) -> Array:
-        """Compute scales in their stored dtype from the largest magnitudes of the blocks.
+        """Compute scales in their stored dtype from the blocks' largest magnitudes.
 
-        With the rules `near` and `floor`, the scales are powers of two and are returned as uint8 exponents
-        (E8M0).
+        The rules `near` and `floor` result in powers of two, which are returned as uint8 exponents (E8M0).
         """
         rule, stored = self.scheme.scale_rule, to_numpy_dtype(self.scale_dtype)
         if rule == "inverse":
@@ -268,18 +270,18 @@ class _BlockQuantizer:
 
     @property
     def _magnitude_divisor(self) -> float:
-        """Number by which the magnitude of a block is divided to get its scale."""
+        """Divisor that converts the largest magnitude in a block to its scale."""
         if self.scheme.code_dtype in _MAX_MAGNITUDES:
             return _MAX_MAGNITUDES[self.scheme.code_dtype]
         return float((1 << self.code_bits) - 1) / 2
 
     @property
     def code_bits(self) -> int:
-        """Number of bits of an integer code."""
+        """Number of bits per integer code."""
         return 8 if self.scheme.code_dtype == "I8" else int(self.scheme.code_dtype.removeprefix("INT"))
 
     def _round_to_arithmetic_dtype(self, values: Array) -> Array:
-        """Round float32 values to the dtype in which the format's own program computes.
+        """Round float32 values to the dtype in which the format's reference implementation computes.
 
         The rounded values are returned as float32.
         """
@@ -321,7 +323,7 @@ class _BlockQuantizer:
         return self._encode_scaled_values(blocks.reshape(num_rows, self.columns))
 
     def _encode_scaled_values(self, values: Array) -> Array:
-        """Convert values that were divided by their scales to codes. `values` is modified in place."""
+        """Convert scaled values to codes. `values` is modified in place."""
         codes = self.scheme.code_dtype
         if codes in _MAX_MAGNITUDES:
             most = np.float32(_MAX_MAGNITUDES[codes])
@@ -335,11 +337,11 @@ class _BlockQuantizer:
         return values.astype(np.int8) if codes == "I8" else (values + half).astype(np.uint8)
 
     def build_scale_tensor(self, name: str, shape: Shape | None = None) -> Tensor:
-        """Build the lazy tensor of the scales.
+        """Build the lazy tensor that contains the scales.
 
         Args:
             name: Name of the tensor.
-            shape: Shape in which the scales are stored, if it differs from one scale per block.
+            shape: Stored shape of the scales, if it differs from one scale per block.
         """
         return build_computed_tensor(
             name,
@@ -354,26 +356,26 @@ class _BlockQuantizer:
 
     @property
     def row_alignment(self) -> int:
-        """Number of rows to which the computed blocks of rows are aligned.
+        """Alignment of the row blocks that are computed at once, in rows.
 
-        This is the block height, so that the magnitudes of a block are computed from its own rows. It is 1
-        for tall blocks, whose magnitudes are cached.
+        This is the height of a quantization block, so that magnitudes are computed from rows that are
+        already in memory. It is 1 for tall blocks, because their magnitudes are cached.
         """
         return self.block_height if self.block_height <= _MAX_RECOMPUTED_HEIGHT else 1
 
 
 def encode_small_floats(values: Array, exponent_bits: int, mantissa_bits: int) -> Array:
-    """Encode float32 values as floats with few bits, rounded to nearest with ties to even.
+    """Encode float32 values as small floats, rounded to nearest with ties to even.
 
-    This is several times as fast as ml_dtypes.
+    This is several times faster than ml_dtypes.
 
     Args:
-        values: Values in float32 whose magnitudes can be represented.
+        values: Float32 values whose magnitudes can be represented.
         exponent_bits: Number of exponent bits.
         mantissa_bits: Number of mantissa bits.
 
     Returns:
-        Codes as uint8, with the sign, the exponent, and the mantissa.
+        Codes as uint8, which contain the sign, the exponent, and the mantissa.
     """
     bias, cut = (1 << (exponent_bits - 1)) - 1, 23 - mantissa_bits
     magnitude = np.abs(values)
@@ -400,12 +402,12 @@ def quantize_to_bytes(
 
     Args:
         weight: Weight to quantize.
-        scheme: Rules of the quantization.
-        scale_name: Name of the tensor with the scales.
-        scale_shape: Shape in which the scales are stored, if it differs from one scale per block.
+        scheme: Quantization scheme.
+        scale_name: Name of the tensor for the scales.
+        scale_shape: Stored shape of the scales, if it differs from one scale per block.
 
     Returns:
-        Codes with the weight's name and shape, and the scales, keyed by name.
+        The codes, which keep the weight's name and shape, and the scales, keyed by name.
     """
     quantizer = _BlockQuantizer(weight, scheme)
     codes = build_computed_tensor(
@@ -419,7 +421,7 @@ def quantize_to_bytes(
 
 
 def quantize_to_packed_rows(weight: Tensor, scheme: QuantizationScheme) -> dict[str, Tensor]:
-    """Quantize a weight to `pack-quantized` of compressed-tensors.
+    """Quantize a weight to the `pack-quantized` format of compressed-tensors.
 
     See `dequantization.dequantize_packed_rows`.
 
@@ -462,7 +464,7 @@ def quantize_to_packed_rows(weight: Tensor, scheme: QuantizationScheme) -> dict[
 
 
 def _pack_codes(codes: Array, bits: int) -> Array:
-    """Pack codes of less than 8 bits into bytes, with the first code in the lowest bits.
+    """Pack codes with less than 8 bits into bytes. The first code occupies the lowest bits.
 
     Args:
         codes: Codes as uint8. The number of columns is divisible by the number of codes per byte.
@@ -475,7 +477,7 @@ def _pack_codes(codes: Array, bits: int) -> Array:
 
 
 def _make_pair_packer(quantizer: _BlockQuantizer) -> RowFunction:
-    """Create a function that computes rows of 4-bit codes, packed as two codes per byte."""
+    """Create a function that computes rows of packed 4-bit codes (two per byte)."""
 
     def pack_rows(
         matrix_index: Shape, first_row: int, num_rows: int, unverified_spans: UnverifiedSpans
@@ -486,7 +488,9 @@ def _make_pair_packer(quantizer: _BlockQuantizer) -> RowFunction:
 
 
 def quantize_to_fp4(weight: Tensor, scheme: QuantizationScheme) -> dict[str, Tensor]:
-    """Quantize a weight to FP4 codes in pairs and exponents of scales. See `dequantization.dequantize_fp4`.
+    """Quantize a weight to packed FP4 codes (two per byte) with power-of-two scales.
+
+    See `dequantization.dequantize_fp4`.
 
     Returns:
         The codes and the scales, keyed by name.
@@ -507,7 +511,7 @@ def quantize_to_fp4(weight: Tensor, scheme: QuantizationScheme) -> dict[str, Ten
 
 
 def quantize_to_gpt_oss(weight: Tensor, scheme: QuantizationScheme) -> dict[str, Tensor]:
-    """Quantize a weight to MXFP4 as GPT-OSS stores it. See `dequantization.dequantize_gpt_oss`.
+    """Quantize a weight to MXFP4 in GPT-OSS's layout. See `dequantization.dequantize_gpt_oss`.
 
     Returns:
         The codes and the scales, keyed by name.

@@ -1,4 +1,4 @@
-"""Tensors that are stored in one or more pieces and read on demand, one slice at a time."""
+"""Represent tensors that are stored in one or more pieces, and read slices of them on demand."""
 
 from __future__ import annotations
 
@@ -52,20 +52,20 @@ class View(NamedTuple):
 
 
 class _Region(NamedTuple):
-    """Start and size of a region of a tensor along each dimension."""
+    """Start index and size of a tensor region along each dimension."""
 
     starts: Shape
     sizes: Shape
 
 
 class Box:
-    """Rectangular piece of a tensor, covering the range [offset, offset + size) along each dimension.
+    """Rectangular piece of a tensor, which covers the range [offset, offset + size) along each dimension.
 
     Args:
         offsets: Start index along each dimension of the tensor.
         sizes: Size along each dimension.
-        view: `View` of the elements with shape `sizes`, or a function that returns it. The function is
-            called on the first read.
+        view: `View` of the elements with shape `sizes`, or a function that returns one and is called on
+            the first read.
 
     Attributes:
         offsets: Start index along each dimension of the tensor.
@@ -97,7 +97,7 @@ class Box:
         return self._view_or_loader if isinstance(self._view_or_loader, View) else self._cached_view
 
     def release(self) -> None:
-        """Drop the view returned by the function, so the next read calls the function again.
+        """Drop the view returned by the function, so that the next read calls the function again.
 
         Has no effect if a `View` was passed to the constructor.
         """
@@ -361,11 +361,11 @@ class Tensor:
 
         Args:
             out: Contiguous 1-D array to read into, with the tensor's NumPy dtype.
-            start: Index of the first element to read within the flattened sub-tensor selected by `prefix`.
+            start: Index of the first element to read in the flattened sub-tensor that `prefix` selects.
             unverified_spans: Set that collects the file spans whose CRC has not been verified yet. Call
                 `FileSpan.verify_crc` on each span before using the data.
-            prefix: Indices along the leading dimensions, which select the sub-tensor to read from. By
-                default, elements are read from the entire tensor.
+            prefix: Indices along the leading dimensions, which select a sub-tensor. By default, elements
+                are read from the entire tensor.
         """
         trailing_shape = self.shape[len(prefix) :]
         if not trailing_shape:
@@ -420,7 +420,7 @@ class Tensor:
         The bytes of the span can be copied directly from one file to another.
 
         Args:
-            located: If True, return None if a file would have to be read to locate the elements.
+            located: Whether to return None if locating the elements would require reading a file.
 
         Returns:
             The span, or None if the elements are not contiguous in one file or their CRC has not been
@@ -462,7 +462,7 @@ class Tensor:
         return sources[0] if len(sources) == 1 else ConcatenatedSources(sources)
 
     def _resolve_index(self, index: tuple[slice, ...] | slice | None) -> _Region:
-        """Return the start and size of the indexed slice along each dimension.
+        """Convert an index to a start and a size along each dimension.
 
         Raises:
             ValueError: If there are too many slices, or if a slice has a step other than 1.
@@ -486,7 +486,7 @@ class Tensor:
         return _Region(tuple(starts), tuple(sizes))
 
     def find_overlapping_boxes(self, starts: Shape, sizes: Shape) -> Sequence[Box]:
-        """Return the boxes that may overlap with a region, based only on their extents along dimension 0."""
+        """Return the boxes that may overlap a region. Only compares their extents along dimension 0."""
         boxes = self.boxes
         if not starts or len(boxes) <= 1:
             return boxes
@@ -496,10 +496,10 @@ class Tensor:
 
 
 def is_shape(value: Any) -> TypeGuard[Sequence[int]]:
-    """Return whether a value read from a file can be used as a shape, offsets, or strides.
+    """Return whether a value read from a file is a valid shape, or valid offsets or strides.
 
-    Call this function before multiplying the numbers, because a damaged file may contain negative numbers,
-    or numbers so large that computing their product would take a very long time.
+    Call this function before multiplying the numbers. A damaged file may contain negative numbers, or
+    numbers so large that computing their product would take a very long time.
 
     Args:
         value: Any value parsed from a file.
@@ -517,8 +517,8 @@ def is_shape(value: Any) -> TypeGuard[Sequence[int]]:
 def check_shape(name: str, dtype: str, shape: Sequence[int]) -> Shape:
     """Check that a shape is within PyTorch's limits, and return it as a tuple.
 
-    The number of dimensions and the individual sizes are checked before the sizes are multiplied, because a
-    damaged file may contain numbers so large that computing their product would take a very long time.
+    A damaged file may contain numbers so large that computing their product would take a very long
+    time. Therefore, the number of dimensions and the sizes are checked before they are multiplied.
 
     Args:
         name: Name of the tensor, used in error messages.
@@ -529,8 +529,8 @@ def check_shape(name: str, dtype: str, shape: Sequence[int]) -> Shape:
         The shape as a tuple.
 
     Raises:
-        CheckpointError: If the shape has too many dimensions or a negative size, if the tensor is too large,
-            or if the dtype is unknown.
+        CheckpointError: If the shape has too many dimensions or a negative size, if the tensor is too
+            large, or if the dtype is unknown.
     """
     shape = tuple(shape)
     if len(shape) > MAX_DIMS:
@@ -614,9 +614,9 @@ def _copy_region(
 
 
 def _get_scratch_buffer() -> memoryview:
-    """Return the current thread's scratch buffer of at least `SCRATCH_BYTES` bytes.
+    """Return the current thread's scratch buffer, which has at least `SCRATCH_BYTES` bytes.
 
-    Allocated on the first call.
+    Allocated on the first call in each thread.
     """
     buffer: memoryview | None = getattr(_thread_local, "scratch", None)
     if buffer is None or len(buffer) < SCRATCH_BYTES:

@@ -1,7 +1,8 @@
-"""Lazy operations on tensors: slicing, concatenation, transposition, permutation, and reshaping.
+"""Slice, concatenate, transpose, permute, and reshape tensors lazily.
 
-The result of an operation consists of regions of the source tensors. A region is a strided view of the
-row-major bytes of a tensor. `get_row_major_source` returns these bytes for any layout of the tensor's pieces.
+The result of an operation consists of regions of the source tensors. A region is a strided view of
+a tensor's bytes in row-major order. `get_row_major_source` returns these bytes even if the pieces
+of the tensor are stored in a different order.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _TILE_BYTES, _MIN_ROW_BYTES, _LARGEST_TILE = 2 << 20, 4096, 32 << 20
 
 
 class _RowMajorSource:
-    """Byte source with the elements of a tensor in row-major order, for any layout of its pieces."""
+    """Byte source that reads the elements of any tensor in row-major order."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
@@ -48,9 +49,10 @@ class _RowMajorSource:
 
 
 def get_row_major_source(tensor: Tensor) -> ByteSource:
-    """Return a byte source with the elements of a tensor in row-major order.
+    """Return a byte source that contains a tensor's elements in row-major order.
 
-    This is the stored source if its bytes are already in order. Otherwise, reads rearrange the elements.
+    If the stored bytes are already in order, this is the stored source. Otherwise, the elements are
+    rearranged when they are read.
     """
     return tensor.find_run() or _RowMajorSource(tensor)
 
@@ -79,11 +81,12 @@ def slice_tensor(tensor: Tensor, dim: int, start: int, count: int) -> Tensor:
 
 
 def concat_tensors(name: str, tensors: Sequence[Tensor], dim: int) -> Tensor:
-    """Concatenate tensors along one dimension.
+    """Concatenate tensors lazily along one dimension.
 
     Args:
         name: Name of the result.
-        tensors: Tensors to concatenate. The first tensor determines the dtype and the other sizes.
+        tensors: Tensors to concatenate. The first tensor determines the dtype and the sizes of the
+            other dimensions.
         dim: Dimension along which to concatenate.
     """
     shape, boxes = list(tensors[0].shape), []
@@ -120,16 +123,16 @@ def transpose_matrix(tensor: Tensor) -> Tensor:
 
 
 def permute_split_dims(tensor: Tensor, split: Sequence[int], order: Sequence[int]) -> Tensor:
-    """Return `tensor.reshape(split).permute(order).reshape(tensor.shape)`.
+    """Return `tensor.reshape(split).permute(order).reshape(tensor.shape)` lazily.
 
-    For example, this converts between the two layouts of rotary embeddings. With the split (heads, 2, half,
-    ...) and the order (0, 2, 1, ...), the rows of the first half of each head alternate with the rows of the
-    second half.
+    For example, this converts between the two layouts of rotary embeddings. With the split (heads, 2,
+    half, ...) and the order (0, 2, 1, ...), rows from the first half of each head alternate with rows
+    from the second half.
 
     Args:
         tensor: Tensor to permute.
-        split: Shape with the split dimensions.
-        order: Order of the split dimensions.
+        split: Intermediate shape, in which dimensions are split.
+        order: Permutation of the dimensions of `split`.
     """
     return reshape_tensor(permute_dims(reshape_tensor(tensor, split), order), tensor.shape)
 

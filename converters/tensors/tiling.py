@@ -20,10 +20,10 @@ _CORNERS, _MAX_CUT = 1 << 16, 4
 
 
 def check_boxes_cover_once(name: str, shape: tuple[int, ...], boxes: Sequence[Extent]) -> None:
-    """Check that boxes cover each element of a tensor exactly once, without gaps and overlaps.
+    """Check that boxes cover each element of a tensor exactly once, without gaps or overlaps.
 
-    Boxes cover a tensor exactly once if they are inside its shape, have its total volume, and do not overlap.
-    For a tensor that is split along one dimension, comparing adjacent boxes is sufficient to find overlaps.
+    This is the case if the boxes are inside the shape, have its total volume, and do not overlap. For a
+    tensor that is split along one dimension, comparing adjacent boxes is sufficient to detect overlaps.
 
     Args:
         name: Name of the tensor, used in error messages.
@@ -76,16 +76,18 @@ def check_boxes_cover_once(name: str, shape: tuple[int, ...], boxes: Sequence[Ex
 
 
 def _has_gap_or_overlap(name: str, shape: tuple[int, ...], boxes: Sequence[Extent]) -> bool:
-    """Return whether boxes with the volume of `shape` do not cover each point exactly once.
+    """Return whether boxes with the same total volume as `shape` leave gaps or overlap.
 
     Each corner of a box has a sign: -1 if the box ends at the corner along an odd number of dimensions,
-    otherwise +1. The number of boxes that cover a point is the sum of the signs at or before the point along
-    every dimension, and these sums determine the signs. Therefore, the boxes cover `shape` exactly once if
-    and only if the sum of the signs at every corner equals the sign of `shape` itself. The check takes time
-    proportional to the number of boxes, for any layout of the boxes.
+    otherwise +1. The number of boxes that cover a point is the sum of the signs of all corners at or
+    before the point along every dimension. Conversely, these numbers determine the sum of the signs at
+    each corner. The boxes therefore cover `shape` exactly once if and only if the signs at each corner
+    add up to the sign of `shape` itself. The check takes time proportional to the number of boxes,
+    regardless of their layout.
 
     Raises:
-        CheckpointError: If there are too many corners, because the tensor is split along too many dimensions.
+        CheckpointError: If there are too many corners, because the tensor is split along too many
+            dimensions.
     """
     cut = [d for d in range(len(shape)) if any(sizes[d] != shape[d] for _, sizes in boxes)]
     if len(boxes) << len(cut) > max(_CORNERS, len(boxes) << _MAX_CUT):

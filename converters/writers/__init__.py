@@ -1,1 +1,1 @@
-"""Writers of all output formats, and the atomic replacement of the output."""
+"""Write all output formats, and replace the output atomically."""

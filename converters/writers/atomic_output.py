@@ -1,4 +1,4 @@
-"""Outputs that appear atomically, by a rename on a disk or by a completion marker in an object store."""
+"""Publish outputs atomically, by a rename on a disk or by a completion marker in an object store."""
 
 from __future__ import annotations
 
@@ -38,17 +38,18 @@ def validate_output_path(
     is_single_file: bool = False,
     replaceable_names: Collection[str] = (),
 ) -> AnyPath:
-    """Check that writing an output cannot destroy the sources or files written by other programs.
+    """Check that writing an output cannot destroy the sources or files from other programs.
 
-    On a local disk, the function first cleans up after killed conversions to the same output: it restores an
-    output folder that was being replaced, and deletes temporary folders. See `recover_replaced_folder`.
+    On a local disk, killed conversions to the same output are first cleaned up: an output folder that
+    was being replaced is restored, and temporary folders are deleted. See `recover_replaced_folder`.
 
     Args:
         out: Path or URL of the folder or file to write.
-        sources: Folders and files to read. The output must neither contain a source nor be inside a source.
+        sources: Folders and files to read. The output must neither contain a source nor be inside a
+            source.
         overwrite: Whether an existing output may be replaced.
         is_single_file: Whether the output is a file.
-        replaceable_names: Names of further files in the output folder that may be replaced.
+        replaceable_names: Names of additional files in the output folder that may be replaced.
 
     Returns:
         The absolute path of the output, with symbolic links resolved.
@@ -90,19 +91,17 @@ def validate_output_path(
 
 
 def _check_output_folder(out: Path, overwrite: bool, replaceable_names: Collection[str]) -> None:
-    """Check that an output folder on a local disk may be replaced.
-
-    A folder that does not exist passes the check.
+    """Check that an output folder on a local disk may be replaced, or does not exist.
 
     Args:
         out: Path of the output folder.
         overwrite: Whether an existing folder may be replaced.
-        replaceable_names: Names of files that may be replaced, in addition to the files that the writers
-            create.
+        replaceable_names: Names of files that may be replaced, in addition to the files that the
+            writers create.
 
     Raises:
-        CheckpointError: If `out` exists and `overwrite` is False, if `out` is a symbolic link or not a
-            folder, if it contains the current or the home folder, or if it contains files that may not be
+        CheckpointError: If `out` exists and `overwrite` is False, if it is a symbolic link or not a
+            folder, or if it contains the current folder, the home folder, or files that may not be
             replaced.
     """
     if not os.path.lexists(str(out)):
@@ -125,14 +124,14 @@ def _check_output_folder(out: Path, overwrite: bool, replaceable_names: Collecti
 
 
 class FolderOutput:
-    """Temporary folder on a disk that replaces the output when it is complete.
+    """Temporary folder on a disk, which replaces the output once it is complete.
 
     Args:
         folder: Path of the temporary folder. It must exist.
 
     Attributes:
         folder: Folder from which the written files can be read after `complete_files`.
-        num_threads: Number of threads to write with. If None, the number that suits the source is used.
+        num_threads: Number of threads that write. If None, it depends on the source.
     """
 
     num_threads: int | None = None
@@ -142,7 +141,7 @@ class FolderOutput:
         self._written_folders = {folder}
 
     def create_file(self, name: str, lengths: Sequence[int]) -> OutputFile:
-        """Create a file whose pieces can be written from any thread and in any order.
+        """Create a file whose pieces can be written from any thread, in any order.
 
         Args:
             name: Path of the file, relative to the output folder.
@@ -164,30 +163,30 @@ class FolderOutput:
     def complete_files(self) -> None:
         """Do nothing, because a file on a disk is complete as soon as its pieces are written.
 
-        The writers call this method before they write small files, because the counterpart
-        `StoreOutput.complete_files` has to make the uploaded files visible at this point.
+        Writers call this method before they write small files. The counterpart `StoreOutput.complete_files`
+        makes the uploaded files visible at this point.
         """
 
     def check_sizes(self, sizes: Mapping[str, int]) -> None:
-        """Check the files that several processes have written.
+        """Check the sizes of files that several processes have written.
 
         Args:
-            sizes: Size of each file in bytes, keyed by its name.
+            sizes: Expected size of each file in bytes, keyed by name.
 
         Raises:
-            CheckpointError: If a file is missing or its size differs.
+            CheckpointError: If a file is missing or has a different size.
         """
         for name, size in sizes.items():
             path = self.folder / name
             check_written_size(path, size, path.stat().st_size if path.is_file() else None)
 
     def sync(self) -> None:
-        """Sync the folders to the disk, so that the names of the files survive a power failure."""
+        """Flush the folders to the disk, so that the file names survive a power failure."""
         for folder in self._written_folders:
             fsync_path(folder)
 
     def write_small_file(self, name: str, data: bytes) -> None:
-        """Write a small file. Its parent folders are created.
+        """Write a small file, creating its parent folders if necessary.
 
         Args:
             name: Path of the file, relative to the output folder.
@@ -217,29 +216,29 @@ def open_atomic_output(
     has_other_writers: bool = False,
     iter_copied_spans: Callable[[], Iterable[FileSpan]] = tuple,
 ) -> Iterator[FolderOutput | StoreOutput]:
-    """Open an output that replaces `target` when the context ends, or is discarded if the context raises.
+    """Open an output that replaces `target` when the context ends. It is discarded if the context raises.
 
-    On a disk, the output is a temporary folder next to `target`. If the process is killed, `target` is either
-    unchanged or completely replaced, and the next call of `validate_output_path` removes the temporary
-    folder.
+    On a disk, the output is a temporary folder next to `target`. If the process is killed, `target` is
+    either unchanged or completely replaced. The next call of `validate_output_path` removes the
+    temporary folder.
 
     Args:
         target: Absolute path or URL of the output.
-        needed_bytes: Size of the output in bytes. On a disk, it is compared with the free space first.
+        needed_bytes: Size of the output in bytes. On a disk, it must not exceed the free space.
         overwrite: Whether an existing output may be replaced.
         file_names: Names of all files that will be written.
         marker_fields: Additional fields of the completion marker in an object store.
-        is_single_file: Whether `target` is the only file to write instead of a folder.
+        is_single_file: Whether `target` is a single file instead of a folder.
         has_other_writers: Whether other processes write to the same output. See `join_atomic_output`.
-        iter_copied_spans: Function that yields the spans of files that are copied unchanged. It is only
-            called if `needed_bytes` exceeds the free space, because spans whose blocks the file system can
-            share need no space.
+        iter_copied_spans: Function that yields the file spans that are copied unchanged. It is only
+            called if `needed_bytes` exceeds the free space. Spans need no space if the file system can
+            share their blocks.
 
     Yields:
         The output to write to.
 
     Raises:
-        CheckpointError: If there is too little space, or the output cannot be written.
+        CheckpointError: If there is too little space, or if the output cannot be written.
     """
     if is_in_store(target):
         from portable.converters.writers.store_output import StoreOutput
@@ -294,12 +293,12 @@ def open_atomic_output(
 
 @contextmanager
 def join_atomic_output(target: AnyPath, temporary_name: str) -> Iterator[FolderOutput | StoreUploads]:
-    """Open an output that another process has created, to write further files to it.
+    """Open an output that another process has created, and write more files to it.
 
     Args:
         target: Absolute path or URL of the output.
-        temporary_name: Name of the temporary folder next to `target` that the other process has created with
-            `open_atomic_output`. Ignored in an object store.
+        temporary_name: Name of the temporary folder next to `target`, which the other process has
+            created with `open_atomic_output`. Ignored in an object store.
 
     Yields:
         The output to write to.
@@ -324,10 +323,10 @@ def join_atomic_output(target: AnyPath, temporary_name: str) -> Iterator[FolderO
 
 
 def _count_shared_bytes(spans: Iterable[FileSpan], folder: Path) -> int:
-    """Count the bytes of copied spans that need no space, because their blocks are shared with the sources.
+    """Count the bytes of copied spans that need no space, because they share blocks with the source files.
 
-    Only full blocks of `BLOCK_BYTES` are counted. Spans in an object store are ignored. For each source file,
-    the function tries once whether the file system of `folder` can share its blocks.
+    Only full blocks of `BLOCK_BYTES` are counted, and spans in an object store are ignored. For each
+    source file, this function tests once whether the file system of `folder` can share its blocks.
 
     Args:
         spans: Spans of source files that are copied unchanged.
@@ -364,16 +363,16 @@ def _create_missing_folders(folder: Path) -> list[Path]:
 
 
 def _move_to_target(temporary: Path, target: Path, *, overwrite: bool) -> None:
-    """Rename the complete output to its final path, replacing an existing output if `overwrite` is True.
+    """Rename the complete output to its final path.
 
     Args:
-        temporary: Complete output: a file or a folder on the same file system as `target`.
+        temporary: Complete output file or folder, on the same file system as `target`.
         target: Final path of the output.
         overwrite: Whether an existing `target` may be replaced.
 
     Raises:
-        CommandError: If `overwrite` is False and another program has created `target` while the output was
-            being written.
+        CommandError: If `overwrite` is False and another program has created `target` while the output
+            was being written.
     """
     if not target.exists() or (overwrite and temporary.is_file()):
         temporary.rename(target)

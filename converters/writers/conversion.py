@@ -1,9 +1,9 @@
-"""Conversion plans and the code that carries them out, shared by all writers.
+"""Plan a conversion and write its output, for any output format.
 
-A writer builds a `ConversionPlan` that describes the output files. Each file is a sequence of literal bytes,
-tensors, and trailers. Everything except the tensor data and its checksums is known before writing starts, so
-a plan can be printed, measured, and checked against the free disk space. `write_plan_atomically` then streams
-the tensor data to the files.
+The code for each format builds a `ConversionPlan` that describes the output files. Each file is a
+sequence of literal bytes, tensors, and trailers. Everything except the tensor data and its
+checksums is known before writing, so a plan can be printed, measured, and checked against the free
+disk space. `write_plan_atomically` then streams the tensor data to the files.
 """
 
 from __future__ import annotations
@@ -90,14 +90,15 @@ _STAT_BLOCK_BYTES = 512
 
 @dataclass(frozen=True)
 class ContentOptions:
-    """Options that determine the contents of the output.
+    """Options for the content of the output.
 
     Attributes:
         dtype: Target dtype for floating-point model tensors: `"float32"`, `"bfloat16"`, or `"float16"`
-            (`"fp32"`, `"bf16"`, or `"fp16"` for short), or `"keep"` to leave the dtypes unchanged. GGUF also
-            supports `"q8_0"`, `"q4_0"`, and `"mxfp4"`. 8-bit floats and 0-D tensors are never cast.
-        max_shard_size: Maximum file size in bytes for formats that split the tensors into several files. Any
-            tensor larger than this is written to a separate file.
+            (`"fp32"`, `"bf16"`, or `"fp16"` for short), or `"keep"` to leave the dtypes unchanged. GGUF
+            also supports `"q8_0"`, `"q4_0"`, and `"mxfp4"`. 8-bit floats and 0-D tensors are never
+            cast.
+        max_shard_size: Maximum file size in bytes for formats that split the tensors into several
+            files. A larger tensor is written to a separate file.
         optimizer: Whether to also write the optimizer state and the parameter groups.
     """
 
@@ -112,14 +113,14 @@ def list_model_entries(checkpoint: Checkpoint, dtype: str, *, aliases: bool = Fa
     Args:
         checkpoint: Checkpoint to convert.
         dtype: Target dtype. See `ContentOptions` for the supported values.
-        aliases: Whether to also write tied tensors under each of their aliases.
+        aliases: Whether to also write tied tensors under all of their aliases.
 
     Returns:
         One entry per tensor name to write.
 
     Raises:
-        CheckpointError: If the checkpoint does not contain any model tensors, if a tensor name is not valid
-            Unicode, or if `dtype` is unknown.
+        CheckpointError: If the checkpoint does not contain any model tensors, if a tensor name is not
+            valid Unicode, or if `dtype` is unknown.
     """
     target_dtype = parse_target_dtype(dtype)
     if not checkpoint.tensors:
@@ -146,7 +147,7 @@ def list_model_entries(checkpoint: Checkpoint, dtype: str, *, aliases: bool = Fa
 
 
 def _check_tensor_name(name: str, root: AnyPath) -> None:
-    """Check that a name can be encoded as UTF-8.
+    """Check that a tensor name can be encoded as UTF-8.
 
     Raises:
         CheckpointError: If the name contains lone surrogates.
@@ -160,7 +161,7 @@ def _check_tensor_name(name: str, root: AnyPath) -> None:
 
 
 def require_optimizer_state(checkpoint: Checkpoint) -> OptimizerState:
-    """Return the checkpoint's optimizer state, raising an error if it has none.
+    """Return the checkpoint's optimizer state, or raise an error if it has none.
 
     Args:
         checkpoint: Checkpoint to convert.
@@ -178,13 +179,14 @@ def require_optimizer_state(checkpoint: Checkpoint) -> OptimizerState:
 
 
 def convert_param_groups_to_plain(optimizer: OptimizerState) -> ParamGroups:
-    """Convert the parameter groups to plain Python objects, for example to write them as JSON.
+    """Convert the parameter groups to plain Python objects, which can be written as JSON.
 
     Args:
         optimizer: Optimizer state that contains the parameter groups.
 
     Returns:
-        The parameter groups as dicts, lists, strings, and numbers. Only `betas` is a tuple, as in PyTorch.
+        The parameter groups as dicts, lists, strings, and numbers. Only `betas` is a tuple, as in
+        PyTorch.
     """
     groups: ParamGroups = to_json_value(optimizer.param_groups, limit=MAX_GROUP_VALUES)
     return [
@@ -201,7 +203,7 @@ class OptimizerEntry(NamedTuple):
 
     Attributes:
         parameter: Name of the parameter.
-        state_name: Name of the state, such as `exp_avg`.
+        state_name: Key of the state, such as `exp_avg`.
         entry: Tensor to write, named `<parameter>.<state_name>`.
     """
 
@@ -213,14 +215,14 @@ class OptimizerEntry(NamedTuple):
 def list_optimizer_entries(optimizer: OptimizerState, root: AnyPath) -> list[OptimizerEntry]:
     """List the optimizer state tensors to write.
 
-    Numbers are converted to 0-D tensors, and tensors keep their dtypes.
+    Numbers are converted to 0-D tensors. Tensors keep their dtypes.
 
     Args:
         optimizer: Optimizer state to write.
         root: Folder or file of the checkpoint, used in error messages.
 
     Returns:
-        One entry per tensor or number of the optimizer state.
+        One entry per tensor or number in the optimizer state.
 
     Raises:
         CheckpointError: If a name is not valid Unicode.
@@ -242,10 +244,11 @@ def split_into_shards(entries: Iterable[OutputTensor], max_bytes: int) -> list[l
 
     Args:
         entries: Tensors to group.
-        max_bytes: Maximum shard size in bytes. Any tensor larger than this is placed in a separate shard.
+        max_bytes: Maximum shard size in bytes. Any tensor larger than this is placed in a separate
+            shard.
 
     Returns:
-        The entries of each shard. There is always at least one shard, but it may be empty.
+        The entries in each shard. There is always at least one shard, which may be empty.
 
     Raises:
         CheckpointError: If `max_bytes` is less than 1.
@@ -266,20 +269,20 @@ def split_into_shards(entries: Iterable[OutputTensor], max_bytes: int) -> list[l
 
 
 class Options(TypedDict, total=False):
-    """Options that determine how `write_plan_atomically` writes a plan.
+    """Options for `write_plan_atomically`.
 
     Attributes:
         overwrite: Whether to replace an existing output. Default: False.
         progress: Whether to show a progress bar if stderr is a terminal. Default: True.
-        verify: Whether to read the written tensors back and compare them with the source before the output is
-            published. Default: False.
-        expand: Whether to allow an output that is much larger than the source. See `check_output_growth`.
-            Default: False.
-        facts: Additional fields to store in the completion marker if the output is in an object store.
-            Default: None.
-        group: Processes that write the output together, each of them some of the files. All processes call
-            the same function with the same arguments. Default: None, which means that this process writes all
-            files.
+        verify: Whether to read back the written tensors and compare them with the source before
+            publishing the output. Default: False.
+        expand: Whether to allow an output that is much larger than the source. See
+            `check_output_growth`. Default: False.
+        facts: Additional fields for the completion marker of an output in an object store. Default:
+            None.
+        group: Processes that write the output together. Each process writes some of the files. All
+            processes must call the same function with the same arguments. Default: None, which means
+            that this process writes all files.
     """
 
     overwrite: bool
@@ -300,14 +303,14 @@ def write_plan_atomically(
 ) -> ConversionPlan:
     """Write the files of a plan, and publish the output when all files are complete.
 
-    On a local disk, the output is written under a temporary name and renamed to `out` once it is complete. In
-    an object store, a completion marker is added to the output folder once the folder is complete.
+    On a local disk, the output is written under a temporary name, and renamed to `out` when it is
+    complete. In an object store, a complete output folder receives a completion marker.
 
     Args:
         checkpoint: Checkpoint to convert. Its folder must not contain `out`, and vice versa.
         make_plan: Function that returns the plan. It is called after `out` has been checked.
         out: Output folder or file.
-        is_single_file: Whether the plan consists of a single file. If True, `out` is the path of this file
+        is_single_file: Whether the output is a single file. If True, `out` is the path of this file
             instead of a folder.
         **options: Additional options. See `Options`.
 
@@ -315,8 +318,8 @@ def write_plan_atomically(
         The plan that was written.
 
     Raises:
-        CheckpointError: If `out` cannot be written or replaced, the source is damaged, the output would be
-            much larger than the source, or the disk is full.
+        CheckpointError: If `out` cannot be written or replaced, if the source is damaged, if the output
+            would be much larger than the source, or if the disk is full.
         TypeError: If an option is unknown.
     """
     # Python does not check the names at runtime, so a misspelled option would be silently ignored.
@@ -357,8 +360,8 @@ def _write_plan_in_group(
 ) -> ConversionPlan:
     """Write a plan together with other processes. See `write_plan_atomically` for the arguments and errors.
 
-    Process 0 creates the output, and each process writes the files that `distribute_files` assigns to it. A
-    failure in any process makes every process discard its files, so that an existing output is unchanged.
+    Process 0 creates the output. Each process writes the files that `distribute_files` assigns to it.
+    If any process fails, all processes discard their files, and an existing output is unchanged.
     """
     is_leader = group.number == 0
     if is_single_file or options.get("verify", False):
@@ -416,7 +419,7 @@ def _write_plan_in_group(
 
 
 class _CheckedPlan(NamedTuple):
-    """Conversion plan together with its output path, after `_validate_and_plan_output` has checked both.
+    """Plan and output path that `_validate_and_plan_output` has checked.
 
     Attributes:
         target: Absolute path of the output.
@@ -435,7 +438,7 @@ def _validate_and_plan_output(
     is_single_file: bool,
     options: Options,
 ) -> _CheckedPlan:
-    """Check that the output may be written, plan its files, and check that they are not unexpectedly large.
+    """Check that the output may be written, plan its files, and check their total size.
 
     Returns:
         The absolute path of the output, and the plan.
@@ -458,7 +461,7 @@ def _validate_and_plan_output(
 def _open_plan_output(
     target: AnyPath, plan: ConversionPlan, *, is_single_file: bool, options: Options
 ) -> AbstractContextManager[FolderOutput | StoreOutput]:
-    """Return the context in which the files of a plan are written. See `open_atomic_output`."""
+    """Return the context manager for writing the files of a plan. See `open_atomic_output`."""
     return open_atomic_output(
         target,
         needed_bytes=plan.nbytes,
@@ -478,7 +481,7 @@ def _write_tensor_files(
     files: Sequence[PlannedFile],
     report_bytes: ReportBytes,
 ) -> None:
-    """Write files of a plan in several threads, and verify the CRCs of all source data that was read.
+    """Write files of a plan with several threads, and verify the CRCs of all source data that was read.
 
     Raises:
         CheckpointError: If a CRC does not match.
@@ -495,7 +498,7 @@ def _write_tensor_files(
 
 
 def _write_small_files(output: FolderOutput | StoreOutput, plan: ConversionPlan) -> None:
-    """Write the documents of a plan and copy its companion files."""
+    """Write the documents of a plan, and copy its companion files."""
     for name, data in plan.documents.items():
         output.write_small_file(name, data)
     for name, path in plan.companions.items():
@@ -504,10 +507,10 @@ def _write_small_files(output: FolderOutput | StoreOutput, plan: ConversionPlan)
 
 @contextmanager
 def _open_progress_bar(total_bytes: int, target: AnyPath, options: Options) -> Iterator[ReportBytes]:
-    """Show a progress bar of the written bytes if stderr is a terminal and the option `progress` is True.
+    """Show a progress bar for the written bytes, if stderr is a terminal and the option `progress` is True.
 
     Yields:
-        A function that advances the progress bar by a number of bytes. It does nothing if no bar is shown.
+        A function that advances the progress bar by a number of bytes. Without a bar, it does nothing.
     """
     if not options.get("progress", True) or not sys.stderr.isatty():
         yield int
@@ -520,9 +523,10 @@ def _open_progress_bar(total_bytes: int, target: AnyPath, options: Options) -> I
 
 
 def _iter_copied_spans(plan: ConversionPlan) -> Iterator[FileSpan]:
-    """Yield the file spans that `_write_tensor` can copy from file to file.
+    """Yield the file spans that `_write_tensor` can copy directly from the source file.
 
-    These are the spans of tensors whose dtype does not change and whose CRC32 is not needed for a trailer.
+    A span can be copied if the dtype of its tensor does not change, and if no trailer requires its
+    CRC32.
     """
     for file in plan.files:
         for part, next_part in zip_longest(file.parts, file.parts[1:]):
@@ -539,13 +543,13 @@ def _iter_copied_spans(plan: ConversionPlan) -> Iterator[FileSpan]:
 def check_output_growth(checkpoint: Checkpoint, plan: ConversionPlan, *, is_allowed: bool) -> None:
     """Check that the output of a plan is not much larger than the source files.
 
-    In a pickle file, a tensor with a stride of 0 repeats the same elements, and many tensors can share the
-    same storage. A file of a few kilobytes can therefore expand to gigabytes.
+    In a pickle file, a tensor with a stride of 0 repeats its elements, and many tensors can share one
+    storage. A file of a few kilobytes can therefore expand to gigabytes.
 
     Args:
         checkpoint: Checkpoint to convert.
         plan: Plan to check.
-        is_allowed: Whether to allow an output of any size.
+        is_allowed: Whether an output of any size is allowed.
 
     Raises:
         CheckpointError: If the output would be more than `MAX_EXPANSION` times as large as the source.
@@ -566,10 +570,10 @@ def check_output_growth(checkpoint: Checkpoint, plan: ConversionPlan, *, is_allo
 
 
 def _count_source_bytes(root: AnyPath) -> int:
-    """Return the total size of the files in a checkpoint folder in bytes, not counting holes.
+    """Return the total size of the files in a checkpoint folder in bytes, not counting holes in sparse files.
 
-    If the checkpoint was opened from a single file, all files in the same folder are counted, because the
-    file may be the index of a sharded checkpoint.
+    If the checkpoint was opened from a single file, all files in the same folder are counted, because
+    the file may be the index of a sharded checkpoint.
     """
     folder = root.parent if root.is_file() else root
     files = list_files_below(folder).items()
@@ -580,18 +584,17 @@ def _count_source_bytes(root: AnyPath) -> int:
 
 
 def _count_data_bytes(path: Path, size_bytes: int) -> int:
-    """Return the number of bytes of a file that are not in holes of a sparse file.
+    """Return the size of a file in bytes, not counting holes in a sparse file.
 
-    A file is not sparse if the file system has allocated enough blocks for its size. Otherwise, the file may
-    be sparse or compressed by the file system, so its holes are located with `lseek`.
+    If the file system has allocated enough blocks for the size, the file is not sparse. Otherwise, the
+    file system may also have compressed it, so the holes are located with `lseek`.
 
     Args:
         path: Path of the file.
         size_bytes: Size of the file in bytes, including holes.
 
     Returns:
-        The number of bytes. It is `size_bytes` if holes cannot be detected, and 0 if the file cannot be
-        opened.
+        The size in bytes. `size_bytes` if holes cannot be detected, and 0 if the file cannot be opened.
     """
     data_bytes, position = 0, 0
     try:
@@ -637,8 +640,8 @@ def _iter_write_jobs(
 
     Args:
         output: Output to write to.
-        plan: Plan of the files.
-        files: Files of the plan to write.
+        plan: Plan that contains the files.
+        files: Files to write.
         unverified_spans: Set that collects the file spans whose CRC must be verified after all jobs have
             finished.
         late_jobs: List that collects the jobs to run after all other jobs have finished.
@@ -670,7 +673,7 @@ def _iter_write_jobs(
 
 
 class _PieceParts(NamedTuple):
-    """Parts of a file that one job writes, and their total size in bytes."""
+    """Parts of a file that form one piece, and their total size in bytes."""
 
     nbytes: int
     parts: list[FilePart]
@@ -679,11 +682,11 @@ class _PieceParts(NamedTuple):
 def _group_parts_into_pieces(parts: Iterable[FilePart], min_bytes: int) -> Iterator[_PieceParts]:
     """Group the parts of a file into pieces of at least `min_bytes` bytes.
 
-    Only the last piece may be smaller. A trailer is always in the same piece as its tensor because it depends
-    on the tensor's CRC32.
+    Only the last piece may be smaller. A trailer is always in the same piece as its tensor, because it
+    depends on the tensor's CRC32.
 
     Yields:
-        The size and the parts of each piece.
+        Pieces with their parts and size.
     """
     piece_parts: list[FilePart] = []
     piece_bytes = 0
@@ -703,15 +706,15 @@ def _write_piece(
     losses: CastLosses,
     report_bytes: ReportBytes,
 ) -> None:
-    """Write the parts of a piece to the output file, and finish the piece.
+    """Write the parts of a piece to the output file, and mark the piece as finished.
 
     Args:
         piece: Piece of the output file to write to.
-        parts: Parts of the piece, in file order. A `CrcTrailer` is computed from the CRC32 of the tensor
-            directly before it.
+        parts: Parts of the piece, in file order. A `CrcTrailer` is computed from the CRC32 of the
+            tensor directly before it.
         unverified_spans: Set of file spans whose CRC could not be verified yet. Updated in place.
-        losses: Counts of the elements that became infinite or zero when they were cast. Updated in place.
-        report_bytes: Function that is called with the number of bytes after each write.
+        losses: Counters of elements that become infinite or zero in a cast. Updated in place.
+        report_bytes: Callback that receives the number of bytes after each write.
     """
     crc = 0
     for i, part in enumerate(parts):
@@ -736,10 +739,9 @@ def _write_tensor(
 ) -> int:
     """Write the data of a tensor to a piece of the output file.
 
-    If the dtype does not change and no CRC32 is needed, the data is copied within the file system if
-    possible. Otherwise, the data is read and cast, and the CRC of each source span is verified as soon as all
-    bytes of the span have been read. Spans that have only been read partially are added to
-    `unverified_spans`.
+    If the dtype does not change and no CRC32 is needed, the file system copies the data if it supports
+    this. Otherwise, the data is read and cast. The CRC of a source span is verified as soon as all
+    bytes of the span have been read. Partially read spans are added to `unverified_spans`.
 
     Returns:
         The CRC32 of the written data, or 0 if `compute_crc` is False.
@@ -774,9 +776,9 @@ def _iter_output_bytes(
 
     Args:
         entry: Tensor and its output dtype.
-        unverified_spans: Set to which the spans that were read are added, so that the caller can verify their
+        unverified_spans: Set that collects the spans that are read, so that the caller can verify their
             CRCs.
-        losses: Counts of the elements that became infinite or zero when they were cast. Updated in place.
+        losses: Counters of elements that become infinite or zero in a cast. Updated in place.
     """
     if entry.dtype == entry.tensor.dtype:
         yield from entry.tensor.iter_byte_blocks(BLOCK_BYTES, unverified_spans)
@@ -786,7 +788,7 @@ def _iter_output_bytes(
 
 
 def _iter_verification_jobs(written_folder: AnyPath, plan: ConversionPlan) -> Iterator[Job]:
-    """Iterate over jobs that each compare a written tensor with its source tensor.
+    """Iterate over jobs that compare the written tensors with their source tensors, one job per tensor.
 
     Raises:
         CheckpointError: If a written tensor is missing or has an unexpected shape or dtype.
@@ -806,7 +808,7 @@ def _iter_verification_jobs(written_folder: AnyPath, plan: ConversionPlan) -> It
 def _check_written_tensor(
     file_name: str, planned_tensor: OutputTensor, written_tensor: Tensor, report_bytes: ReportBytes
 ) -> None:
-    """Check that a written tensor is bitwise equal to the cast source tensor.
+    """Check that a written tensor is bitwise equal to the source tensor after its cast.
 
     Raises:
         CheckpointError: If a block differs.

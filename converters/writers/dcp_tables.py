@@ -1,15 +1,16 @@
-"""Metadata of a sharded DCP save, written without gathering it on one rank.
+"""Write the metadata of a sharded DCP save without gathering it on one rank.
 
-Each rank describes the pieces that it has written in a separate table, such as `__3.metadata`. The table has
-the format that DCP uses for ranks that save without communicating. It consists of three parts:
+Each rank describes the pieces that it has written in a separate table, such as `__3.metadata`. The
+table has the format that DCP uses for ranks that save without communicating. It consists of three
+sections:
 
     header    the keys of the state dict, with shapes and dtypes; equal on all ranks
     pieces    opcodes that add the pieces of this rank to the containers of the header
     trailer   the end of the pickle
 
-The pieces refer to the header only by fixed positions in the pickle's memo. Rank 0 can therefore build
-`.metadata`, which DCP reads at any number of ranks, by copying bytes: the header, the pieces of all ranks one
-after the other, and the trailer. It never holds the pieces of all ranks in memory.
+The pieces refer to the header only by fixed positions in the pickle's memo. Rank 0 can therefore
+build `.metadata`, which DCP can load at any world size, by concatenating bytes: the header, the
+pieces of all ranks, and the trailer. The pieces of all ranks are never in its memory at once.
 
 Source: torch/distributed/checkpoint/metadata.py, filesystem.py; Lib/pickletools.py.
 """
@@ -59,11 +60,11 @@ TRAILER = b"b."
 
 @dataclass(frozen=True)
 class KeyEntry:
-    """One key of a state dict.
+    """Key of a state dict, with the dtype and shape of its tensor.
 
     Attributes:
         key: Flattened key, such as `model.layers.0.weight`.
-        path: Keys of the nested dicts and indices of the lists that the key was flattened from.
+        path: Path that was flattened to the key: keys of nested dicts and indices of lists.
         dtype: Safetensors dtype. None if the value is not a tensor.
         shape: Unsharded shape of a tensor.
     """
@@ -76,7 +77,7 @@ class KeyEntry:
 
 @dataclass(frozen=True)
 class WrittenPiece:
-    """One item of a shard file: a piece of a tensor, or a value.
+    """Item in a shard file: a piece of a tensor, or another value.
 
     Attributes:
         key: Key of the state dict.
@@ -109,19 +110,19 @@ class Box(NamedTuple):
 
 @dataclass(frozen=True)
 class TableRecord:
-    """Summary of the table of one rank. Each rank sends it to rank 0.
+    """Summary of a rank's table, which each rank sends to rank 0.
 
-    The size of the summary is independent of the number of tensors.
+    Its size is independent of the number of tensors.
 
     Attributes:
         name: Name of the table, such as `__3.metadata`.
         nbytes: Size of the table in bytes.
         crc32: CRC32 of the table.
         header_crc32: CRC32 of the header. Must be equal on all ranks.
-        pieces_nbytes: Size in bytes of the pieces that are copied to `.metadata`.
-        numel: Number of elements in these pieces.
-        boxes: Smallest box that contains all pieces of the tensors of one unsharded shape, keyed by
-            `format_shape_key(shape)`.
+        pieces_nbytes: Size of the table's pieces section in bytes, which is copied to `.metadata`.
+        numel: Number of tensor elements that these pieces contain.
+        boxes: For each unsharded shape, the smallest box that contains all pieces of the tensors with
+            this shape. Keyed by `format_shape_key(shape)`.
     """
 
     name: str
@@ -135,11 +136,11 @@ class TableRecord:
 
 @dataclass(frozen=True)
 class RankTable:
-    """Table of one rank in memory.
+    """In-memory table of one rank.
 
     Attributes:
-        header: First part of the table, equal on all ranks.
-        pieces: Second part. It is copied to `.metadata`.
+        header: Header section of the table, equal on all ranks.
+        pieces: Pieces section of the table, which is copied to `.metadata`.
         record: Summary of the table for rank 0.
     """
 
@@ -149,7 +150,7 @@ class RankTable:
 
 
 class EncodedRankTable(NamedTuple):
-    """Table of one rank, and the content of its file."""
+    """Table of one rank, and the encoded content of its file."""
 
     table: RankTable
     content: bytes
@@ -162,15 +163,16 @@ def build_rank_table(
     owned_pieces: Sequence[WrittenPiece],
     copied_pieces: Sequence[WrittenPiece] = (),
 ) -> EncodedRankTable:
-    """Build the table of the pieces that a rank has written to one shard file.
+    """Build the table for the pieces that a rank has written to one shard file.
 
     Args:
         table_name: Name of the table, such as `__3.metadata`.
         shard_file: Name of the shard file.
         keys: All keys of the state dict, in the same order on all ranks.
         owned_pieces: Pieces that are listed in `.metadata`.
-        copied_pieces: Pieces that another rank lists in its `owned_pieces`. They are only listed in the table
-            of this rank, so that this rank can load them without reading other tables.
+        copied_pieces: Pieces that another rank lists in its `owned_pieces`. They are listed in this
+            rank's table but not in `.metadata`, so that this rank can load them without reading other
+            tables.
 
     Returns:
         The table, and the content of its file.
@@ -201,19 +203,19 @@ def build_rank_table(
 
 
 def format_shape_key(shape: Dims) -> str:
-    """Format the shape of a tensor as the key of `TableRecord.boxes`, such as `"4096x512"`."""
+    """Format a tensor shape as a key of `TableRecord.boxes`, such as `"4096x512"`."""
     return "x".join(map(str, shape))
 
 
 def count_elements(keys: Iterable[KeyEntry]) -> int:
-    """Return the total number of elements of the unsharded tensors of a state dict."""
+    """Return the total number of elements in the unsharded tensors of a state dict."""
     return sum(_compute_numel(entry.shape) for entry in keys if entry.dtype is not None)
 
 
 def write_rank_tables_index(
     folder: AnyPath, records: Sequence[TableRecord], *, metadata_crc32: int, metadata_nbytes: int
 ) -> None:
-    """Write `shard_checksums.json`, the list of all ranks' tables.
+    """Write `shard_checksums.json`, which lists the tables of all ranks.
 
     Args:
         folder: Folder of the checkpoint.
@@ -238,10 +240,10 @@ def _compute_numel(sizes: Dims) -> int:
 
 
 def _extend_box(box: Box | None, offsets: Dims, sizes: Dims) -> Box:
-    """Return the smallest box that contains both `box` and a piece. If `box` is None, return the piece's box.
+    """Return the smallest box that contains both `box` and a piece.
 
     Args:
-        box: Box to extend, or None.
+        box: Box to extend. If None, the result is the box of the piece.
         offsets: First index of the piece in each dimension.
         sizes: Shape of the piece.
     """
@@ -254,10 +256,11 @@ def _extend_box(box: Box | None, offsets: Dims, sizes: Dims) -> Box:
 
 
 def _encode_header(keys: Sequence[KeyEntry]) -> tuple[bytes, PickleMemo]:
-    """Encode the first part of a table.
+    """Encode the header section of a table.
 
     Returns:
-        The encoded header, and the memo with the opcodes by which the pieces refer to values of the header.
+        The encoded header, and a memo of opcodes that refer to the header's values. The pieces use
+        these opcodes.
     """
     out, memo = bytearray(b"\x80\x02"), dict["Hashable", bytes]()
     for constant in _MEMOIZED_CONSTANTS:
@@ -310,7 +313,7 @@ def _build_tensor_properties(dtype: str) -> PickledObject:
 
 
 def _encode_pieces(shard_file: str, pieces: Sequence[WrittenPiece], header_memo: PickleMemo) -> bytes:
-    """Encode the opcodes that add pieces to the lists and dicts that the header has created.
+    """Encode the opcodes that add pieces to the containers created by the header.
 
     Args:
         shard_file: Name of the file that contains the pieces.
@@ -348,11 +351,11 @@ def _encode_pieces(shard_file: str, pieces: Sequence[WrittenPiece], header_memo:
 
 
 def iter_metadata_bytes(first_table: RankTable, other_pieces: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield the content of `.metadata`, part by part.
+    """Yield the content of `.metadata`, section by section.
 
     Args:
         first_table: Table of rank 0.
-        other_pieces: Pieces of the other tables, in the order of the ranks.
+        other_pieces: Pieces sections of the other tables, in the order of the ranks.
     """
     yield first_table.header
     yield first_table.pieces

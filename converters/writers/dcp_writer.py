@@ -1,7 +1,8 @@
-"""Writer of torch.distributed.checkpoint (DCP) files, in the form of a save by one rank.
+"""Write torch.distributed.checkpoint (DCP) files with the layout of a single-rank save.
 
 The files have the keys of `get_state_dict` (`model.<name>`, `optim.state.<name>.<state>`,
-`optim.param_groups.<i>.<key>`), so `torch.distributed.checkpoint.load` reads them at any world size.
+`optim.param_groups.<i>.<key>`), so `torch.distributed.checkpoint.load` reads them at any world
+size.
 
 Source: torch/distributed/checkpoint/metadata.py, filesystem.py.
 """
@@ -67,8 +68,8 @@ def plan_dcp(checkpoint: Checkpoint, choices: ContentOptions) -> ConversionPlan:
         The plan.
 
     Raises:
-        CheckpointError: If the checkpoint has no tensors, or no optimizer state although it is requested, or
-            if two tensors have the same key.
+        CheckpointError: If the checkpoint has no tensors, if the requested optimizer state is missing,
+            or if two tensors have the same key.
     """
     paths: dict[str, KeyPath] = {}
     entries: list[OutputTensor] = []
@@ -120,10 +121,10 @@ def plan_dcp(checkpoint: Checkpoint, choices: ContentOptions) -> ConversionPlan:
 
 
 def _find_unpublished_aliases(checkpoint: Checkpoint) -> dict[str, str]:
-    """Find the tied parameters that published files omit, although the state dict of the model has them.
+    """Find the tied parameters that are in the model's state dict but omitted from published files.
 
     Returns:
-        Mapping from each alias to the name of the tensor.
+        Mapping from each alias to the name of its tensor.
     """
     config = {**read_json_object_or_empty(checkpoint.companions.get("config.json")), **checkpoint.config}
     ties = find_implied_ties(checkpoint.tensors, checkpoint.aliases, config)
@@ -136,10 +137,10 @@ def _build_dcp_metadata(
     """Build the content of `.metadata`.
 
     Args:
-        tensors: Tensors, keyed by their keys in the state dict.
-        paths: Path of nested dict keys and list indices from which each key was flattened, keyed by the
-            flattened key. It includes values that are not tensors.
-        positions: Position of each item in the shard files, keyed by the flattened key.
+        tensors: Tensors, keyed by flattened key.
+        paths: Path that was flattened to each key: keys of nested dicts and indices of lists. Keyed by
+            flattened key. Includes values that are not tensors.
+        positions: Position of each item in the shard files, keyed by flattened key.
     """
     tensor_metadata: dict[str, PickledObject] = {}
     storage_data: dict[PickledObject, PickledObject] = {}

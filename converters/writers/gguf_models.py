@@ -1,7 +1,8 @@
-"""Models that llama.cpp computes in the same way as transformers, and their settings in `config.json`.
+"""Convert the config of each model type that llama.cpp computes in the same way as transformers.
 
-Each setting is written to the GGUF file, may only have certain values, or has no effect on the outputs. Any
-other setting causes an error that names it, so that an unknown setting cannot change the outputs unnoticed.
+Each setting in `config.json` is either written to the GGUF file, only allowed to have certain
+values, or irrelevant to the outputs. Any other setting causes an error that names it, so that an
+unknown setting cannot silently change the outputs.
 
 Source: `configuration_*.py` of transformers; https://github.com/ggml-org/llama.cpp, src/models.
 """
@@ -79,31 +80,31 @@ _GPT_OSS_ROPE = {
 
 @dataclass(frozen=True)
 class GGUFModelType:
-    """Model type of transformers that llama.cpp supports.
+    """Transformers model type that llama.cpp supports.
 
     Attributes:
         arch: Name of the architecture in llama.cpp.
-        allowed_values: Values of settings with which both programs compute the same outputs. If a setting is
-            missing in the config, it has its value in `defaults`, or else the first allowed value.
-        defaults: Default values of transformers for settings that are missing in the config.
-        count_settings: Integer settings to write. Each value lists the names of the setting in the config,
-            and its key is the `<key>` of the method `GGUFWriter.add_<key>` that writes it.
-        number_settings: Settings to write whose values are positive numbers. Same keys and values as
-            `count_settings`.
-        rope_scalings: Types of rotary embedding scaling that llama.cpp supports. Empty if the model has no
-            rotary embedding.
+        allowed_values: Allowed values of settings, for which both libraries compute the same outputs. A
+            setting that is missing in the config has its value in `defaults`, or else the first allowed
+            value.
+        defaults: Transformers' default values for settings that are missing in the config.
+        count_settings: Integer settings to write. Each value lists the possible names of the setting in
+            the config. Its key is the `<key>` in `GGUFWriter.add_<key>`, the method that writes it.
+        number_settings: Positive numbers to write, in the same form as `count_settings`.
+        rope_scalings: Types of rotary embedding scaling that llama.cpp supports. Empty if the model has
+            no rotary embedding.
         allows_partial_rope: Whether the rotary embedding may rotate only a part of each head.
-        window_period: Period of the layers with full attention, for example 2 if every second layer has full
-            attention and the other layers have a sliding window. 0 if there are no windows.
-        local_rope_base: Base of the rotary embedding in layers with a sliding window. None if it is the same
-            base as in the other layers.
+        window_period: Period of the layers with full attention, for example 2 if every second layer has
+            full attention and the other layers have a sliding window. 0 if there are no windows.
+        local_rope_base: Base of the rotary embedding in layers with a sliding window. None if all
+            layers have the same base.
         no_rope_period: Period of the layers without a rotary embedding. 0 if all layers have one.
-        num_layers_with_hidden_scale: Number of layers by which llama.cpp recognizes one model size, such as
-            46 for Gemma 2 27B. For this size, it scales the queries by `hidden_size / num_heads` instead of
-            the head size. None if the model has no `query_pre_attn_scalar`.
-        heads_span_hidden_size: Whether the heads together must be as wide as the hidden size.
-        interleaves_rope: Whether the rotary embedding of llama.cpp pairs adjacent rows of the query and key
-            projections, so that the rows must be permuted.
+        num_layers_with_hidden_scale: Number of layers in the model size for which llama.cpp scales the
+            queries by `hidden_size / num_heads` instead of the head size, such as 46 for Gemma 2 27B.
+            None if the model has no `query_pre_attn_scalar`.
+        heads_span_hidden_size: Whether the total size of all heads must equal the hidden size.
+        interleaves_rope: Whether llama.cpp's rotary embedding pairs adjacent rows of the query and key
+            projections, which requires a permutation of the rows.
         norms_add_one: Whether norms scale by 1 + weight.
         has_transposed_linear: Whether the weights of linear layers have the shape (in, out).
         writes_tied_head: Whether the output matrix is written even if it is tied to the embedding.
@@ -280,13 +281,13 @@ MODEL_TYPES = {
 
 @dataclass
 class GGUFSettings:
-    """Settings of a `config.json` in the terms of llama.cpp.
+    """Settings of a `config.json`, converted for llama.cpp.
 
     Attributes:
-        values: Values to write, keyed by the method `GGUFWriter.add_<key>`.
+        values: Values to write, keyed by the `<key>` in `GGUFWriter.add_<key>`.
         ties_embeddings: Whether the output matrix is tied to the embedding.
         biased_modules: Names of the modules whose linear layers have biases: `self_attn`, `mlp`.
-        query_scale: Factor that the query weights, or the weights of the query norm, are multiplied by.
+        query_scale: Factor for the query weights, or for the weights of the query norm if there is one.
         rope_factors: Divisor of each frequency of the rotary embedding. Empty if all divisors are 1.
     """
 
@@ -298,10 +299,10 @@ class GGUFSettings:
 
 
 class _ConfigTable:
-    """Table of a `config.json` that records which of its settings have been used.
+    """Table from a `config.json`, which records the settings that have been used.
 
-    Each `take_` method returns a setting and marks it as used. Settings that are never used are unknown, and
-    `check_all_settings_taken` rejects them.
+    Each `take_` method returns a setting and marks it as used. `check_all_settings_taken` rejects
+    settings that have never been used, because they are unknown.
 
     Args:
         values: The table, as parsed from JSON.
@@ -327,8 +328,8 @@ class _ConfigTable:
             names: Name of the setting, followed by its other names.
 
         Returns:
-            The value of the first name that is present and not null. If no name is present, the default,
-            which is None for a setting without a default. If the present names are all null, None.
+            The value of the first name that is present and not null. If no name is present, the default, or
+            None without a default. If all present names are null, None.
 
         Raises:
             CheckpointError: If two names have different values.
@@ -345,12 +346,12 @@ class _ConfigTable:
 
         Args:
             names: Name of the setting, followed by its other names.
-            default: Value if the setting is missing or null.
+            default: Default value if the setting is missing or null.
             is_count: Whether the number must be an integer.
 
         Raises:
             CheckpointError: If the value is not a positive number, is too large, or is not an integer
-                although `is_count` is True. A missing setting without a default is also an error.
+                although `is_count` is True, or if the setting is missing and has no default.
         """
         number: Any = self.take_setting(*names)
         number = default if number is None else number
@@ -362,11 +363,11 @@ class _ConfigTable:
         return number
 
     def take_allowed_setting(self, name: str, *allowed: Any) -> Any:
-        """Return a setting that may only have certain values, and mark it as used.
+        """Return a setting that is only allowed to have certain values, and mark it as used.
 
         Args:
             name: Name of the setting.
-            allowed: Allowed values. The first value is the default of a setting without any other default.
+            allowed: Allowed values. The first value is the default if the setting has no other default.
 
         Raises:
             CheckpointError: If the setting has a different value.
@@ -380,9 +381,9 @@ class _ConfigTable:
         return value
 
     def take_nested_table(self, *names: str, defaults: Mapping[str, Any]) -> _ConfigTable:
-        """Return a table that is nested in this table, and mark it as used.
+        """Return a nested table, and mark it as used.
 
-        A missing table is replaced by its default, or else by an empty table.
+        If the table is missing, it is replaced with its default, or else with an empty table.
 
         Args:
             names: Names of the nested table. The first name with a value is used.
@@ -398,7 +399,7 @@ class _ConfigTable:
 
         Args:
             name: Name of the setting.
-            reason: Reason why its value is not supported.
+            reason: Reason why the value is not supported.
 
         Raises:
             CheckpointError: Always.
@@ -413,8 +414,7 @@ class _ConfigTable:
         """Check that all settings have been used.
 
         Args:
-            ignored: Names of settings that need not be used. Settings that are null, false, or empty are
-                ignored too.
+            ignored: Names of settings to ignore. Settings that are null, false, or empty are also ignored.
 
         Raises:
             CheckpointError: If a setting has not been used.
@@ -440,7 +440,7 @@ def _format_short_json(value: Any) -> str:
 def parse_gguf_settings(
     config: Mapping[str, Any], model_type: GGUFModelType, location: AnyPath
 ) -> GGUFSettings:
-    """Convert a `config.json` to the settings that llama.cpp needs.
+    """Convert a `config.json` to the settings that llama.cpp requires.
 
     Args:
         config: Content of the `config.json`.
@@ -451,8 +451,8 @@ def parse_gguf_settings(
         The settings.
 
     Raises:
-        CheckpointError: If a setting is missing, invalid, or unknown, or if llama.cpp does not support its
-            value.
+        CheckpointError: If a setting is missing, invalid, or unknown, or if llama.cpp does not support
+            its value.
     """
     config = remove_earlier_keys(config)
     table = _ConfigTable(config, {**_DEFAULTS, **model_type.defaults}, f"{location}: config.json has ")
@@ -501,12 +501,13 @@ def parse_gguf_settings(
 
 
 def _add_window_settings(table: _ConfigTable, model_type: GGUFModelType, settings: GGUFSettings) -> None:
-    """Check that llama.cpp uses a sliding window and a rotary embedding in the same layers as the config.
+    """Check that llama.cpp uses sliding windows and rotary embeddings in the same layers as the config.
 
-    If the model type has windows, their size is added to `settings`.
+    If the model type has windows, the window size is added to `settings`.
 
     Raises:
-        CheckpointError: If llama.cpp would use different windows, or rotary embeddings in other layers.
+        CheckpointError: If llama.cpp would use different windows, or rotary embeddings in different
+            layers.
     """
     layer_numbers, window_period = range(1, settings.values["block_count"] + 1), model_type.window_period or 1
     uses_windows = table.take_setting("use_sliding_window") is not False and "layer_types" not in table.values
@@ -535,10 +536,10 @@ def _add_window_settings(table: _ConfigTable, model_type: GGUFModelType, setting
 
 
 def _add_rope_settings(table: _ConfigTable, model_type: GGUFModelType, settings: GGUFSettings) -> None:
-    """Add the rotary embedding's base, rotated size, and scaling to `settings`.
+    """Add the base, rotated size, and scaling of the rotary embedding to `settings`.
 
-    A config may contain separate rotary settings for layers with a sliding window. Their values are then only
-    checked, and the values for layers with full attention are added.
+    If a config contains separate rotary settings for layers with a sliding window, they are only
+    checked. The values for layers with full attention are added.
 
     Raises:
         CheckpointError: If llama.cpp would compute a different rotary embedding.
@@ -603,7 +604,7 @@ def _compute_llama3_factors(rope: _ConfigTable, base: float, rotated_size: float
     Args:
         rope: Rotary settings of the config. The settings of `llama3` scaling are marked as used.
         base: Base of the rotary embedding (theta).
-        rotated_size: Number of rotated elements of each head.
+        rotated_size: Number of rotated elements per head.
 
     Returns:
         The divisors of the `rotated_size / 2` frequencies, from the highest frequency to the lowest.

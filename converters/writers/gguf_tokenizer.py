@@ -1,8 +1,8 @@
-"""Tokenizer, chat template, and end tokens of a GGUF file.
+"""Convert the tokenizer, chat template, and end tokens for a GGUF file.
 
-The tokenizer is only written if it is a byte-level BPE that llama.cpp splits in exactly the same way, such as
-the tokenizers of GPT-2, Llama 3, and Qwen2. Otherwise, the file contains the tokenizer model `no_vocab`, and
-llama.cpp only accepts and returns token IDs.
+The tokenizer is only written if it is a byte-level BPE for which llama.cpp splits text exactly as
+the original tokenizer does, as with GPT-2, Llama 3, and Qwen2. Otherwise, the file contains the
+tokenizer model `no_vocab`, and llama.cpp only accepts and returns token IDs.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _END_TOKEN_KINDS = ("eos", "eot", "eom")  # llama.cpp stops at one token of each
 def add_tokenizer_to_writer(writer: Any, checkpoint: Checkpoint, config: Mapping[str, Any]) -> None:
     """Add the tokenizer and the chat template to a GGUF writer.
 
-    If the checkpoint has no `tokenizer.json`, or if llama.cpp may split text differently, a warning is logged
-    and the tokenizer model `no_vocab` is added instead. A warning is also logged if llama.cpp ignores some of
-    the end tokens, because it supports only three.
+    If the checkpoint has no `tokenizer.json`, or if llama.cpp may split text differently, the tokenizer
+    model `no_vocab` is added instead, and a warning is logged. A warning is also logged if there are
+    more than three end tokens, because llama.cpp ignores the others.
 
     Args:
         writer: The `gguf.GGUFWriter`.
@@ -73,9 +73,10 @@ def add_tokenizer_to_writer(writer: Any, checkpoint: Checkpoint, config: Mapping
 
 
 def _read_chat_template(checkpoint: Checkpoint) -> str:
-    """Read the chat template of a checkpoint. Returns an empty string if it does not have one.
+    """Read the chat template of a checkpoint, or return an empty string if it has none.
 
-    If `tokenizer_config.json` contains several named templates, the template named `default` is returned.
+    If `tokenizer_config.json` contains several named templates, the template named `default` is
+    returned.
     """
     path = checkpoint.companions.get("chat_template.jinja")
     if path is not None:
@@ -94,10 +95,11 @@ def _read_chat_template(checkpoint: Checkpoint) -> str:
 def _list_end_token_ids(
     checkpoint: Checkpoint, config: Mapping[str, Any], tokenizer: Mapping[str, Any], chat_template: str
 ) -> list[int]:
-    """Return the IDs of the tokens at which transformers stops generating.
+    """Return the IDs of the tokens that stop generation in transformers.
 
-    The IDs are sorted, because llama.cpp only uses the first few: tokens whose text occurs in the chat
-    template come first. Among equal candidates, the tokenizer's `eos_token` comes first.
+    The IDs are sorted by importance, because llama.cpp only uses the first few. Tokens whose text
+    occurs in the chat template come first. Among equal candidates, the tokenizer's `eos_token` comes
+    first.
     """
     configured_ids = read_json_object_or_empty(checkpoint.companions.get(GENERATION_CONFIG_FILE)).get(
         "eos_token_id"
@@ -121,7 +123,7 @@ def _list_end_token_ids(
 def convert_byte_level_bpe_to_gguf(
     tokenizer: Mapping[str, Any], config: Mapping[str, Any], end_token_ids: list[int]
 ) -> dict[str, Any] | None:
-    """Convert a `tokenizer.json` to the values that a GGUF file contains.
+    """Convert a `tokenizer.json` to the values in a GGUF file.
 
     Args:
         tokenizer: Content of the `tokenizer.json`.
@@ -129,8 +131,8 @@ def convert_byte_level_bpe_to_gguf(
         end_token_ids: IDs of the tokens that end a text or a turn.
 
     Returns:
-        The values, keyed by the method `GGUFWriter.add_<key>`. None if the tokenizer is not a byte-level BPE
-        that llama.cpp supports, or if its vocabulary does not fit the config.
+        The values, keyed by the `<key>` in `GGUFWriter.add_<key>`. None if the tokenizer is not a
+        byte-level BPE that llama.cpp supports, or if its vocabulary does not match the config.
     """
     model, pre_tokenizer_name = (
         tokenizer.get("model"),
@@ -185,13 +187,13 @@ def convert_byte_level_bpe_to_gguf(
 
 
 def _find_pre_tokenizer_name(pre_tokenizer: Any) -> str | None:
-    """Find the name of a pre-tokenizer in llama.cpp.
+    """Find llama.cpp's name for a pre-tokenizer.
 
     Args:
         pre_tokenizer: Value of `pre_tokenizer` in the `tokenizer.json`.
 
     Returns:
-        The name. None if llama.cpp has no such pre-tokenizer.
+        The name, or None if llama.cpp does not support the pre-tokenizer.
     """
     if not isinstance(pre_tokenizer, dict):
         return None
@@ -215,7 +217,7 @@ def _find_pre_tokenizer_name(pre_tokenizer: Any) -> str | None:
 def _detect_added_bos(
     post_processor: Any, vocab: Mapping[int, str], config: Mapping[str, Any]
 ) -> bool | None:
-    """Detect whether the tokenizer adds the BOS token to the beginning of each text.
+    """Detect whether the tokenizer adds the BOS token at the beginning of each text.
 
     Args:
         post_processor: Value of `post_processor` in the `tokenizer.json`.
@@ -223,8 +225,8 @@ def _detect_added_bos(
         config: Content of the `config.json`.
 
     Returns:
-        Whether the tokenizer adds the BOS token. None if it adds other special tokens, or has a type of
-        post-processor that llama.cpp does not support.
+        Whether the tokenizer adds the BOS token. None if it adds other special tokens, or if llama.cpp
+        does not support its type of post-processor.
     """
     if post_processor is None or post_processor.get("type") == "ByteLevel":
         return False

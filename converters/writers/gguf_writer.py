@@ -1,9 +1,9 @@
-"""Writer of GGUF files for llama.cpp.
+"""Write GGUF files for llama.cpp.
 
-`portable.converters.writers.gguf_models` defines which models and settings are supported. Matrices keep their
-dtype, or get the dtype of `--dtype`, which may also be q8_0, q4_0 or mxfp4. Norms, biases and other vectors
-are written in float32, because llama.cpp requires it. The package `gguf` defines the names, keys and types.
-Tensors are streamed as in all other formats.
+`portable.converters.writers.gguf_models` defines the supported models and settings. Matrices keep
+their dtype or are cast to the value of `--dtype`, which may also be q8_0, q4_0 or mxfp4. Norms,
+biases and other vectors are written in float32, because llama.cpp requires it. The package `gguf`
+defines the names, keys and types. Tensors are streamed as in all other formats.
 
 Source: https://github.com/ggml-org/ggml, docs/gguf.md.
 """
@@ -116,7 +116,7 @@ def plan_gguf(checkpoint: Checkpoint, choices: ContentOptions) -> ConversionPlan
 
 
 class _LoraFactors(NamedTuple):
-    """LoRA factors of one linear layer. The update of the weight is `scaling * lora_b @ lora_a`."""
+    """LoRA factors of one linear layer. The weight update is `scaling * lora_b @ lora_a`."""
 
     lora_a: Tensor
     lora_b: Tensor
@@ -126,7 +126,7 @@ class _LoraFactors(NamedTuple):
 def plan_gguf_adapter(
     adapter: StoredAdapter, config: Mapping[str, Any], choices: ContentOptions
 ) -> ConversionPlan:
-    """Plan the output of `--to gguf` for a LoRA adapter. `llama-server --lora FILE` loads it.
+    """Plan the output of `--to gguf` for a LoRA adapter, which `llama-server --lora FILE` can load.
 
     Source: https://github.com/ggml-org/llama.cpp, convert_lora_to_gguf.py, src/llama-adapter.cpp.
 
@@ -139,8 +139,8 @@ def plan_gguf_adapter(
         The plan.
 
     Raises:
-        CheckpointError: If the adapter is not plain LoRA of linear layers, or if llama.cpp does not support
-            the base model.
+        CheckpointError: If the adapter is not plain LoRA on linear layers, or if llama.cpp does not
+            support the base model.
     """
     import gguf  # not at the top, because the import is slow
 
@@ -187,7 +187,7 @@ def plan_gguf_adapter(
 
 
 def _parse_matrix_type(choices: ContentOptions) -> str | None:
-    """Return the GGML type in which the matrices are written. Returns None if they keep their dtypes.
+    """Return the requested GGML type of the matrices, or None if they keep their dtypes.
 
     Raises:
         CommandError: If the optimizer state is requested, which GGUF cannot contain.
@@ -203,7 +203,7 @@ def _get_gguf_model_type(config: Mapping[str, Any], root: AnyPath, script: str) 
     Args:
         config: Content of the model's `config.json`.
         root: Path of the checkpoint, used in error messages.
-        script: Program of llama.cpp that converts such a checkpoint, used in error messages.
+        script: Script from llama.cpp that converts such a checkpoint, used in error messages.
 
     Raises:
         CheckpointError: If the config is missing, or the model type is not supported.
@@ -222,7 +222,7 @@ def _get_gguf_model_type(config: Mapping[str, Any], root: AnyPath, script: str) 
 
 
 def _add_tensor_info(writer: Any, name: str, tensor: Tensor, ggml_type: str) -> OutputTensor:
-    """Add a tensor to the header of the file, and return the entry that writes its data as `ggml_type`."""
+    """Add a tensor to the file header, and return the entry for writing its data as `ggml_type`."""
     import gguf
 
     blocks = ggml_type in GGML_KINDS
@@ -237,7 +237,7 @@ def _add_tensor_info(writer: Any, name: str, tensor: Tensor, ggml_type: str) -> 
 
 
 def _build_gguf_plan(writer: Any, entries: Sequence[OutputTensor]) -> ConversionPlan:
-    """Build the plan of a GGUF file that consists of the writer's header and the padded tensors.
+    """Build the plan of a GGUF file, which consists of the writer's header and the padded tensors.
 
     Args:
         writer: The `gguf.GGUFWriter`, to which all keys and tensor infos have been added.
@@ -264,7 +264,7 @@ def _build_gguf_plan(writer: Any, entries: Sequence[OutputTensor]) -> Conversion
 
 
 def _encode_header(writer: Any) -> bytes:
-    """Encode the header of the file, including the padding before the tensor data."""
+    """Encode the file header, including the padding before the tensor data."""
     from gguf.gguf_writer import WriterState
 
     buffer = BytesIO()
@@ -279,12 +279,13 @@ def _encode_header(writer: Any) -> bytes:
 def _rename_tensors_to_gguf(
     tensors: Mapping[str, Tensor], model_type: GGUFModelType, settings: GGUFSettings, root: AnyPath
 ) -> dict[str, Tensor]:
-    """Return the tensors under the names of llama.cpp, with the experts of each layer stacked.
+    """Rename the tensors for llama.cpp, and stack the experts of each layer.
 
-    Adds the divisors of the rotary frequencies and a tied output matrix if llama.cpp needs them.
+    If llama.cpp needs them, the divisors of the rotary frequencies and a tied output matrix are added.
 
     Raises:
-        CheckpointError: If an untied output matrix is missing, or if llama.cpp does not support a tensor.
+        CheckpointError: If an untied output matrix is missing, or if llama.cpp does not support a
+            tensor.
     """
     renamed: dict[str, Tensor] = {}
     if settings.rope_factors:
@@ -310,20 +311,20 @@ def _rename_tensors_to_gguf(
 def _map_gguf_names_to_names(
     names: Iterable[str], model_type: GGUFModelType, settings: GGUFSettings, root: AnyPath
 ) -> dict[str, str]:
-    """Map the names that llama.cpp uses to the names of parameters.
+    """Map llama.cpp's names to the parameter names in transformers.
 
     Args:
-        names: Names of parameters in transformers.
+        names: Parameter names in transformers.
         model_type: Description of the model type.
         settings: Settings of the model, which determine the modules that may have biases.
         root: Path of the checkpoint, used in error messages.
 
     Returns:
-        The names of the parameters, keyed by their names in llama.cpp.
+        The parameter names in transformers, keyed by the names in llama.cpp.
 
     Raises:
-        CheckpointError: If llama.cpp has no such parameter, if two parameters would have the same name, or if
-            the config disables the bias.
+        CheckpointError: If llama.cpp has no name for a parameter, if two parameters would have the same
+            name, or if a bias is disabled in the config.
     """
     import gguf
 
@@ -350,15 +351,15 @@ def _map_gguf_names_to_names(
 
 
 def _iter_split_experts(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield all tensors, after splitting stacked expert tensors into one tensor per expert and projection.
+    """Split stacked expert tensors into one tensor per expert and projection, and yield all tensors.
 
     A stacked tensor (experts, ...) is split into the experts, and `gate_up_proj` into `gate_proj` and
     `up_proj`. If the experts have biases, their matrices have the shape (in, out), and the columns of
-    gate_proj and up_proj alternate. Tensors outside of experts are yielded unchanged, except for buffers,
-    which are dropped.
+    `gate_proj` and `up_proj` alternate. Other tensors are yielded unchanged, except for buffers, which
+    are dropped.
 
     Yields:
-        The name and the tensor.
+        The name and the tensor of each result.
     """
     for name, tensor in tensors.items():
         module, _, leaf = name.rpartition(".")
@@ -389,16 +390,16 @@ def _iter_split_experts(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Te
 def _iter_stacked_experts(
     tensors: Iterable[tuple[str, Tensor]], settings: GGUFSettings, root: AnyPath
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield all tensors, after stacking the experts of each layer and projection into one tensor.
+    """Stack the experts of each layer and projection into one tensor, and yield all tensors.
 
     Tensors that do not belong to an expert are yielded unchanged.
 
     Yields:
-        The name and the tensor. The name of a stacked tensor is the name of its experts without the expert
-        index.
+        The name and the tensor of each result. A stacked tensor is named like its experts, but without
+        the expert index.
 
     Raises:
-        CheckpointError: If an expert is missing, or the experts have different shapes.
+        CheckpointError: If an expert is missing, or if the experts have different shapes.
     """
     stacks: dict[str, dict[int, Tensor]] = {}
     for name, tensor in tensors:
@@ -421,14 +422,15 @@ def _iter_stacked_experts(
 def _convert_tensor_layout(
     gguf_name: str, tensor: Tensor, model_type: GGUFModelType, settings: GGUFSettings
 ) -> Tensor:
-    """Convert a tensor of transformers to the layout and the values that llama.cpp expects, lazily.
+    """Convert a tensor lazily to the layout and the values that llama.cpp expects.
 
-    Depending on the model type, the function permutes the rows of the query and key projections for the
-    rotary embedding, transposes linear layers, adds 1 to the weights of norms, or scales the queries.
+    Depending on the model type, this function permutes the rows of the query and key projections for
+    the rotary embedding, transposes linear layers, adds 1 to the weights of norms, or scales the
+    queries.
 
     Args:
         gguf_name: Name of the tensor in llama.cpp.
-        tensor: Tensor of the checkpoint.
+        tensor: Tensor from the checkpoint.
         model_type: Description of the model type.
         settings: Settings of the model.
 
@@ -473,11 +475,11 @@ def _choose_ggml_type(gguf_name: str, dtype: str, shape: Sequence[int], matrix_t
         gguf_name: Name of the tensor in llama.cpp.
         dtype: Safetensors dtype of the tensor.
         shape: Shape of the tensor.
-        matrix_type: GGML type of the matrices. None to keep their dtypes.
+        matrix_type: Requested GGML type of matrices. None to keep their dtypes.
 
     Returns:
-        `F32` for vectors, position embeddings and routers. Otherwise `matrix_type`, or another type for a
-        matrix that does not support it.
+        `F32` for vectors, position embeddings and routers. Otherwise `matrix_type`, or another type if
+        the matrix does not support it.
 
     Raises:
         CheckpointError: If the dtype is not supported.

@@ -1,4 +1,4 @@
-"""Parallel execution of jobs in a few threads. Reads, checksums, casts and writes release the GIL."""
+"""Run jobs in a few threads. Reads, checksums, casts and writes release the GIL."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _MAX_THREADS = 16
 
 
 class _StoppedError(Exception):
-    """Raised in a running job after another job has failed."""
+    """Error that stops a running job after another job has failed."""
 
 
 def count_usable_cores() -> int:
-    """Return the number of CPU cores that this process may use, considering its CPU affinity."""
+    """Return the number of CPU cores that this process may use, according to its CPU affinity."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -33,15 +33,15 @@ def get_default_thread_count() -> int:
 
 
 def interleave_job_groups(groups: Iterable[Iterator[Job]], max_active_groups: int) -> Iterator[Job]:
-    """Yield the jobs of several groups in turn, keeping the order within each group.
+    """Yield jobs from several groups in turn, keeping the order within each group.
 
-    The kernel lets only one thread at a time write to a file. With one group per file, threads do not wait
-    for each other.
+    The kernel lets only one thread at a time write to a file. With one group per file, threads do not
+    wait for each other.
 
     Args:
         groups: Groups of jobs.
-        max_active_groups: Maximum number of groups to alternate between. When a group ends, the next group
-            replaces it.
+        max_active_groups: Maximum number of groups to alternate between. When a group ends, the next
+            group replaces it.
 
     Yields:
         The jobs of all groups.
@@ -66,12 +66,13 @@ def run_jobs_in_threads(
     The first exception in a job, or Ctrl-C, stops the other jobs and is raised in the calling thread.
 
     Args:
-        jobs: Jobs to run. They are taken from the iterator one at a time, so that a million jobs need no
-            memory. Each job is called with a progress function, which the job must call every few
-            milliseconds with the number of bytes that it has processed. After another job has failed, the
-            progress function raises an exception that stops the job.
-        report_bytes: Function that is called with the number of processed bytes, by one thread at a time.
-        num_threads: Number of threads. If None, `get_default_thread_count()`.
+        jobs: Jobs to run. They are taken from the iterator one at a time, so a million jobs need no
+            memory. Each job receives a progress function, and must call it every few milliseconds with
+            the number of bytes that it has processed. After another job has failed, the progress
+            function raises an exception that stops the job.
+        report_bytes: Callback that receives the number of processed bytes. Only one thread calls it at
+            a time.
+        num_threads: Number of threads. The default is `get_default_thread_count()`.
     """
     from concurrent.futures import (
         ThreadPoolExecutor,

@@ -1,4 +1,4 @@
-"""Plan of a conversion: the output files, and the contents of each file."""
+"""Describe the output of a conversion: its files, and the contents of each file."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class CrcTrailer:
 
     Attributes:
         nbytes: Size of the trailer in bytes.
-        compute_bytes: Function that takes the CRC32 of the tensor's data and returns the trailer.
-        is_written_last: Whether to write the trailer after all other parts of the plan, for example because
-            it depends on the CRC32 of several tensors.
+        compute_bytes: Function that computes the trailer from the CRC32 of the tensor's data.
+        is_written_last: Whether to write the trailer after all other parts of the plan, for example
+            because it depends on the CRC32 of several tensors.
     """
 
     nbytes: int
@@ -37,7 +37,7 @@ FilePart = bytes | OutputTensor | CrcTrailer
 
 @dataclass(frozen=True)
 class PlannedFile:
-    """File to write.
+    """Output file that contains tensors.
 
     Attributes:
         name: Path of the file, relative to the output folder.
@@ -65,11 +65,11 @@ class ConversionPlan:
     Attributes:
         files: Files that contain tensors.
         documents: Contents of other small files to write, keyed by file name.
-        companions: Source paths of files to copy unchanged, keyed by the file name in the output.
+        companions: Source paths of files to copy unchanged, keyed by their file names in the output.
         reopen_tensors: Function that opens the written folder and returns its tensors, keyed by
             `OutputTensor.name`. With `--verify`, these tensors are compared with the source.
-        losses: Counts of the elements that became infinite or zero when they were cast. They are updated by
-            `write_plan_atomically`.
+        losses: Counters of elements that became infinite or zero in a cast. `write_plan_atomically`
+            updates them.
     """
 
     files: tuple[PlannedFile, ...]
@@ -90,7 +90,7 @@ class ConversionPlan:
 
     @property
     def peak_buffer_nbytes(self) -> int:
-        """Peak memory used for tensor data while the plan is carried out, in bytes."""
+        """Peak memory in bytes for tensor data while the plan is executed."""
         casts = any(entry.dtype != entry.tensor.dtype for file in self.files for entry in file.entries)
         return BLOCK_BYTES * (3 if casts else 1) * get_default_thread_count()
 

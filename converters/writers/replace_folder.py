@@ -1,9 +1,9 @@
-"""Atomic replacement of a folder, and recovery after a killed process.
+"""Replace folders atomically, and recover after a process was killed.
 
-`renameat2` of Linux and `renamex_np` of macOS exchange two names, so that a complete folder has the name at
-every moment. If the file system does not support this, the old folder is renamed first. If the process is
-killed before the second rename, the next process that writes there restores the old folder with
-`recover_replaced_folder`.
+`renameat2` on Linux and `renamex_np` on macOS exchange two names, so that the target is a complete
+folder at any time. If the file system does not support this, the old folder is renamed first. If
+the process is killed before the second rename, the next process that writes to the same target
+restores the old folder with `recover_replaced_folder`.
 
     .out.tmp-1234-a1b2c3   being written, or already replaced; the writer holds a lock on it
     .out.old-1234-a1b2c3   the old folder, which is restored if `out` is missing
@@ -42,12 +42,12 @@ _UNSUPPORTED_ERRNOS = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSU
 def check_folder_replaceable(
     out: AnyPath, entry_names: Collection[str], replaceable_names: Collection[str] = ()
 ) -> None:
-    """Check that a folder only contains files of a previous conversion.
+    """Check that a folder only contains files from a previous conversion.
 
     Args:
         out: Folder to replace.
-        entry_names: Names of its entries, relative to the folder. The names of subfolders end in `/`.
-        replaceable_names: Names of further files that may be replaced.
+        entry_names: Names of the entries, relative to the folder. The names of subfolders end in `/`.
+        replaceable_names: Names of additional files that may be replaced.
 
     Raises:
         CheckpointError: If the folder contains other files.
@@ -74,10 +74,10 @@ def exchange_paths(first: Path, second: Path) -> bool:
 
     Args:
         first: Path of the first file or folder.
-        second: Path of the second one.
+        second: Path of the second file or folder.
 
     Returns:
-        True if the names were exchanged. False if the system does not support it, so that nothing has
+        True if the names were exchanged. False if the system does not support this, and nothing has
         changed.
 
     Raises:
@@ -103,11 +103,11 @@ def exchange_paths(first: Path, second: Path) -> bool:
 
 
 def build_temporary_path(target: Path, kind: str = "tmp") -> Path:
-    """Build a new hidden path next to a target, in the form that `recover_replaced_folder` recognizes.
+    """Build a new hidden path next to a target, with a name that `recover_replaced_folder` recognizes.
 
     Args:
         target: Path of the output.
-        kind: `"tmp"` for a new folder, or `"old"` for a folder that is replaced.
+        kind: `"tmp"` for a new folder, or `"old"` for a folder to be replaced.
     """
     return target.parent / f".{target.name}.{kind}-{os.getpid()}-{os.urandom(3).hex()}"
 
@@ -115,9 +115,9 @@ def build_temporary_path(target: Path, kind: str = "tmp") -> Path:
 def move_into_place(new: Path, target: Path, old_path: Path) -> None:
     """Rename `new` to `target`, and an existing `target` to `old_path`.
 
-    If the system can exchange two names, `target` exists at every moment, with either the old or the new
-    content. Otherwise, `target` is missing for a moment, during which the old folder is at `old_path`. If the
-    process is killed, `new` may therefore have been left at its path or at `old_path`.
+    If the system can exchange two names, `target` always exists, with either the old or the new
+    content. Otherwise, `target` is missing for a moment, and the old folder is at `old_path`. If the
+    process is killed, `new` may remain at its path or at `old_path`.
 
     Args:
         new: Path of the new file or folder.
@@ -125,7 +125,7 @@ def move_into_place(new: Path, target: Path, old_path: Path) -> None:
         old_path: Unused path next to `target`.
 
     Raises:
-        OSError: If renaming failed. `new` and `target` are then unchanged.
+        OSError: If renaming fails. `new` and `target` are then unchanged.
     """
     if not os.path.lexists(target):
         new.rename(target)
@@ -149,14 +149,14 @@ def move_into_place(new: Path, target: Path, old_path: Path) -> None:
 
 
 def replace_and_delete_folder(new: Path, target: Path) -> None:
-    """Replace a folder by a new folder, and delete the old folder.
+    """Replace a folder with a new folder, and delete the old folder.
 
     Args:
         new: Path of the new folder.
         target: Path of the folder to replace.
 
     Raises:
-        OSError: If renaming failed. `target` is then unchanged.
+        OSError: If renaming fails. `target` is then unchanged.
     """
     old = build_temporary_path(target, "old")
     # Lock the folder, because otherwise another process could restore it while it is missing for a moment.
@@ -169,14 +169,14 @@ def replace_and_delete_folder(new: Path, target: Path) -> None:
 
 
 def try_lock_folder(folder: Path) -> int | None:
-    """Lock a folder until this process ends or releases the lock. Does not wait for the lock.
+    """Try to lock a folder until this process ends or releases the lock. Does not wait for the lock.
 
     Args:
         folder: Folder to lock.
 
     Returns:
-        A file descriptor that holds the lock. None if another process holds the lock, if the folder cannot be
-        opened, or if locks are not supported.
+        A file descriptor that holds the lock. None if another process holds the lock, if the folder
+        cannot be opened, or if locks are not supported.
     """
     try:
         import fcntl
@@ -195,13 +195,13 @@ def try_lock_folder(folder: Path) -> int | None:
 
 
 def release_folder_lock(lock: int | None) -> None:
-    """Release a lock that `try_lock_folder` has returned. Does nothing if the lock is None."""
+    """Release a lock from `try_lock_folder`. Does nothing if the lock is None."""
     if lock is not None:
         os.close(lock)
 
 
 class LockedFolder(NamedTuple):
-    """New folder and its lock. The lock marks the folder as in use.
+    """New folder, and the lock that marks it as in use.
 
     Attributes:
         path: Path of the folder.
@@ -231,11 +231,11 @@ def create_locked_folder(target: Path) -> LockedFolder:
 
 
 def recover_replaced_folder(target: Path) -> None:
-    """Clean up after processes that were killed while they wrote or replaced a folder.
+    """Clean up after processes that were killed while writing or replacing a folder.
 
     If `target` is missing because its replacement was interrupted, the old folder is renamed back to
-    `target`. All other temporary folders of killed processes are deleted. A folder that a running process has
-    locked is skipped. If locks are not supported, nothing is changed.
+    `target`. All other temporary folders of killed processes are deleted. Folders locked by running
+    processes are skipped. If locks are not supported, nothing is changed.
 
     Args:
         target: Path of the output folder, which may not exist.

@@ -1,12 +1,13 @@
-"""Writer of safetensors files for `from_pretrained`.
+"""Write safetensors files for `from_pretrained`.
 
-For `--to dcp-safetensors`, the files are numbered and have an index, their headers contain the metadata of
-torch's `HuggingFaceStorageWriter`, and tied tensors are written under all of their names, as in the state
-dict of a model. Both `HuggingFaceStorageReader` and `from_pretrained` can therefore open the folder. The
-optimizer state is written as in other safetensors outputs, because the format of torch does not support it.
+For `--to dcp-safetensors`, the files are numbered and have an index, and their headers contain the
+metadata of torch's `HuggingFaceStorageWriter`. Tied tensors are written under all of their names,
+as in a model's state dict. Both `HuggingFaceStorageReader` and `from_pretrained` can therefore open
+the folder. The optimizer state is written as in other safetensors outputs, because torch's format
+does not support it.
 
-Source: https://github.com/huggingface/safetensors ("Format"); `save_pretrained` of transformers for the
-index; torch/distributed/checkpoint/hf_storage.py, filesystem.py, _hf_utils.py.
+Source: https://github.com/huggingface/safetensors ("Format"); `save_pretrained` of transformers for
+the index; torch/distributed/checkpoint/hf_storage.py, filesystem.py, _hf_utils.py.
 """
 
 from __future__ import annotations
@@ -94,8 +95,8 @@ def _assign_tensors_to_shards(
     """Assign tensors to the output files that the checkpoint specifies.
 
     Returns:
-        Tensors of each file, keyed by file name. Tensors without a specified file are in the last file. Empty
-        if the checkpoint does not specify any files.
+        Tensors in each file, keyed by file name. Tensors without a specified file are assigned to the
+        last file. Empty if the checkpoint does not specify any files.
     """
     names = sorted(set(checkpoint.shards.values()))
     assigned: dict[str, list[OutputTensor]] = {name: [] for name in names}
@@ -108,10 +109,10 @@ plan_dcp_safetensors = partial(plan_safetensors, dcp=True)
 
 
 def _build_dcp_header_metadata(entries: Sequence[OutputTensor]) -> dict[str, str]:
-    """Build the header metadata of torch's `HuggingFaceStorageWriter`.
+    """Build the header metadata that torch's `HuggingFaceStorageWriter` writes.
 
-    The metadata contains the offsets of each stored tensor in its unsharded tensor. All offsets are 0,
-    because the tensors are not sharded.
+    It contains the offsets of each stored tensor in the unsharded tensor. They are all 0, because the
+    tensors are not sharded.
     """
     table = {entry.name: {DCP_OFFSETS_KEY: [0] * len(entry.tensor.shape)} for entry in entries}
     return {DCP_INFO_KEY: json.dumps(table), "DCP_VERSION": "1.0"}
@@ -149,12 +150,13 @@ def _build_plan_with_optimizer(
     *,
     includes_optimizer: bool,
 ) -> ConversionPlan:
-    """Build a plan from model files and, if requested, the optimizer state of the checkpoint.
+    """Build a plan from model files and, if requested, the checkpoint's optimizer state.
 
     Args:
         checkpoint: Checkpoint to convert.
-        files: Planned model files. The file of the optimizer state is appended to the list.
-        documents: Contents of other small files. The file of the parameter groups is added.
+        files: Planned model files. The optimizer state file is appended in place.
+        documents: Contents of other small files, keyed by file name. The file with the parameter groups
+            is added in place.
         companions: Paths of the companion files to copy, keyed by file name.
         includes_optimizer: Whether to write the optimizer state.
     """
@@ -198,7 +200,7 @@ def write_adapter(
     Args:
         adapter: Adapter to write.
         out: Path or URL of the output folder.
-        dtype: Dtype of the weights. See `ContentOptions`.
+        dtype: Target dtype of the weights. See `ContentOptions`.
         optimizer: Whether to also write the optimizer state. See `ContentOptions`.
         **options: Additional options. See `Options`. By default, `expand` is True.
 
@@ -218,10 +220,10 @@ def write_adapter(
 def _plan_safetensors_file(
     name: str, entries: Iterable[OutputTensor], header_metadata: Mapping[str, str] | None = None
 ) -> PlannedFile:
-    """Plan one safetensors file.
+    """Plan a single safetensors file.
 
     Raises:
-        CheckpointError: If two tensors have the same name, or the header is too long.
+        CheckpointError: If two tensors have the same name, or if the header is too long.
     """
     # Write wide dtypes first, because readers view the bytes as elements, which must be aligned.
     ordered = sorted(entries, key=lambda entry: -get_itemsize(entry.dtype))
@@ -248,10 +250,10 @@ def _plan_safetensors_file(
 
 
 def _compute_header_padding(header_nbytes: int, entries: Iterable[OutputTensor]) -> int:
-    """Compute the number of spaces to append to a header so that most data can share blocks with the source.
+    """Compute the header padding in bytes with which most tensor data can share blocks with the source.
 
-    A file system that can share blocks (XFS, btrfs) requires that the data begins at the same offset within a
-    block as in the source file. The padding also aligns the end of the header to 8 bytes.
+    A file system that can share blocks (XFS, btrfs) requires the same offset within a block for the
+    data in both files. The padding also aligns the end of the header to 8 bytes.
 
     Args:
         header_nbytes: Size of the header without padding, in bytes.

@@ -1,16 +1,18 @@
-"""Output folder in an object store. Object stores cannot rename folders.
+"""Write an output folder to an object store, which cannot rename folders.
 
-Files are written as multipart uploads, which are invisible until they are completed. When all files are
-uploaded, the folder is marked as incomplete (see `portable.converters.storage.completion_markers`), old
-objects are deleted, and the uploads are completed. Then the small files are written, `--verify` compares the
-output with the source, and the completion marker is written.
+Files are written as multipart uploads, which are invisible until they are completed. When all files
+are uploaded, the folder is marked as incomplete (see
+`portable.converters.storage.completion_markers`), old objects are deleted, and the uploads are
+completed. Then the small files are written, `--verify` compares the output with the source, and the
+completion marker is written.
 
-A conversion that fails while uploading leaves the output unchanged. A conversion that is killed while
-uploading leaves invisible uploads, which the next conversion to the same output aborts. A conversion that is
-killed later leaves a folder that is marked as incomplete, and such a folder is never read.
+If a conversion fails while uploading, the output is unchanged. If it is killed while uploading,
+invisible uploads remain, which the next conversion to the same output aborts. If it is killed
+later, the folder remains marked as incomplete and is never read.
 
-The completion marker lists each written object with its version. A program that writes to the same folder
-again can use `read_written_objects` to distinguish these objects from objects written by other programs.
+The completion marker lists the version of each written object. A program that writes to the same
+folder again can use `read_written_objects` to distinguish these objects from other programs'
+objects.
 """
 
 from __future__ import annotations
@@ -51,19 +53,19 @@ _log = logging.getLogger(__name__)
 
 
 def read_written_objects(folder: RemotePath, required_fact: str = "") -> dict[str, ListedFile | None]:
-    """Read the list of objects in a folder's marker, which a previous writer created or may have created.
+    """Read the list of objects from a folder's marker.
 
-    The completion marker is read, or the marker of an incomplete folder if there is no completion marker.
+    This is the completion marker if there is one, otherwise the marker of an incomplete folder.
 
     Args:
         folder: URL of the folder.
-        required_fact: Field that the marker must contain. See the argument `facts` of `StoreOutput`. Empty to
-            accept the marker of any writer.
+        required_fact: Field that the marker must contain. See the argument `facts` of `StoreOutput`. If
+            empty, the marker of any writer is accepted.
 
     Returns:
-        The size and version of each object, keyed by name. In an incomplete folder, these are the objects
-        that existed before the writer began, and the value is None for each object that the writer planned
-        but may not have written. Empty if the folder has no valid marker, or if the marker does not contain
+        The size and version of each object, keyed by name. For an incomplete folder, these are the
+        objects from before the write. Objects that the writer planned, but may not have written, have
+        the value None. Empty if the folder has no valid marker, or if the marker does not contain
         `required_fact`.
     """
     marker = read_json_object_or_empty(folder / COMPLETE_MARKER) or read_json_object_or_empty(
@@ -84,7 +86,7 @@ def read_written_objects(folder: RemotePath, required_fact: str = "") -> dict[st
 
 
 def list_content_objects(folder: RemotePath) -> dict[str, ListedFile]:
-    """Return the size and version of each object below a folder, except the markers."""
+    """Return the size and version of each object below a folder, keyed by name. Markers are omitted."""
     return {
         name: object_
         for name, object_ in folder.list_objects().items()
@@ -93,15 +95,15 @@ def list_content_objects(folder: RemotePath) -> dict[str, ListedFile]:
 
 
 def check_store_output(out: RemotePath, *, overwrite: bool) -> None:
-    """Check that writing an output folder does not destroy other files.
+    """Check that writing an output folder cannot destroy other files.
 
     Args:
         out: URL of the folder.
         overwrite: Whether an existing output may be replaced.
 
     Raises:
-        CheckpointError: If `out` is an object, if the folder contains other files, or if the folder exists
-            and `overwrite` is False.
+        CheckpointError: If `out` is an object, if the folder contains other files, or if the folder
+            exists and `overwrite` is False.
     """
     if out.is_file():
         raise CommandError(f"{out}: is not a folder; choose another folder")
@@ -118,14 +120,14 @@ def check_store_output(out: RemotePath, *, overwrite: bool) -> None:
 
 
 class StoreUploads:
-    """Uploads of one process to a folder of an object store. They are invisible until `complete_files`.
+    """Uploads from one process to a folder in an object store. They are invisible until `complete_files`.
 
     Args:
         folder: URL of the folder, or of the only object if `single` is True.
         single: Whether `folder` is the URL of the only object.
 
     Attributes:
-        num_threads: Number of threads to write with.
+        num_threads: Number of threads that write.
     """
 
     def __init__(self, folder: RemotePath, *, single: bool = False) -> None:
@@ -138,7 +140,7 @@ class StoreUploads:
         return self.folder if self._single else self.folder / name
 
     def create_file(self, name: str, lengths: Sequence[int]) -> FileUpload:
-        """Begin the upload of a file.
+        """Begin to upload a file.
 
         Args:
             name: Path of the file, relative to the folder.
@@ -149,12 +151,12 @@ class StoreUploads:
         return upload
 
     def sync(self) -> None:
-        """Do nothing, because a store acknowledges a part once the part is durable."""
+        """Do nothing, because every part that a store acknowledges is already durable."""
 
     def complete_files(self) -> None:
         """Complete all uploads, so that their objects become visible.
 
-        Several uploads are completed in parallel, because each one waits for a response of the store.
+        Uploads are completed in parallel, because each one waits for a response from the store.
         """
         with ThreadPoolExecutor(self.num_threads) as pool:
             for _ in pool.map(FileUpload.close, self._uploads):
@@ -162,7 +164,7 @@ class StoreUploads:
         self._uploads.clear()
 
     def abort_uploads(self) -> None:
-        """Abort the uploads that have not become objects, if the store is reachable."""
+        """Abort the uploads that have not been completed, if the store is reachable."""
         for upload in self._uploads:
             upload.abort_upload()
         self._uploads.clear()
@@ -171,18 +173,17 @@ class StoreUploads:
 class StoreOutput(StoreUploads):
     """Output folder or object in an object store.
 
-    The constructor aborts uploads that a killed conversion to the same output has left. Objects of the store
-    do not change before `complete_files`. After that, `publish_folder` makes the output complete, and
-    `abort_uploads` removes all objects that have not been published. See `FolderOutput` for the other
-    methods.
+    The constructor aborts uploads left over from a killed conversion to the same output. Objects in the
+    store do not change before `complete_files`. After that, `publish_folder` makes the output complete,
+    and `abort_uploads` removes unpublished objects. See `FolderOutput` for the other methods.
 
     Args:
         folder: URL of the folder, or of the only object if `single` is True.
         overwrite: Whether an existing output may be replaced.
         names: Names of all objects that will be written.
         facts: Additional fields of the completion marker.
-        single: Whether `folder` is the URL of the only object. A single object needs no marker, because it
-            appears atomically.
+        single: Whether `folder` is the URL of the only object. A single object needs no marker, because
+            it appears atomically.
         shared: Whether other processes upload to the same folder.
     """
 
@@ -207,7 +208,10 @@ class StoreOutput(StoreUploads):
         abort_open_uploads(folder, recursive=False)
 
     def _list_present_objects(self) -> dict[str, ListedFile]:
-        """Return the size and version of each object of the output. The key of a single object is `""`."""
+        """Return the size and version of each object in the output, keyed by name.
+
+        The name of a single object is `""`.
+        """
         if not self._single:
             return list_content_objects(self.folder)
         with suppress(FileNotFoundError):
@@ -215,13 +219,14 @@ class StoreOutput(StoreUploads):
         return {}
 
     def complete_files(self) -> None:
-        """Remove the old objects of the folder, and make the uploaded objects visible.
+        """Delete the old objects in the folder, and make the uploaded objects visible.
 
-        The folder is marked as incomplete first. A single object is instead replaced atomically, without a
-        marker.
+        A folder is marked as incomplete first. A single object needs no marker, because it is replaced
+        atomically.
 
         Raises:
-            CheckpointError: If objects in the folder have appeared or changed since the output was opened.
+            CheckpointError: If objects were created or changed by another process after the output was
+                opened.
         """
         self.folder.clear_listings()
         there = self._list_present_objects()
@@ -250,7 +255,7 @@ class StoreOutput(StoreUploads):
     def _remove_written_objects(self) -> None:
         """Remove the objects of this output and its markers.
 
-        If other processes upload to the same folder, the marker of an incomplete folder is kept, because
+        If other processes upload to the same folder, the folder remains marked as incomplete, because
         another process may still complete an upload.
         """
         self.folder.remove_objects([COMPLETE_MARKER, *self._planned_names])
@@ -258,13 +263,13 @@ class StoreOutput(StoreUploads):
             self.folder.remove_objects([INCOMPLETE_MARKER])
 
     def check_sizes(self, sizes: Mapping[str, int]) -> None:
-        """Check the objects that several processes have written.
+        """Check the sizes of objects that several processes have written.
 
         Args:
-            sizes: Size of each object in bytes, keyed by its name.
+            sizes: Expected size of each object in bytes, keyed by name.
 
         Raises:
-            CheckpointError: If an object is missing or its size differs.
+            CheckpointError: If an object is missing or has a different size.
         """
         self.folder.clear_listings()
         there = list_content_objects(self.folder)
@@ -281,7 +286,7 @@ class StoreOutput(StoreUploads):
         (self.folder / name).write_bytes(data)
 
     def copy_small_file(self, path: AnyPath, name: str) -> None:
-        """Copy a small file to an object.
+        """Copy a small file to an object in the output.
 
         Args:
             path: Path or URL of the file to copy.
@@ -292,7 +297,8 @@ class StoreOutput(StoreUploads):
     def publish_folder(self) -> None:
         """Write the completion marker, which makes the output complete.
 
-        A single object has no marker. It only becomes permanent: `abort_uploads` no longer removes it.
+        A single object does not have a marker. It is only made permanent, so that `abort_uploads` no longer
+        removes it.
         """
         if not self._single:
             # Abort unknown uploads, because they remain if the response to the start of an upload was lost.
@@ -303,7 +309,7 @@ class StoreOutput(StoreUploads):
         self._undo_commit = bool
 
     def abort_uploads(self) -> None:
-        """Abort the uploads, and remove objects that were not published, if the store is reachable."""
+        """Abort the uploads and remove unpublished objects, if the store is reachable."""
         super().abort_uploads()
         with suppress(CheckpointError):  # objects that remain are marked as incomplete
             self._undo_commit()
@@ -312,13 +318,13 @@ class StoreOutput(StoreUploads):
 class FileUpload:
     """Multipart upload of a file, which several threads write piece by piece.
 
-    The threads prepare pieces in parallel, but the pieces have to be uploaded in the order of their indices.
-    A thread keeps its piece in memory until all earlier pieces have been uploaded. Each thread waits at the
-    end of its piece, so that at most one piece per thread is in memory.
+    The threads prepare pieces in parallel, but the pieces must be uploaded in order. A thread keeps its
+    piece in memory until all earlier pieces have been uploaded, and waits at the end of the piece.
+    Therefore, at most one piece per thread is in memory.
 
     Args:
         path: URL of the object.
-        nbytes: Expected size of the object in bytes. Determines the size of the upload's parts.
+        nbytes: Expected size of the object in bytes, which determines the part size of the upload.
 
     Attributes:
         path: URL of the object.
@@ -342,7 +348,8 @@ class FileUpload:
         """Append data to the upload.
 
         Args:
-            data: Bytes to append. They are copied, because the writer keeps a reference to its buffer.
+            data: Bytes to append. They are copied, because obstore's writer keeps a reference to its
+                argument.
         """
         view = memoryview(data).cast("B")
         for start in range(0, len(view), self._part_bytes):
@@ -356,24 +363,24 @@ class FileUpload:
             self._call_store(lambda *_: self._writer.close())
 
     def abort_upload(self) -> None:
-        """Abort the upload. If the store is reachable, nothing remains. Never raises."""
+        """Abort the upload without raising errors. Nothing remains if the store is reachable."""
         try:
             self._writer.__exit__(RuntimeError, RuntimeError("discarded"), None)
         except Exception as error:  # the error that caused the abort is more important
             _log.debug("%s: an upload was not discarded: %s", self.path, redact_credentials(str(error)))
 
     def get_piece(self, index: int) -> PieceUpload:
-        """Return a piece by its number, from 0."""
+        """Return the piece with this index."""
         return PieceUpload(self, index)
 
 
 class PieceUpload:
     """Piece of a file in an object store, written by one thread.
 
-    See `FileUpload` for the order in which pieces are uploaded.
+    See `FileUpload` for the order of the uploads.
 
     Args:
-        file: Upload that the piece is appended to.
+        file: Upload that contains the piece.
         number: Index of the piece, from 0.
     """
 
@@ -383,7 +390,7 @@ class PieceUpload:
         self._pending_bytes = bytearray()
 
     def write(self, data: memoryview | bytes) -> None:
-        """Append data to the upload if the piece is the next one. Otherwise, keep the data in memory."""
+        """Append data to the upload if it is this piece's turn. Otherwise, keep the data in memory."""
         if self._file.next_piece != self._number:
             self._pending_bytes += data
             return
@@ -392,15 +399,15 @@ class PieceUpload:
         self._file.write(data)
 
     def copy(self, span: FileSpan, progress: Callable[[int], object]) -> bool:
-        """Return False, because an object store cannot copy a span of a file."""
+        """Return False, because an object store cannot copy a span from another file."""
         return False
 
     def finish(self, progress: Callable[[int], object]) -> None:
-        """Wait until all earlier pieces have been uploaded, and append the data that is still in memory.
+        """Wait until all earlier pieces have been uploaded, and append the data in memory.
 
         Args:
-            progress: Function that raises an exception if another job has failed. It is called with 0 while
-                waiting.
+            progress: Progress function, which is called with 0 while waiting. It raises an exception if
+                another job has failed.
         """
         file = self._file
         with file.piece_turn:

@@ -1,7 +1,7 @@
-"""Output formats, and functions that write a checkpoint in one of them.
+"""Write a checkpoint in any output format.
 
-To add a format, write a module `converters/writers/<name>_writer.py` with a function that plans the output
-files, and list the function in `portable.converters.options.WRITERS`.
+To add a format, write a module `converters/writers/<name>_writer.py` with a function that plans the
+output files, and list the function in `portable.converters.options.WRITERS`.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 
 def get_plan_function(output_format: str) -> Callable[[Checkpoint, ContentOptions], ConversionPlan]:
-    """Return the function that plans the output files of a format.
+    """Return the function that plans the output files for a format.
 
-    The function raises a `CheckpointError` if the format does not support the checkpoint.
+    The returned function raises a `CheckpointError` if the format does not support the checkpoint.
 
     Args:
         output_format: Output format, one of `portable.converters.options.WRITERS`.
@@ -86,21 +86,22 @@ def write_checkpoint(
         checkpoint: Checkpoint to write.
         out: Path or URL of the output.
         to: Output format, one of `portable.converters.options.WRITERS`.
-        dtype: Dtype of the weights. See `ContentOptions`.
+        dtype: Target dtype of the weights. See `ContentOptions`.
         max_shard_size: Maximum size of a shard in bytes. See `ContentOptions`.
         optimizer: Whether to also write the optimizer state. See `ContentOptions`.
-        names: Names and shapes of the tensors: `published` converts to the names of published files, `live`
-            converts to the names that transformers uses in memory, and `stored` keeps the names of the
-            checkpoint. The default is `published` for safetensors, torch, and gguf, and `stored` otherwise.
-        options: Further options. See `Options`.
+        names: Convention for tensor names and shapes: `published` converts to the names in published files,
+            `live` converts to the names that transformers uses in memory, and `stored` keeps the names in
+            the checkpoint. The default is `published` for safetensors, torch, and gguf, and `stored`
+            otherwise.
+        options: Additional options. See `Options`.
 
     Returns:
         The executed plan.
 
     Raises:
-        CheckpointError: If `out` cannot be written or replaced, the source is damaged, the format does not
-            support the checkpoint, the disk is full, or the object store is unreachable. `out` is then
-            unchanged.
+        CheckpointError: If `out` cannot be written or replaced, if the source is damaged, if the
+            format does not support the checkpoint, if the disk is full, or if the object store is
+            unreachable. `out` is then unchanged.
     """
     names = names or ("published" if to in FORMATS_WITH_PUBLISHED_NAMES else "stored")
     if names == "published":
@@ -139,7 +140,7 @@ def write_safetensors(
 def write_dcp(
     checkpoint: Checkpoint, out: str | AnyPath, **options: Unpack[CheckpointWriterOptions]
 ) -> ConversionPlan:
-    """Write a checkpoint in the format of torch.distributed.checkpoint: `.metadata` and `__0_<i>.distcp`.
+    """Write a checkpoint in torch.distributed.checkpoint's format: `.metadata` and `__0_<i>.distcp`.
 
     Args:
         checkpoint: Checkpoint to write.

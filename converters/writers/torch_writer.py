@@ -1,8 +1,9 @@
-"""Writer of a state dict in the format of `torch.save`, without torch.
+"""Write state dicts in the format of `torch.save`, without torch.
 
-`pytorch_model.bin` is the state dict of the model. It includes the aliases of tied tensors, which share their
-storage. `optimizer.pt` is `optimizer.state_dict()`: the parameters are numbered group by group, and
-`param_names` contains their names. `torch.load(weights_only=True)` opens both files.
+`pytorch_model.bin` contains the model's state dict, including aliases of tied tensors, which share
+their storage. `optimizer.pt` contains `optimizer.state_dict()`. Its parameters are numbered group
+by group, and `param_names` contains their names. `torch.load(weights_only=True)` can open both
+files.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ def plan_torch(checkpoint: Checkpoint, choices: ContentOptions) -> ConversionPla
         The plan.
 
     Raises:
-        CheckpointError: If the checkpoint has no tensors, or no optimizer state although it is requested.
+        CheckpointError: If the checkpoint has no tensors, or if the requested optimizer state is
+            missing.
     """
     entries = list_model_entries(checkpoint, choices.dtype)
     state = {entry.name: entry for entry in entries}
@@ -56,7 +58,7 @@ def plan_torch(checkpoint: Checkpoint, choices: ContentOptions) -> ConversionPla
 
 
 def _build_optimizer_state_dict(optimizer: OptimizerState, root: AnyPath) -> dict[str, Any]:
-    """Build `optimizer.state_dict()` with an `OutputTensor` for each tensor.
+    """Build an `optimizer.state_dict()` that contains `OutputTensor` objects instead of tensors.
 
     Raises:
         CheckpointError: If the groups do not list each parameter with state exactly once.

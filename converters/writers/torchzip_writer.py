@@ -1,6 +1,7 @@
-"""Writer of torch.save archives, without torch.
+"""Write torch.save archives without torch.
 
-Source: torch/serialization.py, caffe2/serialize/inline_container.cc, APPNOTE.TXT, PEP 307 (protocol 2).
+Source: torch/serialization.py, caffe2/serialize/inline_container.cc, APPNOTE.TXT, PEP 307 (protocol
+2).
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _ALIGNED = 64
 
 @dataclass(frozen=True)
 class PickledGlobal:
-    """Class, function, or dtype that is pickled by its name."""
+    """Class, function, or dtype to pickle by name."""
 
     module: str
     name: str
@@ -46,7 +47,7 @@ class PickledGlobal:
 
 @dataclass(frozen=True)
 class PickledCall:
-    """Call of a function or class that is executed when the pickle is loaded."""
+    """Function or class to call when the pickle is loaded."""
 
     function: PickledGlobal
     args: tuple[Any, ...]
@@ -54,7 +55,7 @@ class PickledCall:
 
 @dataclass(frozen=True, eq=False)  # hashed by identity, so that it can be a dict key
 class PickledObject:
-    """Object of a class that is constructed without arguments, and its state."""
+    """Object to construct without arguments when the pickle is loaded, and its state."""
 
     kind: PickledGlobal
     state: Any
@@ -62,7 +63,7 @@ class PickledObject:
 
 @dataclass(frozen=True)
 class PickledPersistentId:
-    """Persistent ID of a storage in a torch.save pickle."""
+    """Persistent ID that refers to a storage in a torch.save pickle."""
 
     value: tuple[Any, ...]
 
@@ -74,16 +75,16 @@ PickleMemo = dict["Hashable", bytes]
 
 
 def encode_pickle(value: Any) -> bytes:
-    """Encode a value as a pickle of protocol 2.
+    """Encode a value as a protocol 2 pickle.
 
     Args:
-        value: Plain containers, strings, numbers, and instances of the classes above.
+        value: Plain containers, strings, numbers, and `Pickled...` objects of this module.
 
     Returns:
         The pickle.
 
     Raises:
-        TypeError: If the value contains an object of any other type.
+        TypeError: If the value contains an object of an unsupported type.
     """
     out = bytearray(b"\x80\x02")
     append_pickled(value, out, {})
@@ -96,8 +97,8 @@ def append_pickled(value: Any, out: bytearray, memo: PickleMemo) -> None:
     Args:
         value: Value to pickle.
         out: Pickle to extend.
-        memo: Memo of the pickle. Strings and globals that it contains are fetched from it, and new ones are
-            added.
+        memo: Memo of the pickle. Strings and globals in it are fetched instead of created again. New
+            strings and globals are added to it.
 
     Raises:
         TypeError: If the value contains an object of an unsupported type.
@@ -153,7 +154,7 @@ def append_memo_put(key: Hashable, out: bytearray, memo: PickleMemo) -> None:
     """Append the opcode that stores the top of the stack in the memo.
 
     Args:
-        key: Key in `memo`, under which the opcode that fetches the value is stored.
+        key: Key to add to `memo`. Its value is the opcode that fetches the stored object.
         out: Pickle to extend.
         memo: Memo of the pickle.
     """
@@ -165,24 +166,24 @@ def append_memo_put(key: Hashable, out: bytearray, memo: PickleMemo) -> None:
 
 
 def build_torch_size(shape: tuple[int, ...]) -> PickledCall:
-    """Build the call that creates a `torch.Size`."""
+    """Build a call that creates a `torch.Size`."""
     return PickledCall(PickledGlobal("torch", "Size"), (shape,))
 
 
 class _NumberedEntry(NamedTuple):
-    """Tensor and the index of its storage in the archive."""
+    """Tensor, and the index of its storage in the archive."""
 
     number: int
     entry: OutputTensor
 
 
 class _TensorMember(NamedTuple):
-    """Member of the archive that contains the storage of a tensor.
+    """Archive member that contains the storage of a tensor.
 
     Attributes:
         name: Name of the member, without the folder of the archive.
         nbytes: Size of the storage in bytes.
-        offset: First byte of the member's header in the file.
+        offset: Byte offset of the member's header in the file.
     """
 
     name: str
@@ -193,13 +194,14 @@ class _TensorMember(NamedTuple):
 def plan_torch_file(value: Any) -> list[FilePart]:
     """Plan a torch.save file.
 
-    If there are several tensors, the file has the layout of torch: the zip directory at the end is written
-    last, and the data of each tensor is aligned to 64 bytes. A file with a single tensor has neither
-    property, because the DCP writer concatenates such files into a larger file.
+    A file with several tensors has the same layout as torch's files: the zip directory at the end is
+    written last, and the data of each tensor is aligned to 64 bytes. This does not apply to a file with
+    a single tensor, because the DCP writer concatenates such files into a larger file.
 
     Args:
-        value: Plain containers, instances of the classes above, and an `OutputTensor` for each tensor. An
-            `OutputTensor` that occurs twice is written once, as two tensors that share their storage.
+        value: Plain containers, `Pickled...` objects of this module, and an `OutputTensor` for each
+            tensor. An `OutputTensor` that occurs twice is written once, as two tensors with a shared
+            storage.
 
     Returns:
         The parts of the file.
@@ -241,7 +243,7 @@ def plan_torch_file(value: Any) -> list[FilePart]:
 
 
 def reopen_tensors(values: Mapping[str, Any], folder: AnyPath) -> dict[str, Tensor]:
-    """Open the tensors of written torch.save files.
+    """Open the tensors in written torch.save files.
 
     Args:
         values: Values that were planned with `plan_torch_file`, keyed by file name.
@@ -263,12 +265,12 @@ def reopen_tensors(values: Mapping[str, Any], folder: AnyPath) -> dict[str, Tens
 
 
 def _record_crc_and_build_descriptor(crcs: list[int], number: int, nbytes: int, crc: int) -> bytes:
-    """Store the CRC32 of a tensor, and build the data descriptor that follows the tensor.
+    """Record the CRC32 of a tensor, and build the data descriptor that follows the tensor.
 
     The zip directory at the end of the file repeats the CRC32.
 
     Args:
-        crcs: CRC32 of each tensor. Updated in place.
+        crcs: CRC32s of all tensors. Updated in place.
         number: Index of the tensor.
         nbytes: Size of the tensor in bytes.
         crc: CRC32 of the tensor's data.
@@ -278,12 +280,12 @@ def _record_crc_and_build_descriptor(crcs: list[int], number: int, nbytes: int, 
 
 
 def _replace_tensors_by_calls(value: Any, entries: dict[int, _NumberedEntry]) -> Any:
-    """Return a copy of a nested value in which each tensor is replaced by the call that rebuilds it.
+    """Copy a nested value, replacing each tensor with the pickled call that rebuilds it.
 
     Args:
         value: Nested dicts, lists, and tuples that may contain `OutputTensor` objects.
-        entries: Dict to which each tensor and the index of its storage are added, keyed by the `id` of the
-            `OutputTensor`.
+        entries: Dict that collects the tensors and the indices of their storages, keyed by the `id` of
+            the `OutputTensor`.
     """
     if isinstance(value, OutputTensor):
         number, _ = entries.setdefault(id(value), _NumberedEntry(len(entries), value))
@@ -296,7 +298,7 @@ def _replace_tensors_by_calls(value: Any, entries: dict[int, _NumberedEntry]) ->
 
 
 def _build_tensor_call(entry: OutputTensor, number: int) -> PickledCall:
-    """Build the pickled call by which torch rebuilds a tensor from a storage of the archive.
+    """Build the pickled call that rebuilds a tensor from a storage in the archive.
 
     Args:
         entry: Tensor to write.
@@ -321,12 +323,12 @@ def _build_descriptor(crc: int, nbytes: int) -> bytes:
 
 
 def _build_local_header(name: str, align_from: int | None = None) -> bytes:
-    """Build the header before the data of a member.
+    """Build the header that precedes the data of an archive member.
 
     Args:
         name: Name of the member, without the folder of the archive.
-        align_from: Position of the header in the file, used to pad the header so that the data is aligned. If
-            None, the header is not padded.
+        align_from: Byte offset of the header in the file. The header is padded so that the data is
+            aligned. If None, the header is not padded.
     """
     path = f"{_ARCHIVE}/{name}".encode()
     # With the zip64 field, the sizes in the data descriptor are 64 bits wide.
@@ -340,7 +342,7 @@ def _build_local_header(name: str, align_from: int | None = None) -> bytes:
 
 
 def _build_central_header(name: str, crc: int, nbytes: int, header_offset: int) -> bytes:
-    """Build the entry of a member in the zip directory."""
+    """Build the zip directory entry for an archive member."""
     path = f"{_ARCHIVE}/{name}".encode()
     wide = [value for value in (nbytes, nbytes, header_offset) if value >= 0xFFFFFFFF]
     extra = struct.pack(f"<2H{len(wide)}Q", 1, 8 * len(wide), *wide) if wide else b""
@@ -350,7 +352,7 @@ def _build_central_header(name: str, crc: int, nbytes: int, header_offset: int) 
 
 
 def _build_end_record(num_members: int, directory_nbytes: int, directory_offset: int) -> bytes:
-    """Build the end of the archive: the zip64 record, its locator, and the end record of the directory."""
+    """Build the end of the archive: the zip64 record, its locator, and the end record."""
     wide = _END64.pack(
         b"PK\6\6", 44, 45, 45, 0, 0, num_members, num_members, directory_nbytes, directory_offset
     )

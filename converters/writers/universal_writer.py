@@ -1,13 +1,15 @@
-"""Writer of DeepSpeed universal checkpoints. ZeRO 1 to 3 load them at any world size.
+"""Write DeepSpeed universal checkpoints, which ZeRO 1 to 3 can load at any world size.
 
-`zero/<parameter>/` contains the fp32 master weights and each moment, and `zero/optimizer_state.pt` contains
-the parameter groups. The model states are written to two files, because stages 1 and 2 read another file name
-than stage 3. `latest_universal` contains the name of the folder.
+`zero/<parameter>/` contains the fp32 master weights and each moment, and `zero/optimizer_state.pt`
+contains the parameter groups. The model states are written to two files with different names:
+stages 1 and 2 read one, and stage 3 reads the other. `latest_universal` contains the name of the
+folder.
 
-`load_checkpoint` of DeepSpeed with `checkpoint: {load_universal: true}` restores the parameters of the
-optimizer, its state, and the counters. It restores neither buffers nor frozen parameters.
+DeepSpeed's `load_checkpoint` with `checkpoint: {load_universal: true}` restores the optimizer's
+parameters and state, and the counters. It does not restore buffers or frozen parameters.
 
-Source: deepspeed/checkpoint/ds_to_universal.py, universal_checkpoint.py; runtime/engine.py, zero/stage3.py.
+Source: deepspeed/checkpoint/ds_to_universal.py, universal_checkpoint.py; runtime/engine.py,
+zero/stage3.py.
 """
 
 from __future__ import annotations
@@ -47,16 +49,16 @@ def plan_universal(checkpoint: Checkpoint, choices: ContentOptions) -> Conversio
 
     Args:
         checkpoint: Checkpoint to convert.
-        choices: Options for the content of the output. They must include the optimizer. `max_shard_size` has
-            no effect.
+        choices: Options for the content of the output. They must request the optimizer state.
+            `max_shard_size` has no effect.
 
     Returns:
         The plan.
 
     Raises:
-        CheckpointError: If the optimizer state is not requested or does not exist, if the requested dtype is
-            neither `keep` nor `float32`, because the master weights are float32, if a state has another shape
-            than its parameter, or if a parameter name cannot be the name of a folder.
+        CheckpointError: If the optimizer state is not requested or does not exist, if the requested
+            dtype is neither `keep` nor `float32` (the dtype of the master weights), if the shape of a
+            state differs from its parameter, or if a parameter name is not a valid folder name.
     """
     if not choices.optimizer:
         raise CommandError("--to deepspeed-universal: also needs the optimizer state; add --optimizer")
@@ -116,10 +118,10 @@ def plan_universal(checkpoint: Checkpoint, choices: ContentOptions) -> Conversio
 def _check_param_groups(
     checkpoint: Checkpoint, group_names: list[list[str]], model: dict[str, OutputTensor]
 ) -> None:
-    """Check that the groups list each parameter once, and that parameter names can be names of folders.
+    """Check that the groups list each parameter once, and that all parameter names are valid folder names.
 
     Raises:
-        CheckpointError: If a parameter name cannot be the name of a folder.
+        CheckpointError: If a parameter name is not a valid folder name.
         OptimizerStateError: If a parameter is repeated or is not in the model.
     """
     location, names = checkpoint.root, [name for group in group_names for name in group]
@@ -137,10 +139,10 @@ def _check_param_groups(
 
 
 def _read_engine_step(checkpoint: Checkpoint, optimizer: OptimizerState) -> int:
-    """Return the step to write as the engine's step counter.
+    """Return the step to write to the engine's step counter.
 
-    This is the larger of the step in the checkpoint's metadata and the optimizer's step. Each of them counts
-    as 0 if it is missing.
+    This is the maximum of the step in the checkpoint's metadata and the step in the optimizer state. A
+    missing step counts as 0.
     """
     recorded_step = checkpoint.metadata.get("step")
     step = next((values.get(_STEP) for values in optimizer.state.values()), 0)
@@ -173,13 +175,13 @@ def _build_optimizer_common_state(
 def _build_model_states(
     checkpoint: Checkpoint, groups: list[dict[str, OutputTensor]], rest: dict[str, OutputTensor], step: int
 ) -> dict[str, Any]:
-    """Build a file of model states.
+    """Build the content of a model states file.
 
     Args:
-        checkpoint: Checkpoint with the counters.
-        groups: Tensors of each parameter group, keyed by name.
-        rest: Tensors that do not belong to the optimizer. They are stored in this file.
-        step: Step of the engine.
+        checkpoint: Checkpoint that contains the counters.
+        groups: Tensors in each parameter group, keyed by name.
+        rest: Tensors that do not belong to the optimizer, which are stored in this file.
+        step: Step counter of the engine.
     """
     counters = {name: checkpoint.counters.get(name) for name in _COUNTERS}
     shapes = [

@@ -1,4 +1,4 @@
-"""Group of processes that write one output together. Each process writes some of the files."""
+"""Write one output with a group of processes. Each process writes some of the files."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ if TYPE_CHECKING:
 
 
 class WriterGroup(Protocol):
-    """Processes, on one or several machines, that write the same plan to the same folder or bucket.
+    """Processes on one or more machines that write the same plan to the same folder or bucket.
 
-    Every process opens the same checkpoint and calls the same function to write it. Process 0 creates the
-    output, writes the small files, and publishes the output when all processes have written their files.
+    Every process opens the same checkpoint and calls the same function to write it. Process 0 creates
+    the output, writes the small files, and publishes the output after all processes have written their
+    files.
 
     Attributes:
         number: Number of this process, from 0 to `size - 1`.
@@ -29,22 +30,22 @@ class WriterGroup(Protocol):
     size: int
 
     def call_everywhere(self, function: Callable[[], str]) -> list[str]:
-        """Call a function in every process, and wait until it has returned in all processes.
+        """Call a function in every process, and wait until all processes have returned.
 
         Args:
             function: Function to call in this process. Its result is sent to the other processes.
 
         Returns:
-            The results of all processes, ordered by their numbers.
+            The results of all processes, ordered by process number.
 
         Raises:
-            CheckpointError: If the function failed in another process. A process whose own function failed
+            CheckpointError: If the function fails in another process. A process in which the function fails
                 raises the original exception.
         """
 
 
 def distribute_files(files: Sequence[PlannedFile], num_processes: int) -> list[list[PlannedFile]]:
-    """Distribute files over processes so that each process writes about the same number of bytes.
+    """Distribute files over processes, balancing the number of bytes per process.
 
     All processes compute the same distribution.
 
@@ -53,7 +54,7 @@ def distribute_files(files: Sequence[PlannedFile], num_processes: int) -> list[l
         num_processes: Number of processes.
 
     Returns:
-        The files of each process, in the order of `files`.
+        The files for each process, in the order of `files`.
     """
     bytes_by_process = [0] * num_processes
     process_by_file: dict[str, int] = {}
@@ -86,10 +87,10 @@ def check_equal_plan_digests(digests: Sequence[str]) -> None:
     """Check that all processes have planned the same files.
 
     Args:
-        digests: Digest of the plan of each process.
+        digests: Each process's plan digest.
 
     Raises:
-        CheckpointError: If a digest differs from the digest of process 0.
+        CheckpointError: If a digest differs from process 0's digest.
     """
     for number, digest in enumerate(digests):
         if digest != digests[0]:
@@ -100,15 +101,15 @@ def check_equal_plan_digests(digests: Sequence[str]) -> None:
 
 
 def check_written_size(path: AnyPath, expected: int, actual: int | None) -> None:
-    """Check a file that another process has written.
+    """Check the size of a file that another process has written.
 
     Args:
         path: Path or URL of the file.
         expected: Planned size of the file in bytes.
-        actual: Size of the file as this process sees it, or None if the file is missing.
+        actual: Size that this process finds, or None if the file is missing.
 
     Raises:
-        CheckpointError: If the sizes differ.
+        CheckpointError: If the file is missing or has a different size.
     """
     if actual != expected:
         state = "is missing" if actual is None else f"has {actual:,} bytes instead of {expected:,}"

@@ -1,1 +1,1 @@
-"""Engine on DeepSpeed ZeRO."""
+"""Training engine based on DeepSpeed ZeRO."""

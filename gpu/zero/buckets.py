@@ -1,4 +1,4 @@
-"""Sizes of DeepSpeed's buckets and thresholds, in elements."""
+"""Compute the sizes of DeepSpeed's buckets and buffers."""
 
 from __future__ import annotations
 
@@ -30,32 +30,32 @@ def compute_aligned_bytes(num_elements: int, element_bytes: int) -> int:
 
     Args:
         num_elements: Number of elements.
-        element_bytes: Bytes of one element.
+        element_bytes: Bytes per element.
     """
     return -(-num_elements * element_bytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
 
 
 def compute_swap_buffer_elements(largest_parameter_elements: int, num_ranks: int) -> int:
-    """Compute the size of a swap buffer in elements, so that it can contain the shard of any parameter.
+    """Compute a swap buffer size in elements that is sufficient for the shard of any parameter.
 
     With a smaller buffer, the first step would fail. A larger buffer would waste memory.
 
     Args:
-        largest_parameter_elements: Number of elements of the largest parameter.
-        num_ranks: Number of ranks over which a parameter is sharded.
+        largest_parameter_elements: Number of elements in the largest parameter.
+        num_ranks: Number of ranks that share the shards of a parameter.
     """
     share = -(-largest_parameter_elements // num_ranks)
     return (share // _SWAP_BLOCK + 1) * _SWAP_BLOCK
 
 
 def compute_auto_bucket_sizes(hidden_size: int) -> dict[str, int]:
-    """Compute the bucket sizes that replace the value ``auto``, as in the Hugging Face Trainer.
+    """Compute the bucket sizes for the value ``auto``, as in the Hugging Face Trainer.
 
     Args:
         hidden_size: Hidden size of the model.
 
     Returns:
-        Sizes in elements, by their keys in the section ``zero_optimization``.
+        Sizes in elements, keyed by setting in the section ``zero_optimization``.
     """
     return {
         "reduce_bucket_size": hidden_size * hidden_size,

@@ -1,7 +1,7 @@
-"""Rules about settings that DeepSpeed's ZeRO does not support.
+"""Find settings that DeepSpeed ZeRO does not support.
 
-If the strategy is a stage of ZeRO, :mod:`portable.checks` calls :func:`check_adapter` and
-:func:`check_memory`, and the record of the backend calls :func:`find_problems`.
+If the strategy is a ZeRO stage, :mod:`portable.checks` calls :func:`check_adapter` and
+:func:`check_memory`, and the backend calls :func:`find_problems`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ZERO_OPTIMIZERS = ("adamw", "sgd", "muon")
 
 
 def check_adapter(config: RunConfig) -> Iterator[SettingProblem]:
-    """Yield the settings of section ``adapter`` that ZeRO does not support."""
+    """Yield a problem for each unsupported setting in the section ``adapter``."""
     base, strategy = config.adapter.base, config.strategy
     if base in ("nf4", "int8"):
         yield SettingProblem(
@@ -45,7 +45,7 @@ def check_adapter(config: RunConfig) -> Iterator[SettingProblem]:
 
 
 def check_memory(config: RunConfig) -> Iterator[SettingProblem]:
-    """Yield the settings of sections ``memory`` and ``fsdp`` that ZeRO does not support."""
+    """Yield a problem for each unsupported setting in the sections ``memory`` and ``fsdp``."""
     memory, strategy = config.memory, config.strategy
     if memory.loss_chunk_tokens not in ("auto", 0):
         yield SettingProblem(
@@ -76,12 +76,12 @@ def check_memory(config: RunConfig) -> Iterator[SettingProblem]:
 
 
 def find_problems(config: RunConfig, *, late: bool, has_cuda: bool) -> Iterator[SettingProblem]:
-    """Yield the settings that ZeRO does not support on a backend.
+    """Yield a problem for each setting that ZeRO does not support on a backend.
 
     Args:
-        config: Config of a run with a strategy of ZeRO.
-        late: Whether the config is resolved. If it is, rules that need a resolved config or import custom
-            code are also checked.
+        config: Config of a run whose strategy is a ZeRO stage.
+        late: Whether the config is resolved. Some checks require a resolved config or import custom
+            code. They only run if this is True.
         has_cuda: Whether the backend has NVIDIA GPUs.
     """
     optimizer = config.train.optimizer
@@ -104,7 +104,7 @@ def find_problems(config: RunConfig, *, late: bool, has_cuda: bool) -> Iterator[
 
 
 def check_parameters(config: RunConfig) -> Iterator[SettingProblem]:
-    """Yield the settings that do not work because of how ZeRO gathers, saves or swaps parameters."""
+    """Yield the settings that conflict with the ways ZeRO gathers, saves or swaps parameters."""
     if _is_swapping(config) and config.train.micro_batch_size == "auto":
         yield SettingProblem(
             ("train.micro_batch_size",),
@@ -126,7 +126,7 @@ def check_parameters(config: RunConfig) -> Iterator[SettingProblem]:
 
 
 def check_custom_optimizer(config: RunConfig) -> Iterator[SettingProblem]:
-    """Yield the reasons why ZeRO does not support a custom optimizer. A trial runs its code."""
+    """Yield the reasons why ZeRO does not support a custom optimizer. This runs the optimizer's code."""
     from portable.optim import custom_optimizer  # which imports torch
 
     key, optimizer = "train.optimizer", config.train.optimizer
@@ -139,7 +139,7 @@ def check_custom_optimizer(config: RunConfig) -> Iterator[SettingProblem]:
 
 
 def check_nvme(config: RunConfig) -> Iterator[SettingProblem]:
-    """Yield the settings that do not work if parameters or optimizer state are offloaded to nvme."""
+    """Yield the settings that do not work when parameters or optimizer state are offloaded to NVMe."""
     key, optimizer = "train.optimizer", config.train.optimizer
     offloading = "memory.offload_optimizer"
     reason = f"does not work with {offloading}: nvme or memory.offload_params: nvme"
@@ -160,5 +160,5 @@ def check_nvme(config: RunConfig) -> Iterator[SettingProblem]:
 
 
 def _is_swapping(config: RunConfig) -> bool:
-    """Return whether parameters or optimizer state are offloaded to nvme."""
+    """Return whether parameters or optimizer state are offloaded to NVMe."""
     return "nvme" in (config.memory.offload_params, config.memory.offload_optimizer)

@@ -1,4 +1,4 @@
-"""Access to the state of DeepSpeed's search for the fp16 loss scale."""
+"""Save and restore the state of DeepSpeed's dynamic fp16 loss scaler."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ if TYPE_CHECKING:
 
 
 class DeepSpeedLossScale(LossScaleSearch):
-    """Search for the loss scale that DeepSpeed performs. This class reads and restores its state.
+    """Wrapper around DeepSpeed's dynamic fp16 loss scaler that saves and restores its state.
 
     Args:
-        scaler: Dynamic loss scaler of DeepSpeed.
+        scaler: DeepSpeed's dynamic loss scaler.
     """
 
     def __init__(self, scaler: Any) -> None:
@@ -23,15 +23,15 @@ class DeepSpeedLossScale(LossScaleSearch):
         self.min_scale = float(scaler.min_scale)
 
     def count_overflow(self) -> None:
-        """Count an update that was skipped because of an overflow, which DeepSpeed does not count."""
+        """Count an update that was skipped because of an overflow. DeepSpeed does not count these updates."""
         self._overflows += 1
 
     def read_state(self) -> dict[str, float]:
-        """Return the state of DeepSpeed's scaler, and the number of overflows as ``overflows``."""
+        """Return the state of DeepSpeed's scaler, with the number of overflows as ``overflows``."""
         return {**{name: getattr(self._scaler, name) for name in STATE_NAMES}, "overflows": self._overflows}
 
     def restore_state(self, state: Mapping[str, float]) -> None:
-        """Set the state of DeepSpeed's scaler and the number of overflows to stored values."""
+        """Restore the state of DeepSpeed's scaler and the number of overflows."""
         for name in STATE_NAMES:
             setattr(self._scaler, name, state[name] if name == "cur_scale" else int(state[name]))
         self._overflows = int(state["overflows"])

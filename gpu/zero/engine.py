@@ -1,4 +1,4 @@
-"""Engine on DeepSpeed ZeRO."""
+"""Train models with DeepSpeed ZeRO."""
 
 from __future__ import annotations
 
@@ -71,10 +71,10 @@ STAGE_BY_STRATEGY = {"zero1": 1, "zero2": 2, "zero3": 3}
 def check_deepspeed(config: RunConfig, device_type: str) -> None:
     """Check that DeepSpeed can run a config on this machine: its JSON, its optimizer and its swap disk.
 
-    C++ ops that the run needs may be compiled, which takes minutes once per machine.
+    If the run needs C++ ops, they are compiled, which takes minutes once per machine.
 
     Args:
-        config: Config of a run with a strategy of ZeRO.
+        config: Config of a run whose strategy is a ZeRO stage.
         device_type: Type of the run's devices, such as ``cuda``.
 
     Raises:
@@ -90,7 +90,7 @@ def check_deepspeed(config: RunConfig, device_type: str) -> None:
 
 
 def apply_deepspeed_json(config: RunConfig, device_type: str, world_size: int) -> RunConfig:
-    """Return a config in which the values of its DeepSpeed JSON replace defaults.
+    """Replace defaults in a config with values from its DeepSpeed JSON.
 
     Args:
         config: Config of the run. It is returned unchanged if ``deepspeed.config`` is not set.
@@ -108,7 +108,7 @@ def apply_deepspeed_json(config: RunConfig, device_type: str, world_size: int) -
 
 
 def build_deepspeed_notes(config: RunConfig, device_type: str) -> list[str]:
-    """Build the notes for the user on the DeepSpeed JSON of a run, one line each. Empty without a JSON."""
+    """Build one-line notes for the user about a run's DeepSpeed JSON. Empty without a JSON."""
     zero_runtime.import_deepspeed(device_type)
     document = deepspeed_json.read_deepspeed_document(config)
     return [] if document is None else deepspeed_json.build_document_notes(config, document)
@@ -117,7 +117,7 @@ def build_deepspeed_notes(config: RunConfig, device_type: str) -> list[str]:
 def build_engine(
     model: nn.Module, config: RunConfig, rank_info: RankInfo, at_stop: ExitStack
 ) -> EngineWithMetrics:
-    """Shard a model with ZeRO and build its optimizer. All ranks have to call this function.
+    """Shard a model with ZeRO and build its optimizer. All ranks must call this function.
 
     See :class:`portable.engines.engine_interface.EngineModule`.
 
@@ -181,7 +181,7 @@ def build_engine(
 def _destroy_deepspeed_engine(engine: Any) -> None:
     """Destroy a DeepSpeed engine, ignoring errors.
 
-    This is necessary to free its memory, because the engine contains references to itself.
+    This is necessary to free its memory, because the engine contains circular references.
     """
     with suppress(Exception):  # this fails if the device is broken, and that error is being raised already
         private_api.wait_for_swapping(engine.optimizer)
@@ -190,15 +190,15 @@ def _destroy_deepspeed_engine(engine: Any) -> None:
 
 
 def _create_swap_folder(model: nn.Module, config: RunConfig, rank_info: RankInfo, at_stop: ExitStack) -> None:
-    """Create an empty folder for the swap files of this run, after checking the free space of the disk.
+    """Create an empty folder for the swap files of this run, after checking the free disk space.
 
-    The first rank of each node creates the folder, and removes it at the end of the run. All ranks have to
+    The first rank on each node creates the folder, and removes it at the end of the run. All ranks must
     call this function, because it ends with a barrier.
 
     Args:
-        model: The model, from whose shapes the size of the swap files is computed.
+        model: Model whose shapes determine the size of the swap files.
         config: Config of the run.
-        rank_info: World size of the run.
+        rank_info: Rank and world size of this process.
         at_stop: Exit stack that removes the folder when it is closed.
 
     Raises:
@@ -219,17 +219,17 @@ def _create_swap_folder(model: nn.Module, config: RunConfig, rank_info: RankInfo
 def _materialize_partitioned(
     deepspeed: Any, model: nn.Module, settings: dict[str, Any], device: torch.device, compute: torch.dtype
 ) -> None:
-    """Allocate the parameters of a model one by one, and partition each of them immediately.
+    """Allocate the parameters of a model one by one, partitioning each of them immediately.
 
-    A rank thus never has more than its shards and one complete parameter in memory. All ranks have to call
-    this function.
+    Therefore, a rank's memory contains at most its shards and one complete parameter. All ranks must
+    call this function.
 
     Args:
         deepspeed: The module ``deepspeed``.
-        model: The model on the meta device, which is changed in place. Its buffers are moved to ``device``.
+        model: Model on the meta device. Modified in place. Its buffers are moved to ``device``.
         settings: Configuration for ``deepspeed.initialize``.
         device: Device of this rank.
-        compute: Compute dtype, which the parameters get.
+        compute: Compute dtype, used for all parameters.
     """
     # Inside of its context, Init would cast the modules that are built. Its method for a single parameter
     # does not.
@@ -245,15 +245,15 @@ def _materialize_partitioned(
 
 
 class ZeroEngine:
-    """Engine on DeepSpeed ZeRO. Implements :class:`portable.backend.Engine`.
+    """Training engine based on DeepSpeed ZeRO. Implements :class:`portable.backend.Engine`.
 
     Args:
-        engine: Engine of ``deepspeed.initialize``.
-        stage: Stage of ZeRO, 1 to 3.
+        engine: Engine returned by ``deepspeed.initialize``.
+        stage: ZeRO stage, from 1 to 3.
         config: Config of the run.
         rank_info: Device, rank and world size of this process.
-        rounded_names: Names of frozen parameters whose values are rounded to the compute dtype. The engine
-            also keeps their original values in host memory, for checkpoints.
+        rounded_names: Names of frozen parameters that are rounded to the compute dtype. The engine also
+            keeps their original values in host memory, for checkpoints.
     """
 
     def __init__(
@@ -310,13 +310,13 @@ class ZeroEngine:
         is_last_micro_batch: bool,
         with_token_metrics: bool = False,
     ) -> StepSums:
-        """Run the forward and backward pass of one micro-batch, which adds to the gradients.
+        """Run the forward and backward pass of one micro-batch, accumulating gradients.
 
         If the loss is not finite, all gradients become NaN, so that DeepSpeed skips the update.
 
         Args:
             batch: Micro-batch on the device.
-            global_weight: Weight of the global batch, by which the loss is divided, a scalar on the device.
+            global_weight: Weight of the global batch, as a scalar on the device. The loss is divided by it.
             is_last_micro_batch: Whether the optimizer step follows.
             with_token_metrics: Whether to also compute the token accuracy and the entropy.
 
@@ -336,16 +336,16 @@ class ZeroEngine:
     def take_optimizer_step(self, learning_rate: float, max_grad_norm: float, loss: Tensor) -> Tensor:
         """Clip the gradients, take an optimizer step, and zero the gradients.
 
-        DeepSpeed skips the update if it is not finite on any rank. After too many consecutive skipped
-        updates, no further step is taken. The host syncs with the device.
+        DeepSpeed skips the update if gradients are not finite on any rank. After too many consecutive
+        skipped updates, no further steps are taken. This method syncs the host with the device.
 
         Args:
             learning_rate: Learning rate of this step.
-            max_grad_norm: Norm to which gradients are clipped. 0 disables clipping.
-            loss: Loss of the step, a scalar on the device.
+            max_grad_norm: Maximum gradient norm for clipping. 0 disables clipping.
+            loss: Loss of the step, as a scalar on the device.
 
         Returns:
-            The global norm of the gradients before clipping, an fp32 scalar on the device. NaN if no step was
+            The global gradient norm before clipping, as an fp32 scalar on the device. NaN if no step was
             taken.
 
         Raises:
@@ -381,13 +381,13 @@ class ZeroEngine:
         return torch.as_tensor(norm, dtype=torch.float32, device=self._device)
 
     def read_update_health(self) -> UpdateHealth:
-        """Return the counters of skipped updates, which are on the host."""
+        """Return the counters of skipped updates, which are stored on the host."""
         return UpdateHealth.from_counters(self._nonfinite_counters.tolist(), self._max_streak)
 
     def find_nonfinite_gradients(self) -> list[str]:
-        """Return the names of the parameters whose accumulated gradient is not finite.
+        """Return the names of parameters with non-finite accumulated gradients.
 
-        All ranks have to call this method, because it gathers each gradient.
+        All ranks must call this method, because it gathers each gradient.
         """
         from deepspeed.utils import safe_get_full_grad
 
@@ -399,31 +399,31 @@ class ZeroEngine:
         return names
 
     def find_nonfinite_state(self) -> list[str]:
-        """Return the trained parameters with a non-finite weight or optimizer state on this rank, by name.
+        """Return the names of trained parameters with non-finite weights or optimizer state on this rank.
 
-        The state of a custom optimizer is not checked, because it may start from infinity.
+        The state of a custom optimizer is not checked, because its initial values may be infinite.
         """
         # A custom optimizer may start from infinity.
         weights_only = plugins.is_plugin_name(self._settings.optimizer)
         return find_nonfinite_names(self._partitions.iter_local_values(weights_only=weights_only))
 
     def get_metrics(self) -> dict[str, float]:
-        """Return the metrics ``overflows`` and ``loss_scale`` in fp16, otherwise an empty dict."""
+        """Return the metrics ``overflows`` and ``loss_scale`` in fp16. Empty in other precisions."""
         return {} if self._loss_scale is None else self._loss_scale.get_metrics()
 
     @torch.no_grad()
     def evaluate_batch(
         self, batch: Batch, metric_accumulator: MicroBatchMeasure, totals: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
-        """Run the forward pass of an evaluation micro-batch, and add its sums to the totals.
+        """Run the forward pass on an evaluation micro-batch, and add its sums to the totals.
 
         Args:
             batch: Micro-batch on the device.
             metric_accumulator: Function that computes the metric sums of a micro-batch.
-            totals: Sums of the previous micro-batches. They do not change.
+            totals: Sums over the previous micro-batches. They are not modified.
 
         Returns:
-            New totals by name.
+            New totals, keyed by name.
         """
         self._partitions.refresh_compute_copies()
         self._engine.eval()
@@ -434,7 +434,7 @@ class ZeroEngine:
     def generate(
         self, prompt: Tensor, *, max_new_tokens: int, seed: int, image_columns: Batch | None = None
     ) -> Tensor:
-        """Sample a continuation of ``prompt``. See :func:`sample_continuation` for arguments and result."""
+        """Sample a continuation of ``prompt``. See :func:`sample_continuation`."""
         self._partitions.refresh_compute_copies()
         self._engine.eval()
         tokens = sample_continuation(
@@ -458,12 +458,12 @@ class ZeroEngine:
 
     @torch.no_grad()
     def load_weights(self, weights: Mapping[str, ReadableTensor]) -> None:
-        """Read this rank's partitions of the parameters and the persistent buffers in ``weights``.
+        """Load this rank's partitions of the parameters, and the persistent buffers, from ``weights``.
 
-        Tensors that ``weights`` does not contain keep their values.
+        Tensors that are missing in ``weights`` keep their values.
 
         Args:
-            weights: Lazily read tensors by the model's names.
+            weights: Lazily read tensors, keyed by their names in the model.
         """
         self._partitions.load_weights(weights)
         for name, tensor in get_state_tensors(self.model).items():
@@ -482,10 +482,11 @@ class ZeroEngine:
                         copy_into_tensor(self._exact_frozen.setdefault(name, exact), weights[name])
 
     def load_checkpoint(self, checkpoint: Checkpoint) -> None:
-        """Load the model weights, the optimizer state, and in fp16 the loss scale from a checkpoint.
+        """Load the model weights, the optimizer state, and the fp16 loss scale from a checkpoint.
 
         Raises:
-            CheckpointError: If state is missing, or if it cannot be represented in ZeRO's flat partitions.
+            CheckpointError: If optimizer state is missing, or if it cannot be represented in ZeRO's flat
+                partitions.
         """
         stored = match_checkpoint_to_model(checkpoint, self.model)
         self.load_weights(stored.weights)
@@ -502,14 +503,14 @@ class ZeroEngine:
     def save_shards(self, folder: Path, *, background: bool) -> SaveHandle:
         """Write this rank's files in DeepSpeed's checkpoint format.
 
-        All ranks have to call this method. In fp16, rank 0 also writes the state of the loss scale.
+        All ranks must call this method. In fp16, rank 0 also writes the loss scaler's state.
 
         Args:
             folder: Existing folder.
-            background: Whether to write in a thread, after copying the state to host memory.
+            background: Whether to write in a background thread, after copying the state to host memory.
 
         Returns:
-            Handle of the write.
+            Handle for waiting until the files are written.
         """
         self._partitions.refresh_compute_copies()
         if self._loss_scale is not None and self._engine.global_rank == 0:
@@ -520,7 +521,7 @@ class ZeroEngine:
 def _read_optimizer_steps(checkpoint: Checkpoint) -> int:
     """Read the number of optimizer steps before a checkpoint, from its optimizer state or its metadata.
 
-    Returns 0 if the checkpoint does not contain it.
+    Returns 0 if it is not recorded.
     """
     state: Any = next(iter(checkpoint.optimizer.state.values()), {}) if checkpoint.optimizer else {}
     step = state.get("step", checkpoint.metadata.get("step", 0))

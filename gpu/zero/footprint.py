@@ -1,7 +1,7 @@
-"""Memory and traffic of DeepSpeed ZeRO for the planner, computed from the shapes of a model.
+"""Compute the memory and traffic of DeepSpeed ZeRO for the planner, from the shapes of a model.
 
-``tests/gpu/test_footprint.py`` checks that the sizes of parameters, gradients and optimizer state equal the
-sizes in real engines exactly. See docs/planning.md.
+``tests/gpu/test_footprint.py`` checks that the sizes of parameters, gradients and optimizer state
+are exactly the same in real engines. See docs/planning.md.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 
 
 def iter_zero_settings(config: RunConfig) -> Iterator[StrategySetting]:
-    """Yield the strategies of ZeRO, with their offloading, that the planner compares.
+    """Yield the ZeRO strategies that the planner compares, with their offloading settings.
 
-    Nothing is yielded if ZeRO does not support the optimizer of the run.
+    Yields nothing if ZeRO does not support the optimizer of the run.
     """
     train = config.train
     if train.optimizer in ZERO_OPTIMIZERS or _is_elementwise(train):
@@ -61,17 +61,17 @@ def _is_elementwise(train: TrainConfig) -> bool:
 
 
 def compute_zero_footprint(model: ModelInventory, config: RunConfig, cluster: Cluster) -> Footprint:
-    """Compute the memory and traffic of a rank under ``config.strategy``, which is a stage of ZeRO."""
+    """Compute the memory and traffic per rank under ``config.strategy``, which must be a ZeRO stage."""
     return _ZeroFootprint(model, config, cluster).compute_footprint()
 
 
 class _RankShares:
-    """Sizes of the parts of a model that one rank updates and stores.
+    """Sizes of the model parts that one rank updates and stores.
 
-    Sizes are numbers of elements, unless a name contains ``bytes``.
+    Sizes are in elements, unless a name contains ``bytes``.
 
     Args:
-        model: Weights of the model.
+        model: Inventory of the model's weights.
         config: Config of the run.
         cluster: Number of nodes, and devices per node.
     """
@@ -97,7 +97,7 @@ class _RankShares:
 
     @cached_property
     def _parameter_groups(self) -> list[list[ParameterEntry]]:
-        """Trained parameters by group of the optimizer, in the order of the groups.
+        """Trained parameters in each parameter group of the optimizer, in the order of the groups.
 
         See :func:`portable.optim.optimizers.build_parameter_groups`.
         """
@@ -108,19 +108,19 @@ class _RankShares:
 
     @cached_property
     def _updated_elements(self) -> int:
-        """Number of elements that a rank updates, including padding."""
+        """Number of elements that one rank updates, including padding."""
         return sum(map(self._count_share_elements, self._parameter_groups))
 
     def _count_shard_elements(self, weights: Iterable[ParameterEntry]) -> int:
         return sum(-(-w.num_elements // self._num_ranks) for w in weights)
 
     def _compute_moment_and_step_counter_bytes(self) -> int:
-        """Compute the bytes of the optimizer state of a rank: its moments in fp32, and its step counts."""
+        """Compute the size of a rank's optimizer state in bytes: fp32 moments and step counters."""
         return int(self._moments_per_element * FP32_BYTES * self._updated_elements) + self._step_counter_bytes
 
     @property
     def _moments_per_element(self) -> int | Fraction:
-        """Number of fp32 values of optimizer state per element, including the weight average.
+        """Number of fp32 optimizer state values per element, including the weight average.
 
         With Muon, this is an average over matrices and other parameters.
         """
@@ -128,7 +128,7 @@ class _RankShares:
 
     @property
     def _optimizer_moments(self) -> int | Fraction:
-        """Number of fp32 values of optimizer state per element, without the weight average."""
+        """Number of fp32 optimizer state values per element, excluding the weight average."""
         if is_plugin_name(self._config.train.optimizer):
             return Fraction(compute_custom_state_bytes(self._config.train, (1,), 1).sharded, FP32_BYTES)
         if self._config.train.optimizer == "muon":
@@ -140,7 +140,7 @@ class _RankShares:
         return {"adamw": 2, "sgd": 1 if self._config.train.betas[0] else 0}[self._config.train.optimizer]
 
     def _count_share_elements(self, group: list[ParameterEntry]) -> int:
-        """Count the elements of a parameter group that a rank updates, including padding."""
+        """Count the elements in a parameter group that one rank updates, including padding."""
         if self._stage == 3:
             return self._count_shard_elements(group)
         alignment = 2 * self._num_ranks
@@ -148,7 +148,7 @@ class _RankShares:
 
     @property
     def _step_counter_bytes(self) -> int:
-        """Bytes of the step counts. There is one per group or, with stage 3, per sub-group."""
+        """Size of the step counters in bytes. There is one per group or, with stage 3, per sub-group."""
         if self._config.train.optimizer == "sgd":
             return 0
         groups = self._parameter_groups if self._stage < 3 else self._sub_groups
@@ -158,7 +158,7 @@ class _RankShares:
 
     @cached_property
     def _sub_groups(self) -> list[list[ParameterEntry]]:
-        """Sub-groups of trained parameters, each of which stage 3 updates and swaps as a unit."""
+        """Sub-groups of trained parameters. Stage 3 updates and swaps each sub-group as a unit."""
         max_elements = self._get_deepspeed_size("sub_group_size")
         sub_groups: list[list[ParameterEntry]] = []
         for group in self._parameter_groups:
@@ -172,9 +172,10 @@ class _RankShares:
         return sub_groups
 
     def _get_deepspeed_size(self, name: str) -> int:
-        """Return a size in elements, or a number of buffers, from the DeepSpeed JSON of the run.
+        """Return a DeepSpeed size in elements, or a number of buffers, for this run.
 
-        A missing value is replaced by DeepSpeed's default, and ``auto`` by the value that the Trainer uses.
+        The value comes from the DeepSpeed JSON. If it is missing, DeepSpeed's default is used. ``auto`` is
+        replaced by the value that the Trainer uses.
 
         Args:
             name: Dotted key in the section ``zero_optimization``.
@@ -188,10 +189,10 @@ class _RankShares:
 
 
 class _ZeroFootprint(_RankShares):
-    """Computation of the memory and traffic of a rank for the stages of ZeRO in DeepSpeed 0.19."""
+    """Computation of the memory and traffic per rank for the ZeRO stages in DeepSpeed 0.19."""
 
     def compute_footprint(self) -> Footprint:
-        """Compute the memory and traffic of one rank."""
+        """Compute the memory and traffic per rank."""
         total, learning, compute, share = (
             self._total_elements,
             self._trained_elements,
@@ -242,17 +243,18 @@ class _ZeroFootprint(_RankShares):
 
     @cached_property
     def _padded_total_elements(self) -> int:
-        """Number of elements of all compute copies with stages 1 and 2, including padding.
+        """Number of elements in all compute copies with stages 1 and 2, including padding.
 
-        The trained parameters of each group are padded, so that all ranks have shares of equal size.
+        The trained parameters in each group are padded so that all ranks have equal shares.
         """
         return self._num_ranks * self._updated_elements + self._total_elements - self._trained_elements
 
     def _compute_gradient_bytes(self) -> int:
-        """Compute the bytes of the gradients that a rank stores on the device between passes.
+        """Compute the size of the gradients that a rank stores on the device between passes, in bytes.
 
-        With stage 1, these are unsharded gradients in the compute dtype. With the other stages, they are a
-        shard in fp32. Offloading with stage 3 moves this shard to the host.
+        With stage 1, these are unsharded gradients in the compute dtype. With stages 2 and 3, they are a
+        shard in fp32. In an fp32 run, stage 2 instead stores the complete gradients of all parameters that
+        overlap the rank's share. With stage 3, offloading moves the shard to the host.
         """
         if self._stage == 1:
             return self._compute_bytes * self._trained_elements
@@ -263,7 +265,7 @@ class _ZeroFootprint(_RankShares):
         return FP32_BYTES * self._updated_elements
 
     def _count_overlapping_elements(self) -> int:
-        """Count the elements of the parameters that overlap rank 0's share of the flat tensor.
+        """Count the elements in parameters that overlap rank 0's share of the flat tensor.
 
         In fp32, stage 2 stores the complete gradients of these parameters.
         """
@@ -277,10 +279,10 @@ class _ZeroFootprint(_RankShares):
         return overlapping_elements
 
     def _compute_host_bytes(self, resident: int) -> int:
-        """Compute the bytes of a rank in host memory, including buffers for gradients and parameters.
+        """Compute a rank's host memory in bytes, including buffers for gradients and parameters.
 
         Args:
-            resident: Bytes of the compute copies that a rank stores.
+            resident: Size of the rank's compute copies in bytes.
         """
         host = FP32_BYTES * self._exact_frozen_elements
         if self._parameters_on_host:
@@ -302,11 +304,11 @@ class _ZeroFootprint(_RankShares):
 
     @property
     def _exact_frozen_elements(self) -> int:
-        """Number of elements of the fp32 copies of frozen weights that a rank keeps in host memory.
+        """Number of elements in a rank's fp32 copies of frozen weights, which are in host memory.
 
-        These are the weights that would be rounded to the compute dtype. With stages 1 and 2, only rank 0
-        keeps copies. Their size is then divided among the ranks of its node, because these share the host
-        memory.
+        Weights are copied if the compute dtype would round them. With stages 1 and 2, only rank 0 keeps
+        copies. Their size is then divided by the number of ranks per node, because these ranks share the
+        host memory.
         """
         rounded = [w for w in self._weights if not w.is_trained and w.itemsize > self._compute_bytes]
         if self._stage == 3:
@@ -317,7 +319,7 @@ class _ZeroFootprint(_RankShares):
 
     @cached_property
     def _swapped_sub_groups(self) -> list[list[ParameterEntry]]:
-        """Sub-groups whose master weights and moments are swapped to disk, which small sub-groups are not."""
+        """Sub-groups with master weights and moments on disk. Small sub-groups stay in memory."""
         if not self._optimizer_on_disk:
             return []
         min_bytes = buckets.MIN_SWAPPED_BYTES
@@ -326,9 +328,9 @@ class _ZeroFootprint(_RankShares):
         ]
 
     def _compute_swap_host_bytes(self) -> int:
-        """Compute the bytes in host memory that swapping of parameters needs.
+        """Compute the host memory in bytes that is needed for swapping parameters.
 
-        These are the swap buffers, the compute copies that stay in memory, and a buffer for writing.
+        It consists of the swap buffers, the compute copies that stay in memory, and a buffer for writing.
         """
         compute, ranks = self._compute_bytes, self._num_ranks
         buffers = self._get_deepspeed_size(
@@ -356,11 +358,11 @@ class _ZeroFootprint(_RankShares):
         return compute * (buffers + in_memory + small_elements) + written
 
     def _is_parameter_swapped(self, parameter: ParameterEntry) -> bool:
-        """Return whether the shard of a parameter is large enough to be swapped to a file."""
+        """Return whether a parameter's shard is large enough to be swapped to a file."""
         return self._compute_bytes * self._count_shard_elements([parameter]) >= buckets.MIN_SWAPPED_BYTES
 
     def _compute_disk_bytes(self) -> int:
-        """Compute the bytes of all swap files of a rank."""
+        """Compute the size of a rank's swap files in bytes."""
         disk_bytes = 0
         for group in self._swapped_sub_groups:
             disk_bytes += int(1 + self._moments_per_element) * buckets.compute_aligned_bytes(
@@ -378,7 +380,7 @@ class _ZeroFootprint(_RankShares):
     # -- temporary -----------------------------------------------------------------------------------------
 
     def _compute_pass_memory(self) -> PassMemory:
-        """Compute the memory of buffers, gathered parameters and unreduced gradients in a backward pass."""
+        """Compute the memory for buffers, gathered parameters and unreduced gradients in a backward pass."""
         bucket = self._get_deepspeed_size("reduce_bucket_size")
         compute = self._compute_bytes
         fp32_copy_bytes = 0 if compute == FP32_BYTES else FP32_BYTES
@@ -434,11 +436,11 @@ class _ZeroFootprint(_RankShares):
         return PassMemory(bytes_before_layers, layers, at_end)
 
     def _get_unbucketed_elements(self, elements: int) -> int:
-        """Return ``elements`` if a gradient of this size does not fit into a bucket, otherwise 0."""
+        """Return ``elements`` if a gradient with this size exceeds the bucket size, otherwise 0."""
         return elements if elements > self._get_deepspeed_size("reduce_bucket_size") else 0
 
     def _compute_update_bytes(self) -> int:
-        """Compute the additional bytes during an optimizer step, mainly for flat fp32 gradients."""
+        """Compute the additional memory in bytes during an optimizer step, mainly for flat fp32 gradients."""
         if self._optimizer_on_host:
             return 0
         if self._stage == 1:
@@ -455,8 +457,8 @@ class _ZeroFootprint(_RankShares):
 def _get_zero_section(config: RunConfig) -> dict[str, Any]:
     """Return the section ``zero_optimization`` of the run's DeepSpeed JSON, without null values.
 
-    The section may not have been checked yet. Empty if the run has no JSON or only the path of a file that
-    has not been read.
+    The section may not have been checked yet. Empty if the run has no JSON, or if the JSON file has not
+    been read yet.
     """
     document, setting = config.documents.get("deepspeed.config"), config.deepspeed.config
     values = setting if document is None else document.values

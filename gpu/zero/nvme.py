@@ -1,4 +1,4 @@
-"""Disk to which ZeRO-Infinity swaps: checks, the swap folder of a run, and the release of swap buffers."""
+"""Check the disk that ZeRO-Infinity swaps to, choose a run's swap folder, and release swap buffers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ tool ``ds_nvme_tune`` finds better values for a certain disk.
 
 
 def is_swapping_to_disk(config: RunConfig) -> bool:
-    """Return whether the run swaps parameters or optimizer state to disk."""
+    """Return whether a run swaps parameters or optimizer state to disk."""
     return "nvme" in (config.memory.offload_optimizer, config.memory.offload_params)
 
 
@@ -77,7 +77,7 @@ def _get_nvme_folder(config: RunConfig) -> Path:
 
 
 def check_async_io(deepspeed: Any) -> None:
-    """Check that DeepSpeed's op ``async_io`` can be built here, and wait for a build in another process.
+    """Check that DeepSpeed's op ``async_io`` can be built here. Waits for a build in another process.
 
     Raises:
         UserError: If the op cannot be built, for example because ``libaio`` is missing.
@@ -93,11 +93,11 @@ def check_async_io(deepspeed: Any) -> None:
 
 
 def check_free_space(config: RunConfig, required_bytes: int) -> None:
-    """Check that the disk has space for the swap files of this node's ranks.
+    """Check that the disk has enough space for the swap files of this node's ranks.
 
     Args:
-        config: Config of the run, with ``memory.nvme_path``.
-        required_bytes: Size of the swap files of all ranks of this node, in bytes.
+        config: Config of the run, which contains ``memory.nvme_path``.
+        required_bytes: Size of all swap files on this node in bytes.
 
     Raises:
         UserError: If the disk has less free space.
@@ -112,13 +112,13 @@ def check_free_space(config: RunConfig, required_bytes: int) -> None:
 
 
 def release_swap_buffers_after_forward(engine: Any) -> None:
-    """Install a hook that frees the swap buffers of parameters after each forward pass without gradients.
+    """Install a hook that frees the parameter swap buffers after each forward pass without gradients.
 
-    After a forward pass, DeepSpeed keeps the buffers and reads ahead for a backward pass. An evaluation has
-    no backward pass, so that its next forward pass would not find a free buffer.
+    After a forward pass, DeepSpeed keeps the buffers and prefetches parameters for a backward pass.
+    Evaluation has no backward pass, so the next forward pass would not find a free buffer.
 
     Args:
-        engine: Engine of ``deepspeed.initialize``, with stage 3 and parameters on NVMe.
+        engine: Engine returned by ``deepspeed.initialize``, with stage 3 and parameters on NVMe.
     """
     parameters: list[Any] = list(engine.module.parameters())
 
@@ -130,16 +130,17 @@ def release_swap_buffers_after_forward(engine: Any) -> None:
 
 
 def get_swap_folder(config: RunConfig) -> Path:
-    """Return the path of the swap folder of this run under ``memory.nvme_path``. The folder may not exist.
+    """Return the path of this run's swap folder under ``memory.nvme_path``. The folder may not exist.
 
-    The name is derived from ``output_dir``, so that runs with different output folders can share a disk.
+    The name is derived from ``output_dir``, so that runs with different output folders can share a
+    disk.
     """
     digest = hashlib.sha256(os.fsencode(Path(config.output_dir).absolute())).hexdigest()[:12]
     return _get_nvme_folder(config) / f"portable-swap-{digest}"
 
 
 def find_filesystem_type(path: Path) -> str:
-    """Return the type of a path's file system, such as ``ext4``. Empty if there is no ``/proc/mounts``."""
+    """Return the file system type of a path, such as ``ext4``. Empty without ``/proc/mounts``."""
     mounts = Path("/proc/mounts")
     if not mounts.exists():
         return ""

@@ -1,8 +1,9 @@
-"""Waiting for builds of DeepSpeed's C++ ops, which torch compiles at their first use, one process at a time.
+"""Wait for other processes that build DeepSpeed's C++ ops.
 
-Older releases of torch use a file in the build folder as the lock (``FileBaton``). A process that is killed
-leaves the file behind, and other processes would wait forever. This module removes such a file. In newer
-releases, the operating system releases the lock when the process ends, so that the file does not matter.
+torch compiles an op at its first use, in one process at a time. Older torch releases use a file in
+the build folder as the lock (``FileBaton``). A killed process leaves the file behind, and other
+processes would wait forever, so this module removes the file. In newer releases, the operating
+system releases the lock when the process ends, so a remaining file does not matter.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ _PATIENCE, _PAUSE = 2.0, 0.2
 
 
 def wait_for_op_build(op_name: str) -> None:
-    """Wait until no other process builds an op of DeepSpeed. Remove the lock of a process that was killed.
+    """Wait until no other process builds a DeepSpeed op, and remove the lock of a killed process.
 
-    Prints a note if it waits for more than two seconds, or if it removes a lock. Returns at once with newer
-    releases of torch.
+    Prints a note if it waits for more than two seconds or removes a lock. Returns immediately with
+    newer torch releases.
 
     Args:
         op_name: Name of the op, such as ``cpu_adam``.
@@ -58,9 +59,9 @@ def wait_for_op_build(op_name: str) -> None:
 
 
 def _is_open_in_any_process(file: Path) -> bool:
-    """Return whether a process on this machine has a file open.
+    """Return whether any process on this machine has a file open.
 
-    A process that builds an op keeps its lock file open. Processes of other users are not visible.
+    A process that builds an op keeps its lock file open. Other users' processes are not visible.
     """
     lock_path = str(file.resolve())
     for handle in Path("/proc").glob("[0-9]*/fd/*"):

@@ -1,4 +1,4 @@
-"""Optimizer that ZeRO wraps: the optimizer of the run, or DeepSpeed's CPU optimizer for it."""
+"""Build and restore the optimizer that ZeRO wraps: the optimizer of the run, or DeepSpeed's CPU version."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ _KEY = "zero_force_ds_cpu_optimizer"
 
 
 def check_zero_optimizer(config: RunConfig, document: DeepSpeedDocument | None) -> None:
-    """Check that the DeepSpeed JSON allows the optimizer of the run.
+    """Check that the DeepSpeed JSON is compatible with the optimizer of the run.
 
-    If the JSON requires DeepSpeed's CPU optimizer, its C++ code is compiled, which takes minutes once per
-    machine.
+    If the JSON requires DeepSpeed's CPU optimizer, its C++ code is compiled, which takes minutes once
+    per machine.
 
     Args:
         config: Config of the run.
-        document: DeepSpeed JSON of the run. None if there is none, so that nothing is checked.
+        document: DeepSpeed JSON of the run. If None, nothing is checked.
 
     Raises:
-        UserError: If the JSON does not allow the optimizer, or if DeepSpeed's CPU optimizer cannot be
-            compiled.
+        UserError: If the JSON is incompatible with the optimizer, or if DeepSpeed's CPU optimizer
+            cannot be compiled.
     """
     if document is None:
         return
@@ -82,12 +82,12 @@ def build_zero_optimizer(
     model: nn.Module,
     groups: Mapping[str, OptimizerGroup],
 ) -> Any:
-    """Build the optimizer of a model, which is then passed to ``deepspeed.initialize``.
+    """Build the optimizer to pass to ``deepspeed.initialize``.
 
     Args:
         config: Config of the run.
-        document: DeepSpeed JSON of the run. None if there is none.
-        model: The transformers model, whose parameters may already be partitioned.
+        document: DeepSpeed JSON of the run, or None.
+        model: Transformers model. Its parameters may already be partitioned.
         groups: Parameter group of each parameter, keyed by parameter name.
 
     Returns:
@@ -109,25 +109,25 @@ def build_zero_optimizer(
 
 
 def restore_param_groups(optimizer: Any, train: TrainConfig, stored: OptimizerState | None) -> None:
-    """Restore the numbers that a custom optimizer keeps in its parameter groups.
+    """Restore the numbers that a custom optimizer stores in its parameter groups.
 
-    Does nothing for built-in optimizers, and if there is no stored state.
+    Does nothing for built-in optimizers or without stored state.
 
     Args:
-        optimizer: The optimizer, whose groups are changed in place.
+        optimizer: Optimizer. Its groups are modified in place.
         train: The ``train`` section.
-        stored: Optimizer state of a checkpoint, or None.
+        stored: Optimizer state from a checkpoint, or None.
     """
     if is_plugin_name(train.optimizer):
         restore_custom_group_values(optimizer.param_groups, stored)
 
 
 def build_state_samples(optimizer: Any, train: TrainConfig) -> dict[str, Any]:
-    """Build sample values that determine the types to which a checkpoint's optimizer state is restored.
+    """Build sample values whose types are used to restore optimizer state.
 
     Returns:
-        Sample of each state entry of a custom optimizer, by entry name. An entry without a sample is restored
-        to an fp32 tensor on the device. Empty for a built-in optimizer.
+        Sample value of each state entry of a custom optimizer, keyed by entry name. Entries without a
+        sample are restored as fp32 tensors on the device. Empty for a built-in optimizer.
     """
     if not is_plugin_name(train.optimizer):
         return {}
@@ -137,9 +137,9 @@ def build_state_samples(optimizer: Any, train: TrainConfig) -> dict[str, Any]:
 
 
 def replay_optimizer_counters(optimizer: Any, steps: int) -> None:
-    """Set the counters of DeepSpeed's CPU optimizer outside of its state to their values after some updates.
+    """Restore the step-dependent numbers that DeepSpeed's CPU optimizer stores outside its state.
 
-    Does nothing for other optimizers, which have no such counters.
+    Does nothing for other optimizers.
 
     Args:
         optimizer: Optimizer that was passed to ``deepspeed.initialize``.

@@ -1,9 +1,10 @@
-"""Loading of checkpoints into DeepSpeed's flat partitions of master weights and optimizer state.
+"""Load checkpoints into DeepSpeed's flat partitions of master weights and optimizer state.
 
-ZeRO-1 and 2 concatenate all parameters of a group, and every rank stores an equal slice of the result. Each
-rank also has copies of all parameters in the compute dtype, here called compute copies. ZeRO-3 splits every
-parameter into equal shards, one per rank, and concatenates the shards of a rank by sub-group. In both cases,
-a rank needs only a range of the elements of each parameter, in row-major order, and reads no others.
+ZeRO-1 and 2 concatenate all parameters in a group, and every rank stores an equal slice of the
+result. Each rank also has copies of all parameters in the compute dtype, here called compute
+copies. ZeRO-3 splits every parameter into equal shards, one per rank, and concatenates a rank's
+shards by sub-group. In both cases, a rank only needs a contiguous range of each parameter's
+elements in row-major order, and only reads this range.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ParameterFragment:
-    """Range of elements of one parameter that is stored in a flat partition of this rank.
+    """Range of a parameter's elements that is stored in a flat partition of this rank.
 
     Attributes:
         parameter_name: Name of the parameter.
         start: Index of the first element in the parameter, in row-major order.
-        stop: Index after the last element in the parameter.
+        stop: Index of the last element in the parameter, exclusive.
         partition_offset: Index of the first element in the flat partition.
     """
 
@@ -48,7 +49,7 @@ class ParameterFragment:
     partition_offset: int
 
     def slice_partition(self, flat: Tensor) -> Tensor:
-        """Return a view of this fragment's elements in the flat partition, or in a tensor of its shape.
+        """Return a view of this fragment's elements in the flat partition, or in a tensor with its shape.
 
         Args:
             flat: Flat partition of master weights or of a moment.
@@ -58,15 +59,15 @@ class ParameterFragment:
 
 @torch.no_grad()
 def fill_slice(target: Tensor, source: ReadableTensor, start: int, stop: int) -> None:
-    """Read elements ``start`` to ``stop`` of a source, in row-major order, into a tensor.
+    """Read the elements [start, stop) of a source, in row-major order, into a tensor.
 
-    No other elements are read.
+    Other elements are not read.
 
     Args:
-        target: Flat tensor of ``stop - start`` elements, which is overwritten.
+        target: Flat tensor with ``stop - start`` elements, which is overwritten.
         source: Tensor to read.
         start: Index of the first element.
-        stop: Index after the last element.
+        stop: Index of the last element, exclusive.
     """
     offset = 0
     for index in _iter_boxes(source.shape, start, stop):
@@ -77,14 +78,14 @@ def fill_slice(target: Tensor, source: ReadableTensor, start: int, stop: int) ->
 
 
 def _iter_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[slice, ...]]:
-    """Divide a range of elements in row-major order into rectangular slices of the tensor.
+    """Split a range of elements in row-major order into rectangular slices of the tensor.
 
-    The slices are a block of complete rows, and parts of the rows before and after it.
+    The slices are a block of complete rows, and the parts of incomplete rows before and after it.
 
     Args:
         shape: Shape of the tensor.
         start: Index of the first element.
-        stop: Index after the last element.
+        stop: Index of the last element, exclusive.
 
     Yields:
         One index with a slice per dimension, in row-major order.
@@ -115,7 +116,7 @@ class FlatPartitions:
     """Partitions of ZeRO-1 and 2: one flat partition per parameter group.
 
     Args:
-        zero_optimizer: ZeRO optimizer of DeepSpeed, which wraps the optimizer of the run.
+        zero_optimizer: DeepSpeed's ZeRO optimizer, which wraps the optimizer of the run.
         names: Name of each parameter.
         rank: This rank.
     """
@@ -136,15 +137,15 @@ class FlatPartitions:
         self._has_stale_copies = False
 
     def list_matrices(self, ranks: int) -> dict[Tensor, list[ShardedMatrix]]:
-        """List the layouts of the matrices in each flat partition, for :class:`portable.optim.muon.Muon`.
+        """List the matrices in each flat partition with their layouts, for :class:`portable.optim.muon.Muon`.
 
-        Parameters with one dimension are omitted.
+        1-D parameters are omitted.
 
         Args:
             ranks: Number of ranks.
 
         Returns:
-            Matrices by flat partition.
+            Matrices, keyed by flat partition.
         """
         matrices = {}
         for (group, group_tensor), flat in zip(
@@ -165,7 +166,7 @@ class FlatPartitions:
         return matrices
 
     def load_weights(self, weights: Mapping[str, ReadableTensor]) -> None:
-        """Read the master weights of this rank for the parameters in ``weights``.
+        """Read this rank's master weights for the parameters in ``weights``.
 
         The compute copies are outdated until :meth:`refresh_compute_copies` is called.
         """
@@ -174,23 +175,23 @@ class FlatPartitions:
         self._has_stale_copies = True
 
     def iter_local_values(self, *, weights_only: bool) -> Iterator[tuple[str, Tensor]]:
-        """Yield the values that this rank stores, each with the name of its parameter.
+        """Yield the weights and optimizer state that this rank stores, with parameter names.
 
         Args:
-            weights_only: Whether to yield only weights, without optimizer state.
+            weights_only: Whether to omit the optimizer state.
 
         Yields:
-            Name of a parameter, and a flat view of its weight or of one of its moments on this rank.
+            Name of a parameter, and a flat view of this rank's elements of the weight or of a moment.
         """
         for flat, fragments in zip(self._flat_partitions, self._fragments, strict=True):
             state = {} if weights_only else self._base_optimizer.state.get(flat, {})
             yield from _iter_fragment_values(flat, fragments, state)
 
     def load_optimizer_state(self, state: Mapping[str, Any], state_samples: Mapping[str, Any]) -> None:
-        """Read the optimizer state of this rank from a checkpoint.
+        """Read this rank's optimizer state from a checkpoint.
 
         Args:
-            state: Stored state by parameter name and entry name.
+            state: Stored state, keyed by parameter name and then by entry name.
             state_samples: See :func:`_assemble_partition_state`.
 
         Raises:
@@ -202,7 +203,7 @@ class FlatPartitions:
             )
 
     def swap_ema_weights(self) -> None:
-        """Swap the master weights with their moving average.
+        """Swap the master weights with their moving averages.
 
         The compute copies are outdated until :meth:`refresh_compute_copies` is called.
         """
@@ -210,9 +211,9 @@ class FlatPartitions:
         self._has_stale_copies = True
 
     def refresh_compute_copies(self) -> None:
-        """Update the compute copies of all ranks from the master weights, if they are outdated.
+        """Update the compute copies on all ranks from the master weights, if they are outdated.
 
-        All ranks have to call this method, because it gathers the master weights. Does nothing if the copies
+        All ranks must call this method, because it gathers the master weights. Does nothing if the copies
         are up to date.
         """
         if self._has_stale_copies:
@@ -221,7 +222,7 @@ class FlatPartitions:
 
 
 class _ElementRange(NamedTuple):
-    """Elements ``start`` to ``stop`` of a parameter, in row-major order."""
+    """Range [start, stop) of a parameter's elements, in row-major order."""
 
     start: int
     stop: int
@@ -231,7 +232,7 @@ class ShardedPartitions:
     """Partitions of ZeRO-3: one flat partition per sub-group, in memory or on NVMe.
 
     Args:
-        zero_optimizer: ZeRO optimizer of DeepSpeed, which wraps the optimizer of the run.
+        zero_optimizer: DeepSpeed's ZeRO optimizer, which wraps the optimizer of the run.
         names: Name of each parameter.
         rank: This rank.
     """
@@ -250,7 +251,9 @@ class ShardedPartitions:
             self._fragments.append(fragments)
 
     def list_matrices(self, ranks: int) -> dict[Tensor, list[ShardedMatrix]]:
-        """List the layouts of the matrices in each flat partition. See :meth:`FlatPartitions.list_matrices`.
+        """List the matrices in each flat partition with their layouts.
+
+        See :meth:`FlatPartitions.list_matrices`.
 
         Args:
             ranks: Number of ranks.
@@ -275,7 +278,7 @@ class ShardedPartitions:
         return matrices
 
     def load_weights(self, weights: Mapping[str, ReadableTensor]) -> None:
-        """Read the master weights of this rank from ``weights``, and update the compute copies."""
+        """Read this rank's master weights from ``weights``, and update the compute copies."""
         for index, fragments in enumerate(self._fragments):
             if any(fragment.parameter_name in weights for fragment in fragments):
                 with _SwappedInSubGroup(self._zero_optimizer, index) as flat:
@@ -284,10 +287,10 @@ class ShardedPartitions:
         private_api.drop_secondary_shards(self._zero_optimizer)
 
     def iter_local_values(self, *, weights_only: bool) -> Iterator[tuple[str, Tensor]]:
-        """Yield the values that this rank stores. See :meth:`FlatPartitions.iter_local_values`.
+        """Yield the weights and optimizer state that this rank stores, with parameter names.
 
-        Sub-groups on NVMe are read into memory one after the other, so that a yielded tensor is valid only
-        until the next sub-group.
+        Sub-groups on NVMe are read into memory one after the other, so a yielded tensor is only valid until
+        the next sub-group. See :meth:`FlatPartitions.iter_local_values`.
         """
         for index, fragments in enumerate(self._fragments):
             with _SwappedInSubGroup(self._zero_optimizer, index) as flat:
@@ -295,7 +298,7 @@ class ShardedPartitions:
                 yield from _iter_fragment_values(flat, fragments, state)
 
     def load_optimizer_state(self, state: Mapping[str, Any], state_samples: Mapping[str, Any]) -> None:
-        """Read the optimizer state of this rank from a checkpoint.
+        """Read this rank's optimizer state from a checkpoint.
 
         See :meth:`FlatPartitions.load_optimizer_state`.
         """
@@ -310,9 +313,9 @@ class ShardedPartitions:
                 states[flat] = _assemble_partition_state(flat, fragments, state, current_state, state_samples)
 
     def swap_ema_weights(self) -> None:
-        """Swap the master weights with their moving average, and update the compute copies.
+        """Swap the master weights with their moving averages, and update the compute copies.
 
-        All ranks have to call this method, because small parameters are gathered again.
+        All ranks must call this method, because small parameters are gathered again.
         """
         swap_weights_and_averages(self._zero_optimizer.optimizer.state.items())
         for index in range(len(self._fragments)):
@@ -321,17 +324,17 @@ class ShardedPartitions:
         private_api.gather_persistent_parameters(self._zero_optimizer)
 
     def refresh_compute_copies(self) -> None:
-        """Do nothing, because every rank has already updated its own compute copies."""
+        """Do nothing, because every rank has already updated its compute copies."""
 
     @torch.no_grad()
     def load_frozen_parameter(
         self, parameter: Any, source: ReadableTensor, *, return_exact: bool
     ) -> Tensor | None:
-        """Read this rank's shard of a frozen parameter, which has no master weights.
+        """Read this rank's shard of a frozen parameter, which does not have master weights.
 
         Args:
-            parameter: Partitioned parameter, whose shard is in the compute dtype.
-            source: Complete tensor, from which only the shard is read.
+            parameter: Partitioned parameter. Its shard has the compute dtype.
+            source: Complete tensor to read the shard from.
             return_exact: Whether to return an fp32 copy of the shard.
 
         Returns:
@@ -348,7 +351,7 @@ class ShardedPartitions:
         return exact_shard
 
     def _get_local_range(self, parameter: Any) -> _ElementRange:
-        """Return the range of elements of a parameter that this rank stores, without padding."""
+        """Return the range of a parameter's elements that this rank stores, without padding."""
         size, full = (
             private_api.get_shard_num_elements(parameter),
             private_api.get_full_num_elements(parameter),
@@ -358,13 +361,13 @@ class ShardedPartitions:
 
 
 class _SwappedInSubGroup:
-    """Context in which the flat master weights and the optimizer state of a sub-group are in memory.
+    """Context manager that loads the flat master weights and the optimizer state of a sub-group into memory.
 
-    If they are on NVMe, they are read when the context begins, and written back when it ends. The value of
-    the context is the tensor with the master weights.
+    If they are on NVMe, they are read on entry and written back on exit. Entering the context returns
+    the master weights.
 
     Args:
-        zero_optimizer: ZeRO optimizer of DeepSpeed.
+        zero_optimizer: DeepSpeed's ZeRO optimizer.
         index: Index of the sub-group.
     """
 
@@ -385,12 +388,14 @@ class _SwappedInSubGroup:
 def _iter_fragment_values(
     flat: Tensor, fragments: list[ParameterFragment], state: Mapping[str, Any]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield views of the elements of a flat partition and of its state for each parameter, without padding.
+    """Yield views of each parameter's elements in a flat partition and in its optimizer state.
+
+    Padding is omitted.
 
     Args:
         flat: Flat partition of master weights.
-        fragments: Fragments of parameters in the partition.
-        state: Optimizer state of the partition. Entries with another shape than ``flat`` are ignored.
+        fragments: Parameter fragments in the partition.
+        state: Optimizer state of the partition. Entries whose shape differs from ``flat`` are ignored.
 
     Yields:
         Name of a parameter, and a flat view of its weight or of a state entry.
@@ -408,17 +413,17 @@ def _build_group_fragments(
     partition_size: int,
     names: Mapping[nn.Parameter, str],
 ) -> Iterator[ParameterFragment]:
-    """Yield the fragments of a group's parameters that are in one partition of the group's flat tensor.
+    """Yield the parameter fragments in one partition of a group's flat tensor.
 
-    The positions of parameters in the flat tensor are derived from memory addresses. DeepSpeed's own map
-    (``_hp_mapping``) cannot be used, because it is wrong if the flat tensor is not in the order of the model,
-    as with ``round_robin_gradients``.
+    The positions of parameters in the flat tensor are derived from memory addresses. DeepSpeed's map
+    (``_hp_mapping``) cannot be used, because it is wrong if the flat tensor is not in the order of the
+    model, as with ``round_robin_gradients``.
 
     Args:
-        group: Parameters, which are views of the flat tensor.
+        group: Parameters in the group, which are views of the flat tensor.
         group_tensor: Flat tensor of the group.
         partition_start: Index of the partition's first element in the flat tensor.
-        partition_size: Number of elements of the partition.
+        partition_size: Number of elements in the partition.
         names: Name of each parameter.
     """
     for parameter in group:
@@ -430,7 +435,7 @@ def _build_group_fragments(
 
 
 def _compute_view_offset(parameter: Tensor, group_tensor: Tensor) -> int:
-    """Return the offset of a parameter, in elements, in the flat tensor that contains it."""
+    """Return the offset of a parameter in the flat tensor that contains it, in elements."""
     return (parameter.data_ptr() - group_tensor.data_ptr()) // group_tensor.element_size()
 
 
@@ -438,12 +443,13 @@ def _compute_view_offset(parameter: Tensor, group_tensor: Tensor) -> int:
 def _fill_weights(
     flat: Tensor, fragments: list[ParameterFragment], weights: Mapping[str, ReadableTensor]
 ) -> None:
-    """Read the elements of a flat partition from lazily read weights.
+    """Fill a flat partition from lazily read weights.
 
     Args:
-        flat: Flat partition of master weights, which is changed in place.
-        fragments: Fragments of parameters in the partition.
-        weights: Complete weights by parameter name. Elements of other parameters do not change.
+        flat: Flat partition of master weights. Modified in place.
+        fragments: Parameter fragments in the partition.
+        weights: Complete weights, keyed by parameter name. Elements of other parameters keep their
+            values.
     """
     for fragment in fragments:
         if fragment.parameter_name in weights and fragment.stop > fragment.start:
@@ -463,18 +469,19 @@ def _assemble_partition_state(
     current_state: Mapping[str, Any],
     state_samples: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Assemble the state of one flat partition from the state of its parameters.
+    """Assemble the optimizer state of a flat partition from the state of its parameters.
 
     Args:
         flat: Flat partition of master weights.
-        fragments: Fragments of parameters in the partition.
-        state: Stored state by parameter name and entry name.
-        current_state: Current state of the partition, whose tensors are overwritten and reused.
-        state_samples: Sample value of each entry that does not have the default type, an fp32 tensor on the
-            device of the partition.
+        fragments: Parameter fragments in the partition.
+        state: Stored state, keyed by parameter name and then by entry name.
+        current_state: Current state of the partition. Its tensors are overwritten and reused.
+        state_samples: Sample values that determine the types of entries, keyed by entry name. By
+            default, an entry is an fp32 tensor on the device of the partition.
 
     Returns:
-        State by entry name: flat tensors with the shape of ``flat``, and numbers such as the step count.
+        State, keyed by entry name: flat tensors with the shape of ``flat``, and numbers such as the
+        step count.
 
     Raises:
         CheckpointError: If a number such as the step count differs between parameters.

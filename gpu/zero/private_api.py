@@ -1,7 +1,7 @@
-"""Functions that use private or undocumented APIs of DeepSpeed. No other module uses such APIs.
+"""Wrap the private and undocumented DeepSpeed APIs that this project uses.
 
-``tests/gpu/test_deepspeed_api.py`` checks the APIs of the installed release. After an upgrade of DeepSpeed,
-only this module has to be changed.
+``tests/gpu/test_deepspeed_api.py`` checks these APIs in the installed release. If a DeepSpeed
+upgrade changes them, only this module needs to be updated.
 """
 
 from __future__ import annotations
@@ -24,16 +24,19 @@ _FEATURE = "strategy: zero1, zero2 and zero3"
 
 
 def disable_shared_memory_collectives(deepspeed: Any) -> None:
-    """Prevent DeepSpeed from compiling its C++ collectives for CPU ranks, which takes a minute at startup."""
+    """Prevent DeepSpeed from compiling its C++ collectives for CPU ranks.
+
+    This saves a minute at startup.
+    """
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def reset_parameter_numbering(deepspeed: Any) -> None:
-    """Make DeepSpeed number parameters and modules from 0 again.
+    """Restart DeepSpeed's numbering of parameters and modules from 0.
 
-    DeepSpeed never resets its counters. The numbers are part of the names of swap files, and ranks compare
-    them. Without a reset, a second run in this process would have other numbers than a first run, so that its
-    checkpoints could not be resumed by other processes.
+    DeepSpeed never resets its counters. The numbers are part of swap file names, and ranks compare
+    them. Without a reset, they would differ between the first and second run in a process, so that
+    other processes could not resume the second run's checkpoints.
     """
     deepspeed.zero.Init.param_id = 0
     offload = deepspeed.runtime.zero.parameter_offload.DeepSpeedZeRoOffload
@@ -41,7 +44,7 @@ def reset_parameter_numbering(deepspeed: Any) -> None:
 
 
 def has_communicator(deepspeed: Any) -> bool:
-    """Return whether DeepSpeed has a communication backend, that is, whether it was started."""
+    """Return whether DeepSpeed was started and has a communication backend."""
     return deepspeed.comm.comm.cdb is not None
 
 
@@ -51,7 +54,7 @@ def drop_communicator(deepspeed: Any) -> None:
 
 
 def release_cached_models(deepspeed: Any) -> None:
-    """Drop the references to models that stage 3 keeps in global caches, to free the memory of the models."""
+    """Drop references to models from stage 3's global caches, to free the models' memory."""
     zero = deepspeed.runtime.zero
     # Without these attributes, a release of DeepSpeed only leaks memory, which must not fail a run at its
     # end.
@@ -72,40 +75,40 @@ def get_basic_optimizer(engine: Any) -> Any:
 
 
 def set_step_count(engine: Any, steps: int) -> None:
-    """Set DeepSpeed's step count, which becomes the name of its folder in a checkpoint."""
+    """Set DeepSpeed's step count, from which it derives the name of its folder in a checkpoint."""
     engine.global_steps = steps
 
 
 def set_sample_count(engine: Any, global_batch_size: int) -> None:
-    """Set DeepSpeed's count of samples to the number of steps times the global batch size.
+    """Set DeepSpeed's sample count to the number of steps times the global batch size.
 
-    DeepSpeed's own count is wrong, because it counts each part of a context-parallel sequence as a sample,
-    and counts only samples of the current launch.
+    DeepSpeed's count is wrong: each part of a context-parallel sequence counts as a sample, and only
+    the current launch is counted.
     """
     engine.global_samples = engine.global_steps * global_batch_size
 
 
 def set_clipping_norm(zero_optimizer: Any, max_norm: float) -> None:
-    """Set the norm to which DeepSpeed clips the gradients. 0 disables clipping."""
+    """Set the maximum gradient norm for clipping in DeepSpeed. 0 disables clipping."""
     zero_optimizer.clip_grad = max_norm
 
 
 def get_dynamic_loss_scaler(zero_optimizer: Any) -> Any:
-    """Return DeepSpeed's dynamic loss scaler. None if the loss scale is fixed, as in bf16 and fp32."""
+    """Return DeepSpeed's dynamic loss scaler, or None if the loss scale is fixed, as in bf16 and fp32."""
     scaler = zero_optimizer.loss_scaler
     return scaler if scaler.dynamic else None
 
 
 def is_scale_exhausted(error: Exception) -> bool:
-    """Return whether an error of DeepSpeed means that gradients overflow at the lowest loss scale."""
+    """Return whether a DeepSpeed error means that gradients overflow at the lowest loss scale."""
     return "loss scale already at minimum" in str(error)
 
 
 def replace_file_saver(engine: Any, save_file: Any) -> bool:
-    """Make DeepSpeed call ``save_file(state_dict, path)`` to save each file of a checkpoint.
+    """Make DeepSpeed call ``save_file(state_dict, path)`` for each checkpoint file.
 
     Returns:
-        Whether DeepSpeed's configuration requests the zip format of ``torch.save``.
+        Whether DeepSpeed's configuration requests ``torch.save``'s zip format.
     """
     engine.checkpoint_engine.save = save_file
     return bool(engine.checkpoint_engine.zipfile_serialization)
@@ -115,7 +118,7 @@ def replace_file_saver(engine: Any, save_file: Any) -> bool:
 
 
 class FlatGroup(NamedTuple):
-    """Parameter group of ZeRO-1 or 2, in the compute dtype."""
+    """Parameter group of ZeRO-1 or 2 in the compute dtype."""
 
     parameters: list[Any]
     """Parameters of the group, which are views of ``flat_tensor``."""
@@ -124,15 +127,15 @@ class FlatGroup(NamedTuple):
 
 
 def list_flat_groups(zero_optimizer: Any) -> list[FlatGroup]:
-    """List the parameter groups of ZeRO-1 or 2 with their flat tensors."""
+    """List the parameter groups of ZeRO-1 or 2, with their flat tensors."""
     groups = zip(zero_optimizer.bit16_groups, zero_optimizer.bit16_groups_flat, strict=True)
     return [FlatGroup(parameters, flat_tensor) for parameters, flat_tensor in groups]
 
 
 def gather_compute_copies(zero_optimizer: Any) -> None:
-    """Cast the master weights of all ranks, and all-gather them into the compute copies.
+    """Cast the master weights, and all-gather them into the compute copies.
 
-    All ranks have to call this function.
+    All ranks must call this function.
     """
     zero_optimizer.update_lp_params()
 
@@ -141,39 +144,39 @@ def gather_compute_copies(zero_optimizer: Any) -> None:
 
 
 def partition_parameter(context: Any, parameter: nn.Parameter) -> None:
-    """Partition a parameter over the ranks in place, so that this rank keeps only its shard.
+    """Partition a parameter over the ranks in place, so that this rank only keeps its shard.
 
     Args:
-        context: Object of ``deepspeed.zero.Init``.
+        context: Instance of ``deepspeed.zero.Init``.
         parameter: Complete parameter on the device.
     """
     context._convert_to_zero_parameters([parameter])
 
 
 def is_partitioned(tensor: Any) -> bool:
-    """Return whether a tensor is a parameter that stage 3 has partitioned."""
+    """Return whether a tensor is a parameter partitioned by stage 3."""
     return hasattr(tensor, "ds_tensor")
 
 
 def get_full_num_elements(parameter: Any) -> int:
-    """Return the number of elements of a partitioned parameter on all ranks together, without padding."""
+    """Return the total number of elements in a partitioned parameter, without padding."""
     return int(parameter.ds_numel)
 
 
 def get_full_shape(parameter: Any) -> tuple[int, ...]:
-    """Return the shape that a partitioned parameter has when it is gathered."""
+    """Return the shape of a partitioned parameter after gathering."""
     return tuple(parameter.ds_shape)
 
 
 @contextmanager
 @PACKAGE.explain_missing_names(_FEATURE)
 def open_parameter_shard(parameter: Any) -> Iterator[Tensor]:
-    """Give access to this rank's shard of a parameter's compute copy within this context.
+    """Return a context manager that gives access to this rank's shard of a parameter's compute copy.
 
-    If the shard is on NVMe, it is read when the context begins, and written back when it ends.
+    If the shard is on NVMe, it is read on entry and written back on exit.
 
     Yields:
-        The flat shard, including padding, which may be overwritten.
+        The flat shard, including padding. It may be overwritten.
     """
     swapped = parameter.ds_tensor.status.name == "NOT_AVAILABLE"
     if swapped:
@@ -185,9 +188,9 @@ def open_parameter_shard(parameter: Any) -> Iterator[Tensor]:
 
 
 def get_shard_num_elements(parameter: Any) -> int:
-    """Return the number of elements of a rank's shard of a partitioned parameter.
+    """Return the number of elements in each rank's shard of a partitioned parameter.
 
-    The number is the same on all ranks, because the last shards are padded.
+    It is the same on all ranks, because the last shards are padded.
     """
     return int(parameter.ds_tensor.ds_numel)
 
@@ -195,13 +198,13 @@ def get_shard_num_elements(parameter: Any) -> int:
 def drop_secondary_shard(parameter: Any) -> None:
     """Drop the secondary shard of a frozen parameter, because the optimizer step would not refresh it.
 
-    Secondary shards are copies within a node that ``zero_hpz_partition_size`` of ZeRO++ creates.
+    ZeRO++ creates secondary shards as copies within a node, if ``zero_hpz_partition_size`` is set.
     """
     parameter.ds_secondary_tensor = None
 
 
 def drop_secondary_shards(zero_optimizer: Any) -> None:
-    """Drop the secondary shards of all parameters, which would be outdated in the next forward pass.
+    """Drop the secondary shards of all parameters, because the next forward pass would use outdated values.
 
     See :func:`drop_secondary_shard`.
     """
@@ -209,41 +212,41 @@ def drop_secondary_shards(zero_optimizer: Any) -> None:
 
 
 def get_sub_groups(zero_optimizer: Any) -> list[list[Any]]:
-    """Return the sub-groups of parameters, each of which stage 3 updates as a unit."""
+    """Return the sub-groups of parameters that stage 3 updates as units."""
     groups: list[list[Any]] = zero_optimizer.fp16_groups
     return groups
 
 
 def is_sub_group_swapped(zero_optimizer: Any, sub_group: int) -> bool:
-    """Return whether the master weights and the optimizer state of a sub-group are on NVMe."""
+    """Return whether a sub-group's master weights and optimizer state are on NVMe."""
     return bool(zero_optimizer._swappable_optimizer_subgroup(sub_group))
 
 
 def swap_in_sub_group(zero_optimizer: Any, sub_group: int) -> None:
-    """Read the master weights and the optimizer state of a sub-group from NVMe."""
+    """Read a sub-group's master weights and optimizer state from NVMe."""
     zero_optimizer._optimizer_states_and_gradient_swap_in(sub_group)
 
 
 def swap_out_sub_group(zero_optimizer: Any, sub_group: int) -> None:
-    """Write the master weights and the optimizer state of a sub-group back to NVMe."""
+    """Write a sub-group's master weights and optimizer state back to NVMe."""
     zero_optimizer._optimizer_states_and_gradient_swap_out(sub_group)
 
 
 def get_master_weights(zero_optimizer: Any, sub_group: int) -> Tensor:
-    """Return the flat fp32 master weights of a sub-group on this rank."""
+    """Return this rank's flat fp32 master weights of a sub-group."""
     weights: Tensor = zero_optimizer.fp32_partitioned_groups_flat[sub_group]
     return weights
 
 
 def update_compute_copies(zero_optimizer: Any, sub_group: int) -> None:
-    """Cast the master weights of a sub-group, and store them in its compute copies in memory or on NVMe."""
+    """Cast a sub-group's master weights, and store them in the compute copies in memory or on NVMe."""
     zero_optimizer._reassign_or_swap_out_partitioned_parameters(sub_group)
 
 
 def gather_persistent_parameters(zero_optimizer: Any) -> None:
-    """Gather the small parameters, which stay gathered between steps, again from their shards.
+    """Gather the small parameters again from their shards. They stay gathered between steps.
 
-    All ranks have to call this function.
+    All ranks must call this function.
     """
     zero_optimizer._partition_all_parameters()
     if zero_optimizer.persistent_parameters:
@@ -251,10 +254,10 @@ def gather_persistent_parameters(zero_optimizer: Any) -> None:
 
 
 def release_swap_buffers(zero_optimizer: Any, parameters: Sequence[Any]) -> None:
-    """Wait for running reads, and free the swap buffers that contain parameters.
+    """Wait for pending reads, and free the swap buffers that contain parameters.
 
     Args:
-        zero_optimizer: ZeRO optimizer of DeepSpeed.
+        zero_optimizer: DeepSpeed's ZeRO optimizer.
         parameters: All parameters of the model.
     """
     zero_optimizer.empty_partition_cache()
@@ -265,9 +268,9 @@ def release_swap_buffers(zero_optimizer: Any, parameters: Sequence[Any]) -> None
 
 
 def wait_for_swapping(zero_optimizer: Any) -> None:
-    """Wait for all running reads and writes of swap files.
+    """Wait for all pending reads and writes of swap files.
 
-    Otherwise, freeing their handles would crash the process. Does nothing without swapping.
+    Freeing their handles earlier would crash the process. Does nothing without swapping.
     """
     states = getattr(zero_optimizer, "optimizer_swapper", None)
     if states is not None:
@@ -282,16 +285,17 @@ def wait_for_swapping(zero_optimizer: Any) -> None:
 
 
 def replay_cpu_adam_steps(optimizer: Any, steps: int, scratch_tensors: Sequence[Tensor]) -> None:
-    """Run ``steps`` updates of DeepSpeedCPUAdam on scratch tensors. Do nothing for other optimizers.
+    """Run ``steps`` updates of DeepSpeedCPUAdam on scratch tensors. Does nothing for other optimizers.
 
-    The C++ code of the optimizer stores the powers of the betas outside of the optimizer state, and
-    multiplies them in each step. After a resume, they must be the same. Powers that are computed directly for
-    the step would be rounded differently. An update takes a few microseconds.
+    The optimizer's C++ code stores powers of the betas outside the optimizer state, and multiplies them
+    by the betas in each step. They must be restored exactly when a run is resumed. Direct computation
+    would round them differently. An update takes a few microseconds.
 
     Args:
         optimizer: Optimizer that was passed to ``deepspeed.initialize``.
         steps: Number of updates so far.
-        scratch_tensors: Parameter, gradient and two moments with one element each, which are overwritten.
+        scratch_tensors: Parameter, gradient and two moments with one element each. They are
+            overwritten.
     """
     if not hasattr(optimizer, "ds_opt_adam"):
         return
@@ -307,9 +311,9 @@ def replay_cpu_adam_steps(optimizer: Any, steps: int, scratch_tensors: Sequence[
 
 
 def get_config_models() -> dict[str, Any]:
-    """Return DeepSpeed's pydantic models by the names of the sections of its configuration.
+    """Return DeepSpeed's pydantic models, keyed by configuration section.
 
-    A nested dict contains the models of nested sections.
+    A nested dict contains the models for nested sections.
     """
     from deepspeed.comm.config import CommsLoggerConfig
     from deepspeed.compile.config import CompileConfig
@@ -334,10 +338,11 @@ def get_config_models() -> dict[str, Any]:
 
 
 def list_type_params(type_name: str) -> set[str]:
-    """List the names of the parameters that an optimizer or scheduler of DeepSpeed accepts.
+    """List the parameters that a DeepSpeed optimizer or scheduler accepts.
 
     Args:
-        type_name: Value of the key ``type`` in the section ``optimizer`` or ``scheduler``, such as ``adamw``.
+        type_name: Value of the key ``type`` in the section ``optimizer`` or ``scheduler``, such as
+            ``adamw``.
     """
     from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
     from deepspeed.runtime import lr_schedules
@@ -353,7 +358,7 @@ def list_type_params(type_name: str) -> set[str]:
 
 
 def find_removed_key_error(values: Mapping[str, Any]) -> Exception | None:
-    """Return the error that DeepSpeed raises for a key that it has removed. None if there is no such key."""
+    """Return the error that DeepSpeed raises for a removed key, or None if the values contain none."""
     from deepspeed.runtime.config import DeepSpeedConfigError, _reject_removed_config_keys
 
     try:
@@ -365,14 +370,14 @@ def find_removed_key_error(values: Mapping[str, Any]) -> Exception | None:
 
 
 def parse_deepspeed_config(values: dict[str, Any]) -> None:
-    """Parse a configuration with DeepSpeed's parser, which may raise any exception."""
+    """Parse a configuration with DeepSpeed's parser. It may raise any exception."""
     from deepspeed.runtime.config import DeepSpeedConfig
 
     DeepSpeedConfig(values)
 
 
 def is_deepspeed_dtype(name: Any) -> bool:
-    """Return whether DeepSpeed accepts ``name`` as the name of a dtype."""
+    """Return whether DeepSpeed accepts ``name`` as a dtype name."""
     from deepspeed.runtime.config import DtypeEnum
 
     return isinstance(name, str) and name in DtypeEnum._value2member_map_

@@ -1,4 +1,4 @@
-"""Import of DeepSpeed, and its start on the process group of a run, which is undone when the run ends."""
+"""Import DeepSpeed, start it on the process group of a run, and stop it when the run ends."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ INSTALL_REMEDY = "install it with: pip install 'portable-trainer[deepspeed]', or
 
 
 def import_deepspeed(device_type: str) -> Any:
-    """Import deepspeed, and select the type of device that it uses.
+    """Import DeepSpeed, and select the device type that it uses.
 
     Args:
         device_type: Type of the run's devices, ``cuda`` or ``cpu``.
@@ -31,7 +31,7 @@ def import_deepspeed(device_type: str) -> Any:
         The module ``deepspeed``.
 
     Raises:
-        UserError: If deepspeed is not installed, has the wrong version, or cannot be imported.
+        UserError: If DeepSpeed is not installed, has the wrong version, or cannot be imported.
     """
     os.environ["DS_ACCELERATOR"] = device_type
     os.environ.setdefault("DS_LOGGING_LEVEL", "error")  # at INFO, DeepSpeed logs every detail
@@ -51,7 +51,7 @@ def import_deepspeed(device_type: str) -> Any:
 
 
 def _switch_accelerator(device_type: str) -> None:
-    """Change the type of DeepSpeed's devices if a previous run in this process used another type."""
+    """Change DeepSpeed's device type if a previous run in this process used another type."""
     from deepspeed.accelerator import get_accelerator, set_accelerator
 
     if get_accelerator().device_name() == device_type:
@@ -64,12 +64,12 @@ def _switch_accelerator(device_type: str) -> None:
 
 
 def start_deepspeed(deepspeed: Any, device: torch.device, at_stop: ExitStack) -> None:
-    """Start DeepSpeed on the process group of the run, which is created first in a single process.
+    """Start DeepSpeed on the process group of the run. In a single process, the group is created first.
 
     Args:
         deepspeed: The module ``deepspeed``.
         device: Device of this rank.
-        at_stop: Exit stack that undoes the changes when the backend stops.
+        at_stop: Exit stack that stops DeepSpeed when the backend stops.
     """
     at_stop.callback(_stop_deepspeed, deepspeed)
     # DeepSpeed requires these variables. Remove them at the end, because the next run in a notebook would
@@ -89,9 +89,9 @@ def start_deepspeed(deepspeed: Any, device: torch.device, at_stop: ExitStack) ->
 
 
 def _stop_deepspeed(deepspeed: Any) -> None:
-    """Make DeepSpeed release the models and the process group, so that this process can start another run.
+    """Make DeepSpeed release the models and the process group, so that another run can start.
 
-    Does nothing if DeepSpeed has not started.
+    Does nothing if DeepSpeed was not started.
     """
     if not private_api.has_communicator(deepspeed):
         return

@@ -1,8 +1,9 @@
-"""Writing of DeepSpeed's checkpoint files, in the foreground or in the background.
+"""Write DeepSpeed's checkpoint files, in the foreground or in the background.
 
-DeepSpeed determines the content of each file and passes it to its *checkpoint engine*, whose method ``save``
-is replaced by this module. For a background save, the replacement copies the content to host memory. A thread
-then writes the copy with ``torch.save``, as DeepSpeed would, while training continues.
+DeepSpeed determines the content of each file, and passes it to the ``save`` method of its
+*checkpoint engine*. This module replaces the method. In a background save, the replacement copies
+the content to host memory. A thread then writes the copy with ``torch.save``, as DeepSpeed would,
+while training continues.
 """
 
 from __future__ import annotations
@@ -32,12 +33,13 @@ if TYPE_CHECKING:
 
 
 class ZeroSaver:
-    """Writer of the checkpoints of a DeepSpeed engine.
+    """Checkpoint writer for a DeepSpeed engine.
 
     Args:
-        engine: Engine of ``deepspeed.initialize``. The ``save`` method of its checkpoint engine is replaced.
-        exact_frozen: Frozen parameters in fp32 that are saved instead of their rounded compute copies, keyed
-            by name. The mapping is read at each save, so that later additions have an effect.
+        engine: Engine returned by ``deepspeed.initialize``. The ``save`` method of its checkpoint
+            engine is replaced.
+        exact_frozen: Frozen fp32 parameters to save instead of their rounded compute copies, keyed by
+            name. The mapping is read at each save, so it can be extended later.
     """
 
     def __init__(self, engine: Any, exact_frozen: Mapping[str, Tensor]) -> None:
@@ -53,17 +55,18 @@ class ZeroSaver:
         return get_or_create_background_group()
 
     def save(self, folder: Path, *, background: bool) -> SaveHandle:
-        """Write a checkpoint into ``folder``. All ranks have to call this method.
+        """Write a checkpoint to ``folder``. All ranks must call this method.
 
         See :meth:`portable.backend.Engine.save_shards`. State on NVMe is always copied in the foreground,
         because the next step overwrites the swap files.
 
         Args:
             folder: Existing folder.
-            background: Whether a thread writes the files.
+            background: Whether to write the files in a background thread.
 
         Returns:
-            Handle of the write. It is already complete if ``background`` is False.
+            Handle for waiting until the files are written. If ``background`` is False, they are already
+            written.
         """
         group = self._group  # a collective: create it before a thread needs it
         files: list[_CheckpointFile] = []
@@ -81,11 +84,11 @@ class ZeroSaver:
         return BackgroundWriteHandle(None)
 
     def _save_or_defer_file(self, state_dict: Any, path: str) -> None:
-        """Write a file of a checkpoint or, in a background save, copy its content to host memory.
+        """Write a checkpoint file or, in a background save, copy its content to host memory.
 
-        DeepSpeed calls this method for each file. Before, the content is changed in two ways: with an
+        DeepSpeed calls this method for each file. The content is first changed in two ways: with an
         adapter, only tensors that belong to the checkpoint are kept, and rounded frozen parameters are
-        replaced by their fp32 values.
+        replaced with their fp32 values.
 
         Args:
             state_dict: Content of the file.
@@ -116,16 +119,16 @@ class ZeroSaver:
     def _write_files_collectively(
         self, files: list[_CheckpointFile], folder: Path, rank: int, group: dist.ProcessGroup | None
     ) -> None:
-        """Write and sync this rank's files, and return when the files of all ranks are written.
+        """Write and sync this rank's files, and wait until the files of all ranks are written.
 
         Args:
-            files: Files that have not been written yet. The list is emptied.
-            folder: Folder of the checkpoint, in which all files that this rank wrote are synced to disk.
+            files: Files to write. The list is emptied.
+            folder: Folder of the checkpoint. All files that this rank wrote to it are synced to the disk.
             rank: This rank.
             group: Process group of all ranks. None in a single process.
 
         Raises:
-            OSError: If another rank could not write its files. If this rank could not, its own exception is
+            OSError: If another rank fails to write its files. If this rank fails, its original exception is
                 raised instead.
         """
         failure: Exception | None = None
@@ -146,11 +149,11 @@ class ZeroSaver:
 
 
 class _CheckpointFile:
-    """File of a checkpoint that has not been written yet.
+    """Checkpoint file that has not been written yet.
 
     Args:
         path: Path of the file.
-        content: Content that ``torch.save`` writes.
+        content: Content of the file, written with ``torch.save``.
         zipfile_serialization: Whether ``torch.save`` uses its zip format.
     """
 
@@ -167,9 +170,9 @@ class _CheckpointFile:
 
 
 def _is_written_by(rank: int, name: str) -> bool:
-    """Return whether a rank writes the file of a DeepSpeed checkpoint with this name.
+    """Return whether a rank writes the DeepSpeed checkpoint file with this name.
 
-    Rank 0 writes the files that do not have a rank in their name.
+    Rank 0 writes the files whose names do not contain a rank.
     """
     return f"pp_rank_{rank}_" in name or (rank == 0 and "pp_rank_" not in name)
 

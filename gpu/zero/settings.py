@@ -1,4 +1,4 @@
-"""Configuration for ``deepspeed.initialize``, from the settings of a run and its DeepSpeed JSON."""
+"""Build the configuration for ``deepspeed.initialize`` from the run settings and the DeepSpeed JSON."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelElementCounts:
-    """Sizes of a model that determine DeepSpeed's buckets and buffers.
+    """Model sizes that determine DeepSpeed's buckets and buffers.
 
     Attributes:
         hidden_size: Hidden size.
-        largest_parameter: Number of elements of the largest parameter.
+        largest_parameter: Number of elements in the largest parameter.
     """
 
     hidden_size: int
@@ -30,7 +30,10 @@ class ModelElementCounts:
 
     @classmethod
     def from_model(cls, model: nn.Module) -> ModelElementCounts:
-        """Read the sizes from a model, which may be on the meta device. The default hidden size is 1024."""
+        """Read the sizes from a model, which may be on the meta device.
+
+        If the model does not have a hidden size, 1024 is used.
+        """
         text: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
         largest = max(parameter.numel() for parameter in model.parameters())
         return cls(int(getattr(text, "hidden_size", 1024)), largest)
@@ -43,13 +46,13 @@ def build_deepspeed_config(
     document: deepspeed_json.DeepSpeedDocument | None,
     device_type: str,
 ) -> dict[str, Any]:
-    """Build the argument ``config`` of ``deepspeed.initialize``.
+    """Build the argument ``config`` for ``deepspeed.initialize``.
 
     Args:
         config: Config of the run.
         plan: Batch plan of the run.
         sizes: Sizes of the model.
-        document: DeepSpeed JSON of the run. None if there is none.
+        document: DeepSpeed JSON of the run, or None.
         device_type: Type of the run's devices, such as ``cuda``.
     """
     deepspeed_config = _build_base_deepspeed_config(config, plan)
@@ -70,7 +73,7 @@ def build_deepspeed_config(
 
 
 def _build_base_deepspeed_config(config: RunConfig, plan: BatchPlan) -> dict[str, Any]:
-    """Build the configuration for DeepSpeed from only the settings of the run, without its DeepSpeed JSON."""
+    """Build DeepSpeed's configuration from the run settings, without the DeepSpeed JSON."""
     memory = config.memory
     zero: dict[str, Any] = {"stage": int(config.strategy[-1]), "log_trace_cache_warnings": False}
     for part, device in (

@@ -1,7 +1,8 @@
-"""The adapter of a run: peft's modules in a model on the meta device, and their initial values.
+"""The adapter of a run: peft's modules, injected into a model on the meta device.
 
-:func:`inject_adapter` adds the modules to the model and returns an :class:`Adapter`. This object maps tensor
-names between three places: the base model before the injection, the model with the adapter, and peft's files.
+:func:`inject_adapter` adds the modules to the model and returns an :class:`Adapter`. It converts
+tensor names between three naming schemes: the base model before the injection, the model with the
+adapter, and peft's files.
 """
 
 from __future__ import annotations
@@ -77,12 +78,12 @@ _FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 
 
 class _SourceAdapter(NamedTuple):
-    """Adapter ``adapter.name_or_path``, from whose values a run starts.
+    """The existing adapter ``adapter.name_or_path`` whose values a run starts from.
 
     Attributes:
-        folder: Folder of the adapter, on this machine.
+        folder: Local folder of the adapter.
         adapter: The adapter in the folder, read lazily.
-        base_keys: Keys in its file of unchanged base model tensors, which peft sometimes saves as well.
+        base_keys: Keys of unchanged base model tensors, which peft sometimes saves in the same file.
     """
 
     folder: Path
@@ -91,26 +92,25 @@ class _SourceAdapter(NamedTuple):
 
 
 class Adapter:
-    """The adapter of a run, with the names of its tensors in the model, the base model and peft's files.
+    """The adapter of a run. Maps its tensor names between the model, the base model and peft's files.
 
-    Use :func:`inject_adapter` to create an object.
+    Created by :func:`inject_adapter`.
 
     Args:
         run: Config of the run.
         config: peft's config of the adapter.
         blueprint: Initial weights of the base model.
         model: The model with the adapter, on the meta device.
-        names: Names of tensors in the base model before the injection, by their names in ``model``. Contains
-            the tensors of ``model`` whose values come from the base model.
-        grown: Whether the vocabulary is larger than the vocabulary of the base model.
+        names: Tensor names in the base model before the injection, keyed by the names in ``model``.
+            Contains only the tensors whose values come from the base model.
+        grown: Whether tokens were added, so that the vocabulary is larger than in the base model.
 
     Attributes:
         config: peft's config of the adapter.
-        blueprint: Initial weights of the base model, recorded on the meta device before peft changed the
-            model.
-        grown_vocab_size: New number of rows of the embedding if tokens were added to the base model,
-            otherwise None.
-        notes: One line for each reason why ``all-linear`` excludes modules.
+        blueprint: Initial weights of the base model, recorded on the meta device before peft changed
+            the model.
+        grown_vocab_size: Number of embedding rows after tokens were added, or None if none were added.
+        notes: One line for each reason why modules were excluded from ``all-linear``.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class Adapter:
         self._shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
 
     def quantize_frozen_layers(self, model: PreTrainedModel) -> None:
-        """Replace the frozen linear layers of a model by quantized layers of the format ``adapter.base``.
+        """Replace the frozen linear layers with quantized layers, in the format set by ``adapter.base``.
 
         Afterwards, :meth:`map_base_weights` returns quantized weights for these layers.
 
@@ -158,14 +158,15 @@ class Adapter:
         )
 
     def map_base_weights(self, weights: Mapping[str, ReadableTensor]) -> dict[str, ReadableTensor]:
-        """Map weights of the base model to the names of the model with the adapter.
+        """Map the base model's weights to their names in the model with the adapter.
 
-        The trained copy of a module in ``modules_to_save`` gets the same values as the original module.
-        Unless the run starts from another adapter, the result also contains the tensors of the adapter that
-        are computed from base weights: DoRA's magnitudes and the trainable token rows.
+        If ``modules_to_save`` contains a module, its trained copy gets the same values as the original. The
+        result also contains the adapter tensors that are computed from base weights (DoRA's magnitudes and
+        the trainable token rows), unless the run starts from another adapter.
 
         Args:
-            weights: Weights of the base model, keyed by their names in the base model. They are read lazily.
+            weights: Weights of the base model, keyed by their names in the base model. They are read
+                lazily.
 
         Returns:
             Weights keyed by their names in the model with the adapter.
@@ -181,10 +182,10 @@ class Adapter:
         return base_weights
 
     def check_missing_base_weights(self, missing: Sequence[str]) -> None:
-        """Check that the adapter saves every weight that the files of the base model lack.
+        """Check that the adapter saves every weight that is missing in the files of the base model.
 
-        A missing weight is random in this run. If the adapter did not save it, it would have different random
-        values whenever the adapter is loaded.
+        Missing weights are initialized randomly. If the adapter did not save such a weight, it would get
+        different random values each time the adapter is loaded.
 
         Args:
             missing: Names of the missing weights in the base model.
@@ -211,16 +212,15 @@ class Adapter:
             )
 
     def get_initial_values(self, base_weights: Mapping[str, ReadableTensor]) -> Mapping[str, ReadableTensor]:
-        """Return the initial values of the tensors that the adapter adds, by parameter name.
+        """Return the initial values of the tensors that the adapter adds, keyed by parameter name.
 
-        If ``adapter.name_or_path`` is set, these are the values in its files. Otherwise, they equal the
-        values to which peft initializes the layer after ``torch.manual_seed``, with a seed that depends on
-        the seed of the run and the name of the layer. Values that are computed from base weights are in the
-        result of :meth:`map_base_weights`.
+        If ``adapter.name_or_path`` is set, the values are read from its files. Otherwise, each layer gets
+        peft's default initialization. Its seed depends on the seed of the run and the name of the layer.
+        Values that are computed from base weights are not included; :meth:`map_base_weights` returns them.
 
         Args:
-            base_weights: Weights in the files of the base model, by their names in the base model. They are
-                compared with copies in the files of ``adapter.name_or_path``.
+            base_weights: Weights in the files of the base model, keyed by name. If the files of
+                ``adapter.name_or_path`` contain copies of base weights, the copies are compared with them.
 
         Raises:
             UserError: If the adapter ``adapter.name_or_path`` cannot be read or does not fit the model.
@@ -233,7 +233,7 @@ class Adapter:
 
     @cached_property
     def _source_adapter(self) -> _SourceAdapter:
-        """Adapter ``adapter.name_or_path``. The first access downloads it if necessary and reads its headers.
+        """The adapter ``adapter.name_or_path``. The first access downloads it and reads its headers.
 
         Raises:
             UserError: If the folder does not contain an adapter, or if its tensors do not match the model.
@@ -272,7 +272,9 @@ class Adapter:
         return _SourceAdapter(folder, stored_adapter, of_base)
 
     def check_source_adapter(self) -> None:
-        """Check the headers of ``adapter.name_or_path``, if it is set, before memory is allocated.
+        """Check the headers of the source adapter. Does nothing if ``adapter.name_or_path`` is not set.
+
+        This reports errors before memory is allocated.
 
         Raises:
             UserError: If the adapter cannot be read or does not fit the model.
@@ -281,10 +283,10 @@ class Adapter:
             assert self._source_adapter
 
     def _read_initial_values(self, base_weights: Mapping[str, ReadableTensor]) -> dict[str, ReadableTensor]:
-        """Return the tensors of the source adapter by parameter name, after checking them.
+        """Check the source adapter, and return its tensors, keyed by parameter name.
 
-        The check reads all values of the adapter: they have to be finite, and tensors of the base model that
-        are in the same file have to equal ``base_weights``.
+        The check reads all values. They must be finite, and copies of base model tensors in the same file
+        must equal ``base_weights``.
 
         Raises:
             UserError: If the check fails.
@@ -319,25 +321,25 @@ class Adapter:
     def largest_rank(self) -> int:
         """Largest LoRA rank in peft's config: ``r``, or a larger value in ``rank_pattern``.
 
-        Modules that peft adapts with twice the rank, such as stacked gate and up projections, are listed in
-        ``rank_pattern``.
+        peft uses twice the rank for some modules, such as a stacked gate and up projection, and lists their
+        rank in ``rank_pattern``.
         """
         ranks: list[int] = [self.config.r, *self.config.rank_pattern.values()]
         return max(ranks)
 
     @property
     def has_stacked_experts(self) -> bool:
-        """Whether the adapter changes stacks of experts, for which peft nests its wrappers."""
+        """Whether the adapter changes stacked experts, which peft wraps in nested layers."""
         return any(".base_layer.lora_" in name for name in self.saved_names)  # peft nests the wrappers
 
     def map_foreign_checkpoint(self, checkpoint: Checkpoint) -> Checkpoint:
-        """Map a checkpoint of this adapter that another program has written to the names of the model.
+        """Rename the adapter tensors in a checkpoint of another program to the names in the model.
 
         Args:
-            checkpoint: Checkpoint of any format, for example of TRL's trainer.
+            checkpoint: Checkpoint in any format, for example one of TRL's trainer.
 
         Returns:
-            A checkpoint with only the tensors and the optimizer state of the adapter. They are read lazily.
+            A checkpoint that contains only the adapter's tensors and optimizer state, read lazily.
 
         Raises:
             UserError: If the checkpoint does not contain an adapter, or contains an adapter with other
@@ -396,10 +398,10 @@ class Adapter:
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """Settings of the adapter and a fingerprint of the base model, as values that JSON can store.
+        """JSON-serializable settings of the adapter, with a fingerprint of the base model.
 
-        Each checkpoint of the run records the identity. When a run resumes, :meth:`check_stored_identity`
-        compares it. The fingerprint is None if the base model has random weights.
+        The fingerprint is None if the base model has random weights. Each checkpoint records this identity,
+        and :meth:`check_stored_identity` compares it when a run resumes.
         """
         values = to_peft_document(self.config)
         for name in ("base_model_name_or_path", "revision", "peft_version", "inference_mode"):
@@ -409,9 +411,9 @@ class Adapter:
 
     @cached_property
     def base_checkpoint(self) -> Checkpoint | None:
-        """Checkpoint of the base model with dequantized weights. None if the base model has random weights.
+        """Checkpoint of the base model, with dequantized weights. None if the base model has random weights.
 
-        Random weights depend only on the seed, so that there are no files.
+        Random weights depend only on the seed, so there are no files to open.
 
         Raises:
             UserError: If the files cannot be read.
@@ -434,7 +436,7 @@ class Adapter:
             source: Path of the checkpoint, used in error messages.
 
         Raises:
-            UserError: If the checkpoint is not a checkpoint of an adapter, or if the base model or a setting
+            UserError: If the checkpoint does not contain an adapter, or if the base model or a setting
                 differs.
         """
         require(
@@ -466,14 +468,14 @@ class Adapter:
 
 
 def build_training_model(model_config: PretrainedConfig, config: RunConfig) -> PreTrainedModel:
-    """Build the model that a run trains, with its adapter if it has one, on the meta device.
+    """Build the model that a run trains on the meta device, and inject the adapter if there is one.
 
     Args:
         model_config: Transformers config of the model. ``model.function`` may change it in place.
         config: Config of the run.
 
     Raises:
-        UserError: If the model cannot be built, or cannot have the adapter.
+        UserError: If the model cannot be built, or if it does not support the adapter.
     """
     model = models.build_and_freeze_model(model_config, config)
     if config.adapter.type is not None:
@@ -489,9 +491,10 @@ def inject_adapter(
 ) -> Adapter:
     """Inject the run's adapter into a model on the meta device, and freeze the other weights.
 
-    peft replaces the adapted modules by its layers. The class of the model does not change. Trained weights
-    are fp32. Frozen weights get the dtype ``adapter.base``, except weights that transformers keeps in fp32.
-    If ``adapter.base`` is a quantized format, the frozen linear layers are quantized.
+    peft replaces the adapted modules with its own layers; the class of the model does not change.
+    Trained weights are fp32. Frozen weights are cast to the dtype ``adapter.base``, except weights that
+    transformers keeps in fp32. If ``adapter.base`` is a quantized format, the frozen linear layers are
+    quantized.
 
     Args:
         model: The base model on the meta device. It is changed in place.
@@ -500,7 +503,7 @@ def inject_adapter(
         grown_from: Vocabulary size before ``data.added_tokens`` enlarged it. None if it did not change.
 
     Returns:
-        The adapter, which maps names and provides initial values.
+        The adapter, which converts names and provides initial values.
 
     Raises:
         UserError: If a setting of the section ``adapter`` does not fit the model.
@@ -545,9 +548,10 @@ def inject_adapter(
 
 
 def _have_equal_values(base_weight: ReadableTensor | None, stored: StoredTensor) -> bool:
-    """Return whether a stored tensor has the shape and values of a base weight. Reads 1024 rows at a time.
+    """Return whether a stored tensor has the same shape and values as a base weight.
 
-    Returns False if there is no base weight, or if the stored tensor is not a float tensor.
+    Compares 1024 rows at a time. Returns False if there is no base weight, or if the stored tensor is
+    not a float tensor.
     """
     if (
         base_weight is None
@@ -566,13 +570,13 @@ def _have_equal_values(base_weight: ReadableTensor | None, stored: StoredTensor)
 
 
 def _compute_lora_update(**layers: Any) -> Tensor:
-    """Compute the product of the LoRA factors, ``lora_B @ lora_A``, that DoRA adds to a weight.
+    """Compute ``lora_B @ lora_A``, the update that DoRA adds to a weight.
 
-    This function replaces a method of peft, which applies both layers to an identity matrix so that the hooks
-    of FSDP1 run. The identity matrix ``[inputs, inputs]`` can be larger than the layer.
+    Replaces a method of peft that applies both layers to an identity matrix, so that the hooks of FSDP1
+    run. This matrix, ``[inputs, inputs]``, can be larger than the layer.
 
     Args:
-        layers: The modules ``lora_A`` and ``lora_B``, by these names. Other arguments are ignored.
+        layers: The modules ``lora_A`` and ``lora_B``, passed by name. Other arguments are ignored.
     """
     product: Tensor = layers["lora_B"].weight @ layers["lora_A"].weight
     return product
@@ -580,7 +584,7 @@ def _compute_lora_update(**layers: Any) -> Tensor:
 
 @contextmanager
 def _ignore_peft_warnings() -> Iterator[None]:
-    """Suppress warnings within this context, because this module handles their causes."""
+    """Suppress peft's warnings about problems that this module handles itself."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -590,10 +594,10 @@ def _ignore_peft_warnings() -> Iterator[None]:
 
 
 def _list_head_modules(model: PreTrainedModel) -> list[str]:
-    """List the names of the modules outside of the base model, such as a classifier's head.
+    """List the modules outside the base model, such as the head of a classifier.
 
-    These modules are trained completely, because a checkpoint of the base model may lack their weights. Empty
-    if the model does not have a separate base model.
+    These modules are trained in full, because a checkpoint of the base model may lack their weights.
+    The list is empty if the model has no separate base model.
     """
     names = [
         name
@@ -604,10 +608,12 @@ def _list_head_modules(model: PreTrainedModel) -> list[str]:
 
 
 def _exclude_from_all_linear(model: PreTrainedModel, settings: Any, config: RunConfig) -> list[str]:
-    """Exclude modules from ``all-linear`` that do not process text or that peft does not support.
+    """Exclude modules from ``all-linear`` that do not process text or that an adapter cannot change.
 
-    Modifies ``target_modules`` and ``exclude_modules`` of ``settings`` in place. Does nothing if
-    ``target_modules`` is not ``all-linear`` or if the adapter was defined in peft's format.
+    An adapter cannot change tied modules, modules whose output is not linear, and modules that peft
+    does not support. Modifies ``target_modules`` and ``exclude_modules`` of ``settings`` in place. Does
+    nothing if ``target_modules`` is not ``all-linear`` or if the adapter is defined by a file in peft's
+    format.
 
     Args:
         model: The model on the meta device.
@@ -714,7 +720,7 @@ def _exclude_from_all_linear(model: PreTrainedModel, settings: Any, config: RunC
 def _has_linear_output(module: Any) -> bool:
     """Return whether a linear module returns a tensor ``[..., out_features]``, as LoRA requires.
 
-    A module with a custom ``forward`` is run on the meta device. False if this fails.
+    Runs modules with a custom ``forward`` on the meta device, and returns False if that fails.
     """
     if type(module).forward in (nn.Linear.forward, Conv1D.forward):
         return True
@@ -728,11 +734,10 @@ def _has_linear_output(module: Any) -> bool:
 
 
 def _find_tied_weights(model: PreTrainedModel) -> set[str]:
-    """Return the names of tied parameters in modules of different kinds, such as the embedding and the head.
+    """Find the names of parameters that different modules share, such as the embedding and the head.
 
-    An adapter of such a parameter would change only one of the modules. Tied parameters whose names differ
-    only in layer numbers, such as the shared layers of Zamba, are left out, because each of these layers gets
-    a separate adapter.
+    An adapter would change only one of the modules. Parameters that several layers share, such as the
+    shared layers of Zamba, are not included, because each layer gets its own adapter.
     """
     groups = [{first, *others} for first, others in map_tied_names(model).items() if others]
     return {
@@ -741,7 +746,7 @@ def _find_tied_weights(model: PreTrainedModel) -> set[str]:
 
 
 def _build_name_pattern(part: str) -> str:
-    """Build a regular expression from a name in the result of :func:`summarize_as_outermost_modules`.
+    """Convert a name returned by :func:`summarize_as_outermost_modules` to a regular expression.
 
     The ``*`` in the name matches any layer number.
     """
@@ -749,10 +754,11 @@ def _build_name_pattern(part: str) -> str:
 
 
 def _contains_any(part: str, names: list[str]) -> bool:
-    """Return whether a module contains one of the parameters.
+    """Return whether a module contains one of the given parameters.
 
     Args:
-        part: Name in the result of :func:`summarize_as_outermost_modules`, in which ``*`` matches any number.
+        part: Module name returned by :func:`summarize_as_outermost_modules`. ``*`` matches any layer
+            number.
         names: Names of parameters.
     """
     pattern = re.compile(_build_name_pattern(part) + r"(\..*)?")
@@ -760,14 +766,15 @@ def _contains_any(part: str, names: list[str]) -> bool:
 
 
 def _mark_unreached_with_adapters(model: PreTrainedModel, base_names: Mapping[str, str]) -> None:
-    """Update the record of the parameters that never receive a gradient, after the injection of an adapter.
+    """Update the recorded names of parameters that never receive a gradient, after an adapter is injected.
 
-    The recorded names are renamed, and the parameters of adapters of modules that never run are added. See
-    :func:`record_unreached_names`.
+    The injection renames parameters, and an adapter of a module that never runs receives no gradient
+    either. See :func:`record_unreached_names`.
 
     Args:
         model: The model with the adapter.
-        base_names: Names of the tensors in the base model before the injection, by their names in ``model``.
+        base_names: Tensor names in the base model before the injection, keyed by the names in
+            ``model``.
     """
     before = get_unreached_names(model)
     unreached = {name for name, base in base_names.items() if base in before}
@@ -781,11 +788,11 @@ def _mark_unreached_with_adapters(model: PreTrainedModel, base_names: Mapping[st
 def _resolve_target_names(
     model: PreTrainedModel, settings: Any, run_config: RunConfig, matcher: PatternMatcher
 ) -> None:
-    """Check the module and parameter names in ``settings``, and limit ``all-linear`` to ``adapter.layers``.
+    """Check the names in ``settings``, and restrict ``all-linear`` to the layers in ``adapter.layers``.
 
-    peft accepts layer numbers only together with a list of names. If both ``all-linear`` and
-    ``adapter.layers`` are set, ``target_modules`` of ``settings`` is therefore replaced by the names of the
-    linear modules in these layers, and ``exclude_modules`` by None.
+    peft accepts layer numbers only with a list of module names. Therefore, if both ``all-linear`` and
+    ``adapter.layers`` are set, this function sets ``target_modules`` to the linear modules in these
+    layers, and ``exclude_modules`` to None.
 
     Args:
         model: The base model on the meta device.
@@ -794,9 +801,8 @@ def _resolve_target_names(
         matcher: Matcher for a regular expression in ``target_modules``.
 
     Raises:
-        UserError: If a name matches nothing; the message suggests similar names. Some names of a file in
-            peft's format may match nothing, because such lists are often written for several models, but at
-            least one target must match.
+        UserError: If a name matches nothing; the message suggests similar names. Lists in peft's format
+            are often written for several models, so it is sufficient that one of their targets matches.
     """
     layers = run_config.adapter.layers
     in_peft_format = run_config.adapter.name_or_path is not None or run_config.adapter.config is not None
@@ -859,7 +865,7 @@ def _resolve_target_names(
 
 
 def _parse_layer_index(name: str) -> int | None:
-    """Parse the layer index in a module name: 3 for ``model.layers.3.mlp``, None if there is no index."""
+    """Parse the layer index in a module name, such as 3 in ``model.layers.3.mlp``. None if there is none."""
     match = re.match(r".*?\.[^.]*\.(\d+)\.", f".{name}")
     return None if match is None else int(match[1])
 
@@ -872,14 +878,14 @@ def _check_names_exist(
     *,
     any_match_suffices: bool = False,
 ) -> None:
-    """Raise UserError if a requested name is not the end of any module name.
+    """Check that each requested name is the suffix of a module name. Raises UserError if it is not.
 
     Args:
-        key: Setting of ``adapter`` with the names, used in error messages.
+        key: Setting in the section ``adapter`` that contains the names, used in error messages.
         requested_names: Names to check.
         module_names: Full names in the model.
-        suggested: Names to suggest as alternatives in the message.
-        any_match_suffices: Whether it is sufficient that one of the names matches.
+        suggested: Names that the message suggests as alternatives.
+        any_match_suffices: Whether one matching name is sufficient.
     """
     missing_names = [
         name
@@ -900,12 +906,12 @@ def _check_names_exist(
 
 
 def _list_last_components(names: list[str]) -> list[str]:
-    """List the distinct last components of module names, such as ``q_proj``, in sorted order."""
+    """Return the distinct last components of module names, such as ``q_proj``, sorted."""
     return sorted({name.rpartition(".")[2] for name in names})
 
 
 def _format_last_components(names: list[str]) -> str:
-    """Format the distinct last components of module names for an error message, at most eight of them."""
+    """Format the distinct last components of module names for an error message. Shows at most eight."""
     tails = _list_last_components(names)
     more = f" and {len(tails) - _MAX_SHOWN} more" if len(tails) > _MAX_SHOWN else ""
     return ", ".join(tails[:_MAX_SHOWN]) + more
@@ -951,7 +957,7 @@ def _check_tied_modules(model: PreTrainedModel, settings: Any, matcher: PatternM
 
 
 def _prepare_trained_tokens(model: PreTrainedModel, tied: bool, num_base_rows: int | None) -> None:
-    """Check ``trainable_token_indices``, and replace peft's lookup of the trained rows by a faster one.
+    """Check ``trainable_token_indices``, and replace peft's lookup of the trained rows with a faster one.
 
     peft copies the row indices to the device in each forward pass, and this causes a host sync.
 
@@ -961,8 +967,8 @@ def _prepare_trained_tokens(model: PreTrainedModel, tied: bool, num_base_rows: i
         num_base_rows: Vocabulary size before ``data.added_tokens``, or None if no tokens were added.
 
     Raises:
-        UserError: If a token is not in the vocabulary or is listed twice, or if the adapter would not save
-            the rows of added tokens.
+        UserError: If a token is not in the vocabulary or is listed twice, or if the adapter would not
+            save the rows of added tokens.
     """
     trained: dict[str, list[int]] = {}
     layers: list[tuple[str, Any]] = [*model.named_modules()]
@@ -996,10 +1002,10 @@ def _prepare_trained_tokens(model: PreTrainedModel, tied: bool, num_base_rows: i
 
 
 class _TableWithTrainedRows:
-    """Callable that returns the embedding table of a peft layer with its trained rows inserted.
+    """Callable that returns a peft layer's embedding table, with the trained rows inserted.
 
-    It replaces the layer's method ``get_merged_weights``, which copies the row indices to the device in each
-    forward pass. This class keeps the indices on the device.
+    It replaces the layer's method ``get_merged_weights``, which copies the row indices to the device in
+    each forward pass. This class keeps the indices on the device.
 
     Args:
         module: Layer of peft with ``trainable_tokens_delta``.
@@ -1025,16 +1031,17 @@ class _TableWithTrainedRows:
 
 
 def _map_base_names(model: PreTrainedModel, base_names_by_id: Mapping[int, str]) -> dict[str, str]:
-    """Map the tensors of a model with an adapter to the tensors of the base model that have their values.
+    """Map each tensor of a model with an adapter to the base model tensor that provides its value.
 
-    The trained copies of modules in ``modules_to_save`` are mapped to the original tensors.
+    The trained copy of a module in ``modules_to_save`` is mapped to the original module's tensors.
 
     Args:
         model: The model with the adapter. It still contains the tensor objects of the base model.
-        base_names_by_id: Names of the base model's tensors before the injection, by the ``id`` of the tensor.
+        base_names_by_id: Tensor names in the base model before the injection, keyed by the tensor's
+            ``id``.
 
     Returns:
-        Names in the base model, by the names in ``model``.
+        Names in the base model, keyed by the names in ``model``.
     """
     live = get_state_tensors(model)
     base_names = {
@@ -1059,7 +1066,8 @@ def _map_saved_names(model: PreTrainedModel) -> dict[str, str]:
 def _choose_frozen_dtype(config: RunConfig) -> torch.dtype:
     """Choose the dtype of the frozen weights from ``adapter.base`` and ``precision``.
 
-    For quantized formats, this is the compute dtype, which the weights that are not quantized have.
+    If ``adapter.base`` is a quantized format, return the compute dtype, which is used for the weights
+    that are not quantized.
 
     Raises:
         UserError: If the dtype is neither the compute dtype nor fp32.
@@ -1077,11 +1085,12 @@ def _choose_frozen_dtype(config: RunConfig) -> torch.dtype:
 
 
 def _cast_frozen_weights(model: PreTrainedModel, base_names: Mapping[str, str], dtype: torch.dtype) -> None:
-    """Cast the frozen weights of a model to a dtype, except the weights that transformers keeps in fp32.
+    """Cast the frozen weights to ``dtype``, except weights that transformers keeps in fp32.
 
     Args:
         model: The model with the adapter, on the meta device. It is changed in place.
-        base_names: Names of the tensors in the base model before the injection, by their names in ``model``.
+        base_names: Tensor names in the base model before the injection, keyed by the names in
+            ``model``.
         dtype: Dtype of the frozen weights.
     """
     fp32_names = transformers_internals.list_fp32_name_parts(model, fp16=dtype == torch.float16)

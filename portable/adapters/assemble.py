@@ -1,7 +1,7 @@
-"""Construction of a run's complete model, with adapter, on the meta device from its config and its data.
+"""Build the complete model of a run, including its adapter, on the meta device.
 
-Training, ``--dry-run``, ``--show-data`` and the planner all use these functions, so that they build the same
-model and report the same errors.
+Training, ``--dry-run``, ``--show-data`` and the planner share these functions, so they build the
+same model and report the same errors.
 """
 
 from __future__ import annotations
@@ -57,16 +57,15 @@ def assemble_model(
     tokenizer: Any,
     data: RunData | DataSizes,
 ) -> AssembledModel:
-    """Build the model of a run, with the vocabulary, special tokens and adapter that the run trains.
+    """Build the model of a run, with its final vocabulary, special tokens and adapter.
 
     Args:
         config: Config of the run.
-        model_config: Transformers config of the model, which is saved with the weights. It is changed in
-            place: it gets the final vocabulary size, the special tokens, and the changes of
-                ``model.function``.
+        model_config: Transformers config of the model, which is saved with the weights. It is changed
+            in place, to the final vocabulary size and special tokens, and by ``model.function``.
         special_tokens: Special tokens, built from ``model_config`` and ``config.model``.
-        tokenizer: Tokenizer of the data. None if it is not on this machine, so that special tokens do not
-            change.
+        tokenizer: Tokenizer of the data. If it is None, because it is not on this machine, the special
+            tokens do not change.
         data: Data of the run, or only its sizes.
 
     Raises:
@@ -108,10 +107,10 @@ def assemble_model(
 
 
 def check_parallel_support(model: PreTrainedModel, config: RunConfig) -> None:
-    """Check that ranks can share the sequences, layers and experts of ``model`` as the config requests.
+    """Check that ``model`` supports the context, tensor and expert parallelism set in ``config``.
 
     Raises:
-        UserError: If the model does not support the parallelism of the run.
+        UserError: If the model does not support one of them.
     """
     if config.context_parallel_size > 1:
         from portable.model.context_parallel_support import check_context_parallel_support
@@ -128,7 +127,7 @@ def check_parallel_support(model: PreTrainedModel, config: RunConfig) -> None:
 
 
 class InspectedRun(NamedTuple):
-    """The model of a run on the meta device, and the sizes of its data.
+    """A run's model, on the meta device, and the sizes of its data.
 
     Attributes:
         assembled: Model and adapter.
@@ -145,7 +144,7 @@ def inspect_run(config: RunConfig) -> InspectedRun:
     Data is neither downloaded nor written. ``--dry-run`` and the planner use this function.
 
     Raises:
-        UserError: If a run would refuse the config, the model or the data.
+        UserError: If a run with this config would be rejected.
         MissingDataError: If the data is not on this machine.
     """
     model_config = models.load_model_config(config.model)
@@ -161,13 +160,13 @@ def inspect_run(config: RunConfig) -> InspectedRun:
 
 
 def resolve_defaults(config: RunConfig) -> RunConfig:
-    """Resolve the settings that depend on the files of the adapter, the data and the model.
+    """Resolve the settings whose values depend on the files of the adapter, the data or the model.
 
-    These are the settings of the section ``adapter``, ``data.format``, and the defaults of ``data.seq_len``
-    and ``data.packing``. Data is not downloaded. If the data is missing, ``data.format`` does not change.
+    This concerns the section ``adapter``, ``data.format``, and the defaults of ``data.seq_len`` and
+    ``data.packing``. Data is not downloaded: if it is missing, ``data.format`` keeps its value.
 
     Raises:
-        UserError: If a run would refuse the files.
+        UserError: If a run would reject the files.
     """
     config = resolve_adapter_config(config)
     try:
@@ -179,12 +178,12 @@ def resolve_defaults(config: RunConfig) -> RunConfig:
 
 
 class PlanInputs(NamedTuple):
-    """Inputs of a memory plan, the result of :func:`resolve_and_build_model`.
+    """Inputs of a memory plan, returned by :func:`resolve_and_build_model`.
 
     Attributes:
         config: The resolved config.
         model: Model of the run, with its adapter, on the meta device.
-        sizes: Sizes of the data. None if the data was not read, because it is missing or was not requested.
+        sizes: Sizes of the data. None if the data is missing or was not requested.
     """
 
     config: RunConfig
@@ -197,11 +196,10 @@ def resolve_and_build_model(config: RunConfig, *, with_data: bool = True) -> Pla
 
     Args:
         config: Config of the run.
-        with_data: Whether to read the data and the tokenizer. If they are not on this machine, the function
-            continues without them.
+        with_data: Whether to read the data and the tokenizer, if they are on this machine.
 
     Raises:
-        UserError: If a run would refuse the config.
+        UserError: If a run with this config would be rejected.
     """
     config = resolve_defaults(config) if with_data else resolve_adapter_config(config)
     build_training_loss(config)  # raises an error if the loss does not exist
@@ -221,8 +219,9 @@ def resolve_and_build_model(config: RunConfig, *, with_data: bool = True) -> Pla
 def build_data_arguments(config: RunConfig, model_config: PretrainedConfig) -> dict[str, Any]:
     """Build the keyword arguments of ``build_data`` that depend on the model's config and the loss.
 
-    They include the name of the pretrained model and the vocabulary size, because ``build_data`` uses the
-    tokenizer of the pretrained model if ``data.tokenizer`` is null, or trains a tokenizer of this size.
+    They include the name of the pretrained model and the vocabulary size. If ``data.tokenizer`` is
+    null, ``build_data`` loads the tokenizer of the pretrained model. Without a pretrained model, it
+    trains a tokenizer with this vocabulary size.
 
     Returns:
         Keyword arguments for ``build_data`` and ``inspect_data_sizes``.

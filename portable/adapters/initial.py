@@ -1,7 +1,7 @@
-"""Initial values of an adapter, computed layer by layer when they are read.
+"""Initial values of an adapter, computed lazily, one layer at a time.
 
-Each layer is initialized by peft's code, on the CPU and with a seed that is derived from the layer's name.
-All ranks therefore compute equal values, and no rank has the values of all layers in memory.
+peft's own code initializes each layer, on the CPU and with a seed derived from the layer's name.
+All ranks therefore compute the same values, and no rank keeps the values of all layers in memory.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _BLOCK_ROWS = 1024
 
 
 class BaseDependentValue(NamedTuple):
-    """Initial value of an adapter tensor that is computed from a weight of the base model.
+    """Initial value of an adapter tensor, computed from a weight of the base model.
 
     Attributes:
         value: Object whose method ``build_tensor`` computes the value from the weight.
@@ -44,7 +44,7 @@ class BaseDependentValue(NamedTuple):
 
 
 class InitialValues(NamedTuple):
-    """Initial values of an adapter by parameter name, which are computed when they are read.
+    """Initial values of an adapter, keyed by parameter name. They are computed when they are read.
 
     Attributes:
         values: Values that do not depend on the base model.
@@ -58,13 +58,13 @@ class InitialValues(NamedTuple):
 def build_initial_values(
     model: nn.Module, config: Any, seed: int, base_names: Mapping[str, str]
 ) -> InitialValues:
-    """Build the initial values that peft gives to each of its layers, without computing them yet.
+    """Build the initial values of all peft layers. Each value is computed when it is read.
 
     Args:
         model: Model with the adapter, on the meta device.
         config: peft's config.
         seed: Seed of the run.
-        base_names: Names of the base weights before the adapter was injected, by their names in ``model``.
+        base_names: Names of the base weights before the injection, keyed by their names in ``model``.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -97,7 +97,7 @@ def build_initial_values(
 
 
 class _DetachedPeftLayer:
-    """Copy of a peft layer without the adapted module, which peft's code initializes on the CPU.
+    """Copy of a peft layer, without the module that it adapts. peft's code initializes it on the CPU.
 
     Args:
         module: Layer of peft in the model, on the meta device.
@@ -119,7 +119,7 @@ class _DetachedPeftLayer:
     def compute_all_values(self) -> dict[str, torch.Tensor]:
         """Return the initial values of all parameters of the layer, keyed by name.
 
-        The values of the latest layer are cached, and replace the values of the layer before.
+        Only the values of the most recent layer are cached.
         """
         if _DetachedPeftLayer._latest_values is None or _DetachedPeftLayer._latest_values[0] is not self:
             _DetachedPeftLayer._latest_values = (self, self._initialize_on_cpu())
@@ -130,9 +130,9 @@ class _DetachedPeftLayer:
         return self.compute_all_values()[name]
 
     def _initialize_on_cpu(self) -> dict[str, torch.Tensor]:
-        """Initialize a copy of the layer on the CPU with the layer's seed, and return its parameters by name.
+        """Initialize a copy of the layer on the CPU with the layer's seed. Return its parameters by name.
 
-        Torch's random state does not change.
+        The global random state of torch is not changed.
         """
         parts = {name: copy.deepcopy(child) for name, child in self._module.named_children()}
         module = torch_internals.copy_with_submodules(self._module, parts)
@@ -150,7 +150,7 @@ def _initialize_parameters(module: Any, init: Any) -> None:
 
     Args:
         module: LoRA or IA3 layer of peft, with parameters on the CPU.
-        init: Value of ``init_lora_weights`` in peft's config. If it is false, LoRA weights get the default
+        init: Value of ``init_lora_weights`` in peft's config. If False, LoRA weights get the default
             initialization of their modules. IA3 layers ignore it.
     """
     if hasattr(module, "reset_ia3_parameters"):
@@ -171,7 +171,7 @@ def _initialize_parameters(module: Any, init: Any) -> None:
 
 
 class _BaseLayerStub(nn.Module):
-    """Replacement for the adapted module in a copied peft layer, from which peft reads only the dtype."""
+    """Stub for the adapted module in a copied peft layer. peft reads only its dtype."""
 
     weight = torch.zeros(())
 
@@ -210,7 +210,7 @@ class TrainedTokenRows:
 
 
 class DoraMagnitudes:
-    """Initial magnitudes of DoRA: for each output, the norm of its row in base weight plus LoRA update.
+    """Initial magnitudes of DoRA: the row norms of the base weight plus the LoRA update.
 
     Args:
         layer: Detached copy of the layer, which computes the initial LoRA factors.
@@ -227,7 +227,7 @@ class DoraMagnitudes:
         """Dtype of the base weight in training, to which the stored weight is rounded before it is used."""
 
     def build_tensor(self, weight: ReadableTensor) -> _DoraMagnitudesTensor:
-        """Return the magnitudes for a base weight as a lazily read tensor."""
+        """Return the magnitudes for a base weight as a tensor that is computed when it is read."""
         return _DoraMagnitudesTensor(self, weight)
 
     def compute_magnitudes(self, weight: ReadableTensor, rows: slice | None) -> torch.Tensor:
@@ -235,10 +235,10 @@ class DoraMagnitudes:
 
         Args:
             weight: The base weight.
-            rows: Range of outputs with start and stop. All outputs if None.
+            rows: Range of outputs, a slice with start and stop. None computes all outputs.
 
         Returns:
-            Magnitudes, fp32 ``[outputs in the range]``.
+            fp32 magnitudes, ``[outputs in the range]``.
         """
         layer_values = self._layer.compute_all_values()
         if self._is_embedding:
@@ -268,7 +268,7 @@ class DoraMagnitudes:
 
 
 class _DoraMagnitudesTensor:
-    """Lazily read tensor with DoRA's magnitudes for one base weight.
+    """DoRA's magnitudes for one base weight, as a tensor that is computed when it is read.
 
     Args:
         lengths: Object that computes the magnitudes.

@@ -1,4 +1,4 @@
-"""Check before a run that its adapter will be mergeable into the base model."""
+"""Check before training that the adapter of a run can be merged into the base model."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ if TYPE_CHECKING:
 
 
 def check_adapter_can_be_merged(adapter: Adapter) -> None:
-    """Check that the base model has every tensor that the adapter changes, in a format that can be changed.
+    """Check that an adapter can be merged into the base model.
 
-    The check runs before training, because a run with ``checkpoint.export: merged`` would otherwise fail at
-    its end. It uses only names and shapes. It does nothing if the base model has random weights.
+    Without this check before training, a run with ``checkpoint.export: merged`` would only fail at its
+    end. The check uses names and shapes. It does nothing if the base model has random weights.
 
     Args:
         adapter: Adapter of the run.
 
     Raises:
-        UserError: If the base model lacks a parameter, or stores it in a format that cannot be changed.
+        UserError: If the base model lacks a parameter that the adapter changes, or stores it in a
+            format that cannot be changed.
     """
     if adapter.base_checkpoint is None:
         return

@@ -1,4 +1,4 @@
-"""Conversion of adapter settings between the section ``adapter``, files in peft's format, and peft's config.
+"""Convert adapter settings between the section ``adapter``, files in peft's format, and peft's config.
 
 :func:`resolve_adapter_config` reads a file in peft's format into the section ``adapter``.
 :func:`build_peft_config` converts the section to peft's config.
@@ -107,15 +107,16 @@ _PEFT_TASKS = {
 def resolve_adapter_config(config: RunConfig) -> RunConfig:
     """Read the file of ``adapter.name_or_path`` or ``adapter.config`` into the section ``adapter``.
 
-    Folders of runs are replaced by the exported models in them first (:func:`replace_runs_by_exports`). If
-    neither setting is set, nothing else changes. An adapter on the Hub is downloaded.
+    First replaces folders of runs by their exported models (:func:`replace_runs_by_exports`). If
+    neither setting is set, that is the only change. An adapter on the Hub is downloaded.
 
     Returns:
-        A new config. It also contains the complete file, for keys without a setting in the section.
+        A new config. It also contains the complete file, because some of its keys have no counterpart
+        in the section.
 
     Raises:
-        UserError: If the file cannot be read, contradicts a setting of the user, or contains a setting that
-            is not supported.
+        UserError: If the file cannot be read, contradicts a setting of the user, or contains a setting
+            that is not supported.
     """
     config = replace_runs_by_exports(config)
     adapter = config.adapter
@@ -173,14 +174,14 @@ def resolve_adapter_config(config: RunConfig) -> RunConfig:
 
 
 def replace_runs_by_exports(config: RunConfig) -> RunConfig:
-    """Replace each run that the config names as a model, tokenizer or adapter by the exported model in it.
+    """Replace runs that the config uses as model, tokenizer or adapter with their exported models.
 
     Returns:
-        A changed config, or ``config`` itself if it names no such folder.
+        A changed config, or ``config`` itself if it does not refer to a run.
 
     Raises:
-        UserError: If the run has no export, or if ``model.name_or_path`` is an adapter. The message gives the
-            settings or the command to use instead.
+        UserError: If a run has no exported model, or if ``model.name_or_path`` is an adapter. The
+            message states which settings or command to use.
     """
     changes = {}
     keys = ("model.name_or_path", "data.tokenizer", "adapter.name_or_path")
@@ -208,14 +209,14 @@ def replace_runs_by_exports(config: RunConfig) -> RunConfig:
 def _add_default_targets(
     config: RunConfig, document: dict[str, Any], kind: str, path: Path, key: str
 ) -> dict[str, Any]:
-    """Add the target modules that peft uses by default for the type of the model, if the file names none.
+    """Add peft's default target modules for the model type if the file does not specify any.
 
     Args:
         config: Config of the run.
         document: Content of the file.
         kind: Type of the adapter, ``lora`` or ``ia3``.
         path: Path of the file, used in error messages.
-        key: Setting that names the file, used in error messages.
+        key: Setting that refers to the file, used in error messages.
 
     Returns:
         A copy of the content with the target modules, or ``document`` itself if nothing is missing.
@@ -243,7 +244,7 @@ def _add_default_targets(
 
 
 def _to_setting_value(name: str, value: Any) -> Any:
-    """Normalize a value of peft's file or of the section ``adapter``, so that the two can be compared.
+    """Normalize a setting's value, so that peft's file and the section ``adapter`` can be compared.
 
     ``layers`` becomes a list, or None if it is empty. Lists of modules and parameters are sorted. Other
     values are returned unchanged.
@@ -266,8 +267,9 @@ def _read_peft_config(path: Path, key: str, folder: Path | None) -> dict[str, An
 
     Args:
         path: Path of the file.
-        key: Setting that names the file or its folder, used in error messages.
-        folder: Folder of the file, which symbolic links must not leave. None if the setting names the file.
+        key: Setting that refers to the file or its folder, used in error messages.
+        folder: Folder that contains the file. Symbolic links must not point outside it. None if the
+            setting is the path of the file.
 
     Raises:
         UserError: If the file does not exist, cannot be read, or does not contain a mapping.
@@ -287,7 +289,7 @@ def _read_peft_config(path: Path, key: str, folder: Path | None) -> dict[str, An
 
 
 def _check_supported_keys(document: Mapping[str, Any], kind: str, path: Path, key: str) -> None:
-    """Raise UserError if peft's file contains an unsupported key with a value other than its default."""
+    """Check that peft's file sets unsupported keys only to their defaults. Raises UserError otherwise."""
     supported = {*PEFT_KEYS[kind].values(), *_EXTRA_KEYS[kind], *_IGNORED_KEYS}
     defaults = _get_peft_defaults(kind)
     for name, value in document.items():
@@ -298,7 +300,7 @@ def _check_supported_keys(document: Mapping[str, Any], kind: str, path: Path, ke
 
 
 def _get_peft_defaults(kind: str) -> dict[str, Any]:
-    """Return the default value of each key of peft's files for the adapter type ``lora`` or ``ia3``."""
+    """Return peft's default for each key of an adapter config of type ``lora`` or ``ia3``."""
     return {
         field.name: field.default_factory() if field.default_factory is not MISSING else field.default
         for field in fields(_get_peft_config_class(kind))
@@ -315,7 +317,7 @@ def resolve_adapter_folder(name_or_path: str) -> Path:
     """Return the local folder of an adapter. An adapter on the Hub is downloaded unless it is cached.
 
     Args:
-        name_or_path: Path of a folder, or a name on the hub (``organization/name``).
+        name_or_path: Path of a folder, or a name on the Hub (``organization/name``).
 
     Raises:
         UserError: If the folder does not exist or cannot be downloaded.
@@ -350,11 +352,10 @@ def build_peft_config(config: RunConfig, revision: str | None, modules_to_save: 
     Args:
         config: Config of the run, after :func:`resolve_adapter_config`.
         revision: Commit of the base model on the Hub, or None.
-        modules_to_save: Names of modules that are trained completely, in addition to
-            ``adapter.modules_to_save``.
+        modules_to_save: Names of modules to train in full, in addition to ``adapter.modules_to_save``.
 
     Raises:
-        UserError: If peft refuses a value.
+        UserError: If peft rejects a value.
     """
     adapter, kind = config.adapter, config.adapter.type
     assert kind is not None

@@ -1,1 +1,1 @@
-"""Checkpoints of a run (saving, finding and restoring them), and checkpoints of other trainers."""
+"""Save, find and restore the checkpoints of a run, and read checkpoints of other trainers."""

@@ -1,8 +1,9 @@
-"""Checkpoints written by other trainers: detection of the trainer, and its counts of steps and samples.
+"""Open checkpoints written by other trainers: detect the trainer, and read its step and sample counts.
 
-:mod:`portable.converters` opens the shards of every program. This module finds the counts, which each program
-stores differently: the Hugging Face Trainer in ``trainer_state.json`` and ``scheduler.pt``, and DeepSpeed and
-torchtitan in the shards. Accelerate and PyTorch/XLA store only the step count of the optimizer.
+:mod:`portable.converters` opens the shards of every trainer. This module finds the counts, which
+are stored in different places: by the Hugging Face Trainer in ``trainer_state.json`` and
+``scheduler.pt``, and by DeepSpeed and torchtitan in the shards. Accelerate and PyTorch/XLA store
+only the step count of the optimizer.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ HALF_DTYPES = ("BF16", "F16")
 
 @dataclass(frozen=True)
 class SourcedCount:
-    """Count of steps or samples, with a description of the place in the checkpoint that it was read from."""
+    """Number of steps or samples, and the place in the checkpoint where it was found."""
 
     count: int
     source: str
@@ -60,9 +61,10 @@ class ExternalCheckpoint:
 
     Attributes:
         checkpoint: Contents of the shards.
-        folder: Folder with the other files of the checkpoint, which may be the parent of the shards' folder.
-        hf_trainer_state: Contents of ``trainer_state.json`` of the Hugging Face Trainer. None if there is no
-            such file.
+        folder: Folder with the other files of the checkpoint. It may be the parent of the folder with
+            the shards.
+        hf_trainer_state: Contents of ``trainer_state.json`` of the Hugging Face Trainer. None if there
+            is no such file.
     """
 
     checkpoint: Checkpoint
@@ -71,12 +73,12 @@ class ExternalCheckpoint:
 
     @property
     def root(self) -> AnyPath:
-        """Path of the folder with the shards, or of the file if there is only one."""
+        """Path of the folder with the shards, or of the checkpoint file if there are no shards."""
         return self.checkpoint.root
 
     @property
     def writer_description(self) -> str:
-        """Text that names the program that wrote the checkpoint, such as ``DeepSpeed ZeRO-3, 8 ranks``."""
+        """Name of the program that wrote the checkpoint, such as ``DeepSpeed ZeRO-3, 8 ranks``."""
         checkpoint, facts = self.checkpoint, self.checkpoint.metadata
         if checkpoint.format.startswith("deepspeed"):
             universal = ", universal" if checkpoint.format.endswith("universal") else ""
@@ -96,7 +98,7 @@ class ExternalCheckpoint:
 
     @property
     def optimizer(self) -> OptimizerState | None:
-        """State of the optimizer, or None if the checkpoint has none."""
+        """Optimizer state, or None if the checkpoint has none."""
         return self.checkpoint.optimizer
 
     @cached_property
@@ -116,10 +118,10 @@ class ExternalCheckpoint:
 
     @cached_property
     def num_parameters_by_optimizer_step(self) -> Counter[int]:
-        """Map from each step count in the optimizer state to the number of parameters that have it.
+        """Number of parameters per step count in the optimizer state, keyed by step count.
 
-        It has one entry unless some parameters had no gradient in some steps. Empty if the optimizer does not
-        count steps.
+        There is more than one entry only if some parameters had no gradient in some steps. Empty if the
+        optimizer does not count steps.
         """
         counts: Counter[int] = Counter()
         for values in self.optimizer.state.values() if self.optimizer is not None else ():
@@ -135,10 +137,10 @@ class ExternalCheckpoint:
 
     @cached_property
     def scheduler_state(self) -> Mapping[str, Any]:
-        """State of the learning rate scheduler that the Trainer or Accelerate saved.
+        """State of the learning rate scheduler, as saved by the Trainer or Accelerate.
 
-        The state is only shown to the user. Empty if it is missing, or if its pickle contains other objects
-        than plain data.
+        It is only shown to the user. Empty if it is missing, or if its pickle contains anything but plain
+        data.
         """
         for path in (self.folder / name for name in _SCHEDULER_FILES):
             if path.is_file():
@@ -151,10 +153,9 @@ class ExternalCheckpoint:
         return {}
 
     def rename_to_model_names(self, model: Any) -> ExternalCheckpoint:
-        """Return a copy of this checkpoint in which tensors have the parameter names of a model.
+        """Return a copy of this checkpoint whose tensors have the parameter names of a model.
 
-        Renaming is necessary because torchtitan uses its own names, and because the published names of many
-        models differ from the names in memory.
+        torchtitan uses its own names, and many published models use other names than the model in memory.
 
         Args:
             model: The transformers model.
@@ -171,7 +172,7 @@ class ExternalCheckpoint:
         return replace(self, checkpoint=checkpoint)
 
     def build_info_rows(self) -> list[tuple[str, str]]:
-        """Build the table that ``--resume-info`` prints, as pairs of a title and a value."""
+        """Build the table that ``--resume-info`` prints, as (title, value) pairs."""
         tensors = self.checkpoint.tensors
         elements = sum(tensor.numel for tensor in tensors.values())
         rows = [
@@ -195,7 +196,7 @@ class ExternalCheckpoint:
     def _describe_optimizer(self) -> str:
         """Describe the optimizer state for ``--resume-info``: its tensors, dtypes and step counts.
 
-        If there is no state, or if it cannot be read without the model, the description contains the reason.
+        If it is missing or cannot be read without the model, the description states the reason.
         """
         try:
             optimizer = self.optimizer
@@ -228,14 +229,14 @@ def open_external_checkpoint(
 
     Args:
         path: Value of ``checkpoint.resume``, a path or URL.
-        parameter_order: Names of the model's parameters in module order, to which some formats refer by
-            number. Empty if the model is not known.
-        build_once: Function that writes a file in one process of each node, for formats that need an index.
-            None if only one rank opens the checkpoint.
+        parameter_order: Names of the model's parameters, in module order. Some formats store only the
+            index in this list. Empty if the model is not known.
+        build_once: Function that writes a file in only one process per node, for formats that need an
+            index file. None if only one rank opens the checkpoint.
 
     Returns:
-        The checkpoint. None if ``path`` does not exist, or if this program wrote the checkpoint, complete or
-        not.
+        The checkpoint. None if ``path`` does not exist, or if it is a complete or incomplete checkpoint
+        of this project.
 
     Raises:
         DamagedError: If the checkpoint cannot be opened in any format.
@@ -268,15 +269,15 @@ def open_external_for_model(
     Args:
         path: Value of ``checkpoint.resume``, a path or URL.
         model: Model of the run.
-        adapter: Adapter in ``model``. If it is not None, the checkpoint must contain the same adapter.
+        adapter: Adapter in ``model``, or None. The checkpoint must contain the same adapter.
         build_once: See :func:`open_external_checkpoint`.
 
     Returns:
-        The checkpoint, or None; see :func:`open_external_checkpoint`. With an adapter, it contains only the
-        tensors of the adapter, under the names of ``model``.
+        The checkpoint, or None as in :func:`open_external_checkpoint`. For an adapter, it contains only
+        the adapter's tensors, under their names in ``model``.
 
     Raises:
-        UserError: If the run trains an adapter, and the checkpoint contains a different adapter or none.
+        UserError: If ``adapter`` is set, but the checkpoint contains a different adapter or none.
         DamagedError: If the checkpoint cannot be opened in any format.
     """
     names = [name for name, _ in model.named_parameters()] if adapter is None else adapter.saved_names
@@ -287,11 +288,11 @@ def open_external_for_model(
 
 
 def is_run_checkpoint(folder: AnyPath) -> bool:
-    """Return whether this program wrote the checkpoint in ``folder``, complete or not.
+    """Return whether this project wrote the checkpoint in ``folder``, even if it is incomplete.
 
-    If there is a ``trainer_state.json``, the result is True unless the Hugging Face Trainer wrote that file.
-    Without this file, the folder must contain a ``config.json`` and have a name such as ``step-000100``,
-    which may have the prefix or suffix of an unfinished or damaged checkpoint.
+    If ``trainer_state.json`` exists, return True unless the Hugging Face Trainer wrote it. Otherwise,
+    the folder must contain a ``config.json`` and have a name such as ``step-000100``, possibly with the
+    prefix or suffix that marks unfinished or damaged checkpoints.
     """
     if path_exists(folder / STATE_FILE):
         return _read_hf_trainer_state(folder) is None
@@ -299,10 +300,10 @@ def is_run_checkpoint(folder: AnyPath) -> bool:
 
 
 def read_run_state(path: AnyPath) -> TrainerState | None:
-    """Read ``trainer_state.json`` of a checkpoint of this program.
+    """Read the ``trainer_state.json`` of a checkpoint that this project wrote.
 
     Args:
-        path: Checkpoint, or output folder of a run, whose newest checkpoint is then read.
+        path: Checkpoint folder, or the output folder of a run to read its newest checkpoint.
 
     Returns:
         The state. None if another program wrote the checkpoint, or if ``path`` does not exist.
@@ -314,7 +315,9 @@ def read_run_state(path: AnyPath) -> TrainerState | None:
 
 
 def read_step_of_any_checkpoint(path: AnyPath, external_step: int) -> int:
-    """Return the step of a checkpoint of this program, in which skipped updates count as steps.
+    """Return the step at which a checkpoint was saved.
+
+    If this project wrote the checkpoint, the step is read from it and includes skipped updates.
 
     Args:
         path: Path of the checkpoint.
@@ -328,7 +331,8 @@ def _read_hf_trainer_state(folder: AnyPath) -> dict[str, Any] | None:
     """Read the Hugging Face Trainer's ``trainer_state.json``.
 
     Returns:
-        The contents. None if there is no valid file, or if this program wrote it, which uses other keys.
+        The contents. None if there is no valid file, or if it has the keys of this project's own
+        format.
     """
     try:
         values = read_json_file(folder / STATE_FILE)
@@ -341,12 +345,12 @@ def _read_hf_trainer_state(folder: AnyPath) -> dict[str, Any] | None:
 
 
 def to_float(value: StoredTensor | float | bool) -> float:
-    """Convert a number or one-element tensor of a checkpoint to a float."""
+    """Convert a number or a one-element tensor to a float."""
     return float(value.read().reshape(-1)[0]) if isinstance(value, StoredTensor) else float(value)
 
 
 def _build_optional_row(title: str, values: Mapping[str, Any], keys: Sequence[str]) -> list[tuple[str, str]]:
-    """Build a table row from the ``keys`` that exist in ``values``. Returns no row if none exists."""
+    """Build a table row from the values of the given keys. Empty if ``values`` has none of them."""
     parts = [f"{key} {values[key]}" for key in keys if values.get(key) is not None]
     return [(title, ", ".join(parts))] if parts else []
 
@@ -354,7 +358,7 @@ def _build_optional_row(title: str, values: Mapping[str, Any], keys: Sequence[st
 def _is_nonscalar_tensor(value: object) -> bool:
     """Return whether a stored value is a tensor with at least one dimension, such as a moment.
 
-    Step counts are numbers or scalar tensors.
+    In contrast, step counts are numbers or scalar tensors.
     """
     return isinstance(value, StoredTensor) and bool(value.shape)
 

@@ -1,4 +1,4 @@
-"""Selection of the tensors in a checkpoint that a model needs, before each rank loads its slices of them."""
+"""Select the tensors in a checkpoint that a model needs, before each rank loads its slices."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StoredState:
-    """Training state of a model in a checkpoint, read lazily.
+    """Weights and optimizer state of a model in a checkpoint, read lazily.
 
     Attributes:
         weights: Stored tensors of the model, keyed by name. Tied parameters have one entry.
-        optimizer: Optimizer state of each trained parameter, keyed by parameter name and then by entry name
-            (``exp_avg``, ``step``, ...). Parameters that have never had a gradient are missing.
+        optimizer: Optimizer state of each trained parameter, keyed by parameter name and then by entry
+            name (``exp_avg``, ``step``, ...). Parameters that have never had a gradient are missing.
     """
 
     weights: Mapping[str, ReadableTensor]
@@ -34,7 +34,7 @@ class StoredState:
 
 
 def match_checkpoint_to_model(checkpoint: Checkpoint, model: nn.Module) -> StoredState:
-    """Select the tensors and the optimizer state that a model needs from a checkpoint.
+    """Select the tensors and the optimizer state in a checkpoint that a model needs.
 
     Args:
         checkpoint: Checkpoint with the parameter names of the model.
@@ -44,7 +44,8 @@ def match_checkpoint_to_model(checkpoint: Checkpoint, model: nn.Module) -> Store
         The weights and the optimizer state of the model.
 
     Raises:
-        CheckpointError: If a tensor of the model or the optimizer state of a trained parameter is missing.
+        CheckpointError: If a tensor of the model or the optimizer state of a trained parameter is
+            missing.
     """
     weights: dict[str, ReadableTensor] = dict(checkpoint.tensors)
     for name, others in map_tied_names(model).items():

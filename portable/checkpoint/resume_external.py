@@ -1,9 +1,9 @@
-"""Matching of a checkpoint written by another program to a run, so that the run can resume from it.
+"""Match a checkpoint from another program to a run, so that the run can resume from it.
 
-The weights and the optimizer state are used without changes. If an optimizer setting in the checkpoint
-differs from a default of the run, there is an error, so that the user sets the value explicitly. If it
-differs from a value that the user has set, the difference is only reported. The run, not the checkpoint,
-determines the data order and the learning rate.
+The weights and the optimizer state are used unchanged. If an optimizer setting in the checkpoint
+differs from a default of the run, the run stops with an error until the user sets it explicitly. If
+the user has set it, the difference is only reported. The data order and the learning rate come from
+the run, not from the checkpoint.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ _UPDATE_RULE_FLAGS: dict[str, dict[str, bool]] = {
 
 @dataclass(frozen=True)
 class AdoptedCheckpoint:
-    """Checkpoint written by another program and matched to the run.
+    """Checkpoint from another program, matched to the run.
 
     Attributes:
         checkpoint: Tensors and optimizer state of the model, for an engine to load.
         step: Step at which the run starts.
-        samples: Position in the data at which the run starts, as a number of consumed sequences.
-        summary_rows: Table for the user with two columns, which describes the restored state.
-        warnings: Warnings for the user, for example about weights in 16 bits.
+        samples: Number of sequences consumed before the run starts, which is its position in the data.
+        summary_rows: Rows of a two-column table that describes the restored state to the user.
+        warnings: Warnings for the user, for example about 16-bit weights.
     """
 
     checkpoint: Checkpoint
@@ -64,7 +64,7 @@ class AdoptedCheckpoint:
     warnings: list[str]
 
     def check_steps_remain(self, end_step: int) -> None:
-        """Raise UserError if the checkpoint is already at or after the last step of the run.
+        """Check that the checkpoint is before the last step of the run. Raises UserError if it is not.
 
         Args:
             end_step: Step after which the run ends.
@@ -83,10 +83,10 @@ def adopt_external_checkpoint(
     model: nn.Module,
     learning_rate_at: Callable[[int], float],
 ) -> AdoptedCheckpoint:
-    """Match a checkpoint written by another program to the run.
+    """Match a checkpoint from another program to the run.
 
     Args:
-        external: Checkpoint that was opened with the order of the model's parameters.
+        external: Checkpoint, opened with the model's parameter order.
         config: Config of the run.
         model: Unsharded model on any device.
         learning_rate_at: Function that returns the run's learning rate at a step, for the summary.
@@ -95,8 +95,8 @@ def adopt_external_checkpoint(
         The matched checkpoint.
 
     Raises:
-        UserError: If the checkpoint belongs to another model or optimizer, if the step is ambiguous, or if a
-            setting has to be set explicitly.
+        UserError: If the checkpoint belongs to another model or optimizer, if the step is ambiguous, or
+            if the user has to set a setting explicitly.
         DamagedError: If the checkpoint is damaged.
     """
     try:
@@ -120,14 +120,14 @@ def _build_resume_error(external: ExternalCheckpoint, reason: str, remedy: str) 
 
     Args:
         external: The checkpoint.
-        reason: Predicate that follows the path of the checkpoint, such as ``has no optimizer state``.
+        reason: Text that follows the path of the checkpoint, such as ``has no optimizer state``.
         remedy: Instruction for the user.
     """
     return UserError(f"checkpoint.resume: {external.root} {reason}; {remedy}")
 
 
 def _suggest_weights_only(external: ExternalCheckpoint) -> str:
-    """Build the advice for error messages on how to start from only the weights of a checkpoint."""
+    """Describe how to start from only the weights of a checkpoint. Used in error messages."""
     checkpoint = external.checkpoint
     if checkpoint.format in ("safetensors", "torch") and "config.json" in checkpoint.companions:
         return f"to start from only its weights, set model.name_or_path to {external.root} instead"
@@ -138,7 +138,7 @@ def _suggest_weights_only(external: ExternalCheckpoint) -> str:
 
 
 class MatchedWeights(NamedTuple):
-    """Weights of an external checkpoint that fit a model."""
+    """Weights in an external checkpoint, matched to a model."""
 
     tensors: dict[str, StoredTensor]
     """Stored tensors of the model, by the model's names. Tied parameters have one entry."""
@@ -147,15 +147,15 @@ class MatchedWeights(NamedTuple):
 
 
 def _match_weights_to_model(external: ExternalCheckpoint, model: nn.Module) -> MatchedWeights:
-    """Select the stored tensors of a model, and rename tied weights to the first name in the model.
+    """Select the tensors that a model needs. Each tied weight gets its first name in the model.
 
     Args:
         external: Checkpoint with the parameter names of the model.
         model: Unsharded model on any device.
 
     Raises:
-        UserError: If a tensor is missing or unexpected, if its shape does not match, or if the checkpoint and
-            the model tie different weights.
+        UserError: If a tensor is missing or unexpected, if its shape does not match, or if different
+            weights are tied in the checkpoint and in the model.
     """
     model_tensors = get_checkpointed_tensors(model)
     tensors = dict(external.checkpoint.tensors)
@@ -212,17 +212,17 @@ def _match_weights_to_model(external: ExternalCheckpoint, model: nn.Module) -> M
 
 
 class _ResumeMatcher:
-    """Matching of an external checkpoint with optimizer state to a run.
+    """Matcher of an external checkpoint, with its optimizer state, to a run.
 
     Args:
         external: Checkpoint with the parameter names of the model.
-        optimizer: State of its optimizer.
+        optimizer: Optimizer state in the checkpoint.
         config: Config of the run.
         model: Unsharded model on any device.
 
     Attributes:
         trained: Trained parameters, keyed by name.
-        notes: Differences between the checkpoint and the run that are reported to the user.
+        notes: Differences between the checkpoint and the run, to report to the user.
     """
 
     def __init__(
@@ -242,7 +242,7 @@ class _ResumeMatcher:
 
         Args:
             tensors: Weights, keyed by the names of the model.
-            warnings: Warnings about the weights. A warning about the optimizer state may be appended.
+            warnings: Warnings about the weights. This method may append one about the optimizer state.
             learning_rate_at: Function that returns the run's learning rate at a step.
         """
         self.check_update_rule()
@@ -287,19 +287,20 @@ class _ResumeMatcher:
     # -- the optimizer -----------------------------------------------------------------------------------
 
     def build_optimizer_state(self, step: int) -> dict[str, ParameterState]:
-        """Select the stored entries that the optimizer of the run needs, for every parameter with an update.
+        """Select the stored entries that the run's optimizer needs, for every updated parameter.
 
-        Entries that the optimizer does not use are added to the notes.
+        Stored entries that the optimizer does not use are listed in the notes.
 
         Args:
-            step: Step count for parameters whose stored state has none.
+            step: Step count to use for parameters without a stored step count.
 
         Returns:
-            Entries by parameter name and entry name. Parameters that never had a gradient are missing.
+            Entries, keyed by parameter name and then by entry name. Parameters that never had a gradient
+            are not included.
 
         Raises:
-            UserError: If the state belongs to another optimizer, if the optimizer has not taken a step, or if
-                a parameter that the run trains has no state.
+            UserError: If the state belongs to another optimizer, if the optimizer has not taken a step, or
+                if a trained parameter has no state.
         """
         optimizer, kind = self.optimizer, self.config.train.optimizer
         tables = set(list_embedding_weights(self.model))
@@ -355,12 +356,12 @@ class _ResumeMatcher:
         return state
 
     def _suggest_other_optimizer(self, values: Mapping[str, object]) -> str:
-        """Build the advice for error messages: an optimizer that fits the stored state of a parameter.
+        """Suggest an optimizer that fits the stored state of a parameter. Used in error messages.
 
-        If no optimizer fits, the advice is to start from only the weights.
+        If none fits, suggest starting from only the weights.
 
         Args:
-            values: Stored state of a parameter by entry name.
+            values: Stored state of a parameter, keyed by entry name.
         """
         fits = {"adamw": {"exp_avg", "exp_avg_sq"}, "sgd": {"momentum_buffer"}}
         for name, needed in fits.items():
@@ -369,7 +370,11 @@ class _ResumeMatcher:
         return _suggest_weights_only(self.external)
 
     def check_update_rule(self) -> None:
-        """Raise UserError if a flag of the stored optimizer, such as ``amsgrad``, changes the update rule."""
+        """Check that no flag of the stored optimizer, such as ``amsgrad``, changes the update rule.
+
+        Raises:
+            UserError: If there is such a flag.
+        """
         kind = self.config.train.optimizer
         for group in self.optimizer.param_groups:
             for name, ours in _UPDATE_RULE_FLAGS.get(kind, {}).items():
@@ -386,7 +391,7 @@ class _ResumeMatcher:
     def check_optimizer_settings(self) -> None:
         """Compare the settings of the stored optimizer with the settings of the run.
 
-        A difference to a value that the user has set is added to the notes.
+        Differences from values that the user has set explicitly are added to the notes.
 
         Raises:
             UserError: If a setting differs from a default of the run.
@@ -407,10 +412,10 @@ class _ResumeMatcher:
         ]
 
     def _iter_stored_settings(self) -> Iterator[tuple[str, Any]]:
-        """Yield the names, as in the run's config, and values of the settings of the stored optimizer.
+        """Yield the name of each optimizer setting of the run, and its value in the checkpoint.
 
-        A setting that has different values in different parameter groups is not yielded. If it differs from
-        the run, it is added to the notes.
+        A setting whose value differs between parameter groups is not yielded. If it differs from the run,
+        it is added to the notes.
         """
         kind = self.config.train.optimizer
         groups = [group for group in self.optimizer.param_groups if group.get("params")]
@@ -456,9 +461,9 @@ class _ResumeMatcher:
             self._note_group_differences("initial_lr", "train.learning_rate")
 
     def _note_group_differences(self, key: str, setting: str) -> None:
-        """Compare a setting that has several values in the stored parameter groups with the run's groups.
+        """Compare a setting, parameter by parameter, between the stored parameter groups and the run.
 
-        A note is added if the value of any parameter differs.
+        Used if the stored groups have different values. Adds a note if the value differs for any parameter.
 
         Args:
             key: Name of the setting in the stored parameter groups.
@@ -482,7 +487,7 @@ class _ResumeMatcher:
             )
 
     def _describe_learning_rate(self, step: int, learning_rate_at: Callable[[int], float]) -> str:
-        """Describe for the user which learning rate the next step has, and which stored rate is not used."""
+        """Describe the learning rate of the next step, and mention the stored rate, which is not used."""
         train = self.config.train
         rates = [group["lr"] for group in self.optimizer.param_groups if _is_number(group.get("lr"))]
         last = f" of {float(rates[0]):.4g}" if rates else ""
@@ -496,11 +501,11 @@ class _ResumeMatcher:
     def determine_step_count(self) -> SourcedCount:
         """Determine the step at which the run starts.
 
-        ``checkpoint.resume_step`` has priority, followed by the counts in the checkpoint and the step count
-        of the optimizer.
+        The sources, in order of priority: ``checkpoint.resume_step``, the counts in the checkpoint, and the
+        step count of the optimizer.
 
         Raises:
-            UserError: If no source has the number, or if the sources disagree.
+            UserError: If no source contains the step, or if the sources disagree.
         """
         counts, parameters_by_step = self.external.step_counts, self.external.num_parameters_by_optimizer_step
         most_optimizer_steps = max(parameters_by_step, default=0)
@@ -542,8 +547,8 @@ class _ResumeMatcher:
     def determine_sample_count(self, step: int) -> SourcedCount:
         """Determine the number of consumed sequences, which is the position in the data.
 
-        ``checkpoint.resume_samples`` has priority, followed by the count in the checkpoint. Without a count,
-        or with ``checkpoint.resume_step``, the result is the step times the global batch size.
+        Returns ``checkpoint.resume_samples`` if it is set, otherwise the count in the checkpoint. If there
+        is none, or if ``checkpoint.resume_step`` is set, returns the step times the global batch size.
         """
         resume_samples, counted = self.config.checkpoint.resume_samples, self.external.sample_count
         if resume_samples is not None:
@@ -556,7 +561,7 @@ class _ResumeMatcher:
 
 
 def _shorten_names(names: list[str]) -> str:
-    """Join the first three names for an error message, and add the number of further names."""
+    """Format a list of names for an error message: the first three, and the number of the rest."""
     more = f" and {len(names) - _MAX_NAMES_SHOWN} more" if len(names) > _MAX_NAMES_SHOWN else ""
     return ", ".join(names[:_MAX_NAMES_SHOWN]) + more
 
@@ -566,12 +571,12 @@ def _is_number(value: object) -> bool:
 
 
 def _to_hashable(value: Any) -> Any:
-    """Convert a stored setting to a float or a tuple of floats, because lists cannot be elements of a set."""
+    """Convert a stored setting to a float or a tuple of floats, because lists are not hashable."""
     return tuple(float(item) for item in value) if isinstance(value, list | tuple) else float(value)
 
 
 def _is_close(theirs: Any, ours: Any) -> bool:
-    """Return whether two settings, numbers or tuples of numbers, are equal up to rounding to fp32."""
+    """Return whether two settings (numbers or tuples of numbers) are equal up to fp32 rounding."""
     if isinstance(theirs, tuple):
         return len(theirs) == len(ours) and all(map(_is_close, theirs, ours))
     return bool(abs(theirs - ours) <= 1e-6 * max(abs(theirs), abs(ours)))

@@ -1,13 +1,13 @@
-"""Store of the checkpoints of a run, which saves, lists and deletes them.
+"""Save, list and delete the checkpoints of a run.
 
-A checkpoint is a folder ``<run>/checkpoints/step-000100/``. It contains the shards in the strategy's native
-format, the model's config and tokenizer, ``trainer_state.json``, and a manifest with the checksums of all
-files (see :mod:`portable.converters.manifest`).
+A checkpoint is a folder ``<run>/checkpoints/step-000100/``. It contains the shards in the
+strategy's native format, the model's config and tokenizer, ``trainer_state.json``, and a manifest
+with the checksums of all files (see :mod:`portable.converters.manifest`).
 
-On a shared disk, the ranks write to ``.step-000100.partial``. Rank 0 renames it once all files are complete.
-A folder named after a step is therefore always a complete checkpoint, even if the run was killed. If the run
-is in an object store, each rank writes to a local folder that its publisher uploads, and a marker object that
-is uploaded last completes the checkpoint.
+On a shared disk, the ranks write to ``.step-000100.partial``. Rank 0 renames it once all files are
+complete. A folder with the final name is therefore always a complete checkpoint, even if the run
+was killed. With an object store, each rank writes to a local folder, and its publisher uploads the
+files. A marker object, which is uploaded last, shows that the checkpoint is complete.
 """
 
 from __future__ import annotations
@@ -80,12 +80,12 @@ class _PendingSave(Generic[P]):
     Attributes:
         final: Path or URL of the complete checkpoint.
         local_folder: Local folder that this rank writes to until the checkpoint is complete.
-        write_files: Function that waits for the shards, adds the other files on rank 0, and returns this
-            rank's manifest entries.
+        write_files: Function that waits for the shards, writes the other files on rank 0, and returns
+            this rank's manifest entries.
         build_manifest: Function that formats the manifest from the entries of all ranks.
         best_steps: Steps of the best checkpoints, which must not be deleted.
-        completion: Future that is done once the checkpoint is complete, or that contains the exception of a
-            failed save.
+        completion: Future that is done once the checkpoint is complete. If the save fails, it contains
+            the exception.
     """
 
     final: P
@@ -102,11 +102,11 @@ class _PendingSave(Generic[P]):
 
 
 class _AllRanksCaller:
-    """Callable that runs a function on all ranks, and raises on every rank if the function fails on any rank.
+    """Callable that runs a function on all ranks. If it fails on one rank, all ranks raise an error.
 
     Args:
-        max_outage_seconds: Seconds for which the object store may be unavailable. Afterwards, the failure is
-            no longer temporary.
+        max_outage_seconds: Time in seconds after which an outage of the object store counts as a
+            permanent failure.
     """
 
     def __init__(self, max_outage_seconds: float) -> None:
@@ -118,7 +118,7 @@ class _AllRanksCaller:
     def group(self) -> Any:
         """Process group for collectives in background threads. None if there is only one rank.
 
-        All ranks have to make the first access at the same point, because it may create the group.
+        The first access may create the group, so all ranks must access it at the same point.
         """
         from portable.ranks.collectives import (
             get_or_create_background_group,  # imported here because it imports torch
@@ -127,9 +127,9 @@ class _AllRanksCaller:
         return get_or_create_background_group()
 
     def __call__(self, function: Callable[[], ManifestEntries | None]) -> ManifestEntries:
-        """Call a function on this rank, and gather the manifest entries that all ranks return.
+        """Call a function on this rank, and gather the manifest entries that it returns on all ranks.
 
-        All ranks have to call this method.
+        Must be called on all ranks.
 
         Args:
             function: Function to call. It returns None if this rank has no entries.
@@ -138,10 +138,10 @@ class _AllRanksCaller:
             The manifest entries of all ranks.
 
         Raises:
-            StoreUnavailableError: If the function failed on any rank only because the object store is
-                unavailable, and the outage has not lasted longer than permitted.
-            RunError: If the function failed on another rank for any other reason. If it failed on this rank,
-                its exception is raised instead.
+            StoreUnavailableError: If the only cause of failure, on any rank, is that the object store is
+                unavailable, and the outage has not exceeded the time limit.
+            RunError: If the function failed on another rank for another reason. If it failed on this rank,
+                the original exception is raised.
         """
         failure: BaseException | None = None
         entries: ManifestEntries | None = None
@@ -184,7 +184,7 @@ class CheckpointStore(Generic[P]):
         path: Folder or URL that contains the checkpoints.
         keep: Number of recent checkpoints to keep. None keeps all checkpoints.
         rank: Rank of this process.
-        publisher: Publisher that uploads this rank's files. It is required for saving if ``path`` is a URL.
+        publisher: Publisher that uploads this rank's files. Required for saving if ``path`` is a URL,
             None for a local folder.
     """
 
@@ -238,17 +238,17 @@ class CheckpointStore(Generic[P]):
         return self._newest_known
 
     def find_newest_known(self) -> P | None:
-        """Return the newest complete checkpoint, or None if there is none.
+        """Return the newest complete checkpoint that is known, or None if there is none.
 
-        Unlike :meth:`find_latest`, this method does not fail if the object store is unavailable, but returns
-        the newest checkpoint that this rank has seen so far.
+        Unlike :meth:`find_latest`, this method does not fail if the object store is unavailable. It then
+        returns the newest checkpoint that this rank has seen so far.
         """
         with suppress(RetriesExhaustedError):
             return self.find_latest()
         return self._newest_known
 
     def mark_damaged(self, folder: P) -> P:
-        """Rename the folder of a damaged checkpoint, so that it is no longer used. Its files are kept.
+        """Rename the folder of a damaged checkpoint, so that it is not used again. Keeps the files.
 
         Returns:
             The new path of the damaged checkpoint.
@@ -260,7 +260,7 @@ class CheckpointStore(Generic[P]):
     def remove_interrupted_saves(self) -> None:
         """Delete the folders of interrupted saves, and warn about folders that only look like checkpoints.
 
-        Call this method only on rank 0, because it holds the run's lock.
+        Must be called only on rank 0, which holds the run's lock.
         """
         for entry in list_subfolders(self.path):
             if is_abandoned_folder(entry):
@@ -279,17 +279,16 @@ class CheckpointStore(Generic[P]):
         save_shards: Callable[[Path], SaveHandle],
         write_other_files: Callable[[Path], None],
     ) -> None:
-        """Start to write a checkpoint. All ranks have to call this method.
+        """Start saving a checkpoint once the previous save is complete. Must be called on all ranks.
 
-        It waits for the previous save first. The checkpoint is complete once :meth:`finish_save` has
-        returned.
+        The checkpoint is complete once :meth:`finish_save` has returned.
 
         Args:
-            backend: Backend of this rank, for a barrier after the folder is created.
+            backend: Backend of this rank. Its barrier is called after the folder is created.
             state: Contents of ``trainer_state.json``.
             save_shards: Function that writes this rank's shards to a folder, possibly in the background.
-            write_other_files: Function that writes the other files to a folder. It is called only on rank 0,
-                in the background thread.
+            write_other_files: Function that writes the other files to a folder. Called only on rank 0, in
+                the background thread.
 
         Raises:
             RunError: If this or the previous save failed.
@@ -325,7 +324,7 @@ class CheckpointStore(Generic[P]):
         self._start_completion_thread()
 
     def finish_save_if_written(self) -> None:
-        """Call :meth:`finish_save` if the save in progress has ended, without blocking.
+        """Call :meth:`finish_save` if the save in progress has ended. Does not block.
 
         Raises:
             RunError: If the save failed.
@@ -336,13 +335,12 @@ class CheckpointStore(Generic[P]):
     def finish_save(self, *, is_last_save: bool = False) -> None:
         """Wait until the save in progress is complete. Does nothing if there is no save.
 
-        If the object store is unavailable, the method prints a warning and returns, so that training
-        continues without this checkpoint.
+        If the object store is unavailable, prints a warning and returns, so that training continues without
+        this checkpoint.
 
         Args:
-            is_last_save: Whether this is the last save of the run. If so, a save that fails because the
-                object store is unavailable is retried until it succeeds or the outage lasts longer than the
-                time limit.
+            is_last_save: Whether this is the last save of the run. If so, the save is retried while the
+                object store is unavailable, until the time limit for outages.
 
         Raises:
             RunError: If the save failed. Earlier checkpoints are intact.
@@ -380,12 +378,12 @@ class CheckpointStore(Generic[P]):
 
     @contextmanager
     def _convert_save_errors(self, folder: P) -> Iterator[None]:
-        """Convert exceptions of a save within this context to errors that name the last good checkpoint.
+        """Add the failed folder and the last good checkpoint to errors raised within this context.
 
-        A StoreUnavailableError is converted to a StoreUnavailableError, any other exception to a RunError.
+        A StoreUnavailableError keeps its type. Any other exception is converted to a RunError.
 
         Args:
-            folder: Checkpoint that is written, used in the error message.
+            folder: Checkpoint that is being written, used in the error message.
         """
         try:
             yield
@@ -403,9 +401,9 @@ class CheckpointStore(Generic[P]):
             ) from error
 
     def delete_old_checkpoints(self, best_steps: set[int]) -> None:
-        """Delete old checkpoints, and folders whose earlier deletion failed.
+        """Delete old checkpoints, and folders that could not be deleted earlier.
 
-        The newest checkpoints (``keep`` of them), the best checkpoints, and checkpoints in use are kept.
+        The newest ``keep`` checkpoints, the best checkpoints, and checkpoints in use are kept.
 
         Args:
             best_steps: Steps of the best checkpoints.
@@ -425,10 +423,10 @@ class CheckpointStore(Generic[P]):
     # -- Completion of a save, in the background thread ------------------------------------------------------
 
     def _create_local_folder(self, final: P) -> Path:
-        """Create an empty local folder for this rank's files of the checkpoint ``final``. Return its path.
+        """Create an empty local folder for this rank's files of the checkpoint ``final``.
 
-        All ranks have to call this method. A barrier has to follow, because without a publisher all ranks
-        share a folder that rank 0 creates.
+        Must be called on all ranks, followed by a barrier: without a publisher, rank 0 creates one folder
+        for all.
         """
         if self._publisher is not None:
             # Create the process group here, because that is a collective and must not happen in a thread.
@@ -444,7 +442,7 @@ class CheckpointStore(Generic[P]):
         return local_folder
 
     def _complete_save(self, save: _PendingSave[P]) -> None:
-        """Complete a checkpoint: upload the files of this rank, or rename the shared folder on rank 0.
+        """Complete a checkpoint: upload this rank's files, or rename the shared folder on rank 0.
 
         Rank 0 also calls ``on_complete`` and deletes older checkpoints. This method runs in the background
         thread of every rank.
@@ -462,10 +460,10 @@ class CheckpointStore(Generic[P]):
     def _upload_save(self, save: _PendingSave[P], publisher: Publisher) -> None:
         """Upload the files of this rank, and then write the manifest and the marker on rank 0.
 
-        All ranks have to call this method. If a step fails on any rank, all ranks raise an error.
+        Must be called on all ranks. If it fails on one rank, all ranks raise an error.
 
         Args:
-            save: The save. Its local folder is deleted after the upload.
+            save: Save to upload. Its local folder is deleted afterwards.
             publisher: Publisher of this rank.
         """
         final = publisher.store / CHECKPOINTS_FOLDER / save.final.name
@@ -493,9 +491,9 @@ class CheckpointStore(Generic[P]):
         shutil.rmtree(save.local_folder, ignore_errors=True)
 
     def _delete_old_or_warn(self, save: _PendingSave[P]) -> None:
-        """Delete older checkpoints and leftovers of failed saves, after a save is complete.
+        """Delete old checkpoints and the leftovers of failed saves, after a save is complete.
 
-        If the object store is unavailable, the method prints a warning, and a later save deletes them.
+        If the object store is unavailable, prints a warning. A later save then deletes them.
         """
         try:
             self._folders_to_delete = [folder for folder in self._folders_to_delete if folder != save.final]
@@ -508,9 +506,9 @@ class CheckpointStore(Generic[P]):
 
 
 def _rename_to_final(save: _PendingSave[P], entries: ManifestEntries) -> None:
-    """Write the manifest, sync all files to disk, and rename the local folder to the name of the checkpoint.
+    """Write the manifest, sync all files to disk, and rename the local folder to its final name.
 
-    The folder replaces an existing checkpoint of the same step. There is one if the run was resumed from an
+    An existing checkpoint of the same step is replaced. There can be one if the run resumed from an
     older checkpoint.
 
     Args:
@@ -530,7 +528,7 @@ def _rename_to_final(save: _PendingSave[P], entries: ManifestEntries) -> None:
 
 
 def _move_non_checkpoint_away(final: P) -> None:
-    """Rename a file or folder at the path of a new checkpoint that is not a checkpoint, and print a warning.
+    """Rename a file or folder that occupies the path of a new checkpoint, and print a warning.
 
     Does nothing if the path does not exist or is a checkpoint.
     """
@@ -542,7 +540,7 @@ def _move_non_checkpoint_away(final: P) -> None:
 
 
 def _find_root_cause(error: BaseException) -> BaseException:
-    """Return the exception of the lowest rank if torch has combined the exceptions of several ranks.
+    """Return the exception of the lowest failed rank if torch combined exceptions from several ranks.
 
     Other exceptions are returned unchanged.
     """
@@ -561,7 +559,8 @@ def start_background_call(function: Callable[[], None], *, name: str) -> Future[
         name: Name of the thread.
 
     Returns:
-        A future that is done when the function has returned, or that contains the exception that it raised.
+        A future that is done when the function has returned. If the function raises an exception, the
+        future contains it.
     """
     future: Future[None] = Future()
 
@@ -581,16 +580,17 @@ def choose_resume_source(config: RunConfig, checkpoints: CheckpointStore[Any]) -
     """Choose the checkpoint to resume from.
 
     Args:
-        config: Config of the run. ``checkpoint.resume`` is ``auto``, ``never`` or the path of a checkpoint.
+        config: Config of the run. ``checkpoint.resume`` is ``auto``, ``never`` or the path of a
+            checkpoint.
         checkpoints: Checkpoints in the run's output folder.
 
     Returns:
-        The path of the checkpoint, or None to start at step 0. If ``checkpoint.resume`` is a path, but the
-        run has already written newer checkpoints, the newest of them is returned.
+        The path of the checkpoint, or None to start at step 0. If ``checkpoint.resume`` is a path and
+        the run has already written newer checkpoints, the newest one.
 
     Raises:
-        UserError: If ``checkpoint.resume`` is ``never`` but the run already has checkpoints, or if it is a
-            path that does not exist or that is an older checkpoint of the same run.
+        UserError: If ``checkpoint.resume`` is ``never`` but the run already has checkpoints, or if it
+            is a path that does not exist or the path of an older checkpoint of the same run.
     """
     with convert_storage_errors("output_dir"):
         latest: AnyPath | None = checkpoints.find_latest()
@@ -623,7 +623,7 @@ def choose_resume_source(config: RunConfig, checkpoints: CheckpointStore[Any]) -
 
 
 def open_checkpoints(run_folder: AnyPath) -> CheckpointStore[Any]:
-    """Return the checkpoints of a run for reading. Saving needs the arguments of :class:`CheckpointStore`.
+    """Return a read-only store of a run's checkpoints. To save, use :class:`CheckpointStore`.
 
     Args:
         run_folder: Output folder of the run, or its URL.

@@ -1,4 +1,4 @@
-"""The file ``trainer_state.json``: step, position in the data, and settings of a checkpoint."""
+"""Read and write ``trainer_state.json``: the step, data position and settings of a checkpoint."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ _STEP_FOLDER_NAME = re.compile(r"step-(\d{6,})")
 
 @dataclass(frozen=True)
 class TrainerState:
-    """State of a run, stored as JSON next to the shards.
+    """State of a run, stored as JSON with the shards.
 
     Attributes:
         step: Number of optimizer steps taken.
         samples: Number of sequences consumed, which is the position in the data.
         seed: Seed of the run.
         schedule: Settings of the learning rate schedule.
-        run: Settings that must not change within a run.
-        data: Digest of all tokens of the dataset, to detect that a resumed run uses different data.
-        backend: Backend of the launch that wrote the checkpoint. The next launch may use another.
-        strategy: Strategy of the launch that wrote the checkpoint. The next launch may use another.
-        world_size: World size of the launch that wrote the checkpoint. The next launch may have another.
+        run: Settings that must not change when the run resumes.
+        data: Digest of all tokens in the dataset, to detect that a resumed run uses different data.
+        backend: Backend of the launch that wrote the checkpoint. May change when the run resumes.
+        strategy: Strategy of the launch that wrote the checkpoint. May change when the run resumes.
+        world_size: World size of the launch that wrote the checkpoint. May change when the run resumes.
         metadata: Additional information, such as the evaluation history.
         format_version: Version of the file format.
     """
@@ -108,16 +108,16 @@ class TrainerState:
         return self
 
     def verify_files(self, folder: AnyPath, rank: int = 0, world_size: int = 1) -> str | None:
-        """Check the files of the checkpoint in ``folder`` against its manifest.
+        """Verify the files of the checkpoint in ``folder`` against its manifest.
 
-        Several ranks divide the work. The files that rank ``r`` of the previous launch wrote are read by rank
-        ``r % world_size``, which compares their checksums. Rank 0 also reads the files that have no rank in
-        their name, and compares the sizes of all files.
+        Ranks divide the work. Rank ``r % world_size`` verifies the checksums of the files that rank ``r``
+        of the previous launch wrote. Rank 0 also verifies the files without a rank in their names, and the
+        sizes of all files.
 
         Args:
             folder: Folder of the checkpoint.
             rank: This rank.
-            world_size: Number of ranks that call this method.
+            world_size: Number of ranks that share the work.
 
         Returns:
             A warning if the checkpoint has an old format without a manifest, otherwise None.
@@ -143,12 +143,15 @@ class TrainerState:
 
     @property
     def run_digest(self) -> str:
-        """Digest of :attr:`run`, which the manifest also contains to prove that it belongs to this file."""
+        """Digest of :attr:`run`, which the manifest also contains.
+
+        Equal digests prove that the manifest and this file belong to the same checkpoint.
+        """
         return hashlib.blake2b(json.dumps(self.run, sort_keys=True).encode(), digest_size=16).hexdigest()
 
     @property
     def skipped_steps(self) -> int:
-        """Number of steps whose update was skipped because it was not finite. 0 if it is not recorded."""
+        """Number of steps whose update was skipped because it was not finite. 0 if not recorded."""
         counted = self.metadata.get("skipped_steps", 0)
         return counted if isinstance(counted, int) else 0
 
@@ -163,12 +166,12 @@ class TrainerState:
 
 
 def parse_rank_of_file(name: str) -> int:
-    """Parse the rank that wrote a file of a checkpoint from the file name. Without a rank in it, return 0."""
+    """Return the rank that wrote a checkpoint file, parsed from its name. 0 if the name has no rank."""
     match = _RANK_FILE_NAME.fullmatch(name)
     return int(next(filter(None, match.groups()))) if match else 0
 
 
 def parse_checkpoint_step(name: str) -> int | None:
-    """Parse the step in the name of a checkpoint's folder. Returns None if the name does not match."""
+    """Return the step in the name of a checkpoint folder, or None if the name does not match."""
     match = _STEP_FOLDER_NAME.fullmatch(name)
     return int(match[1]) if match else None

@@ -1,12 +1,12 @@
-"""Checks for settings that do not work together, grouped by section of the config.
+"""Check that the settings of a config work together. The checks are grouped by section.
 
 Each ``check_...`` function yields the problems that it finds, as
 :class:`~portable.config.rules.SettingProblem`. Backends and engines add their own checks through
 :meth:`portable.registry.BackendPackage.find_problems`.
 
-The checks depend almost only on the values of settings, and not on whether the user has set them explicitly.
-Therefore, if a user's file passes the checks, the resolved config of the run passes as well, although all of
-its keys are set explicitly.
+Most checks use only the values of settings, not whether the user has set them explicitly. A config
+that passes the checks therefore still passes after it is resolved, when all of its keys are set
+explicitly.
 """
 
 from __future__ import annotations
@@ -90,13 +90,13 @@ def check_config(config: RunConfig, *, is_resolved: bool = False, with_location:
 
     Args:
         config: Config of a run.
-        is_resolved: Whether all defaults of the config have been resolved. If so, checks that require this
-            are included.
-        with_location: Whether the error message begins with the location of the setting: its file and line,
-            or its flag.
+        is_resolved: Whether all defaults of the config have been resolved. If so, checks that require
+            resolved defaults also run.
+        with_location: Whether the error message begins with the location of the setting: its file and
+            line, or its flag.
 
     Raises:
-        UserError: For the first problem that is found.
+        UserError: If there is a problem. Reports only the first one.
     """
     for problem in iter_setting_problems(config, is_resolved=is_resolved):
         raise UserError(to_one_line(format_problem(problem, config) if with_location else problem.reason))
@@ -105,8 +105,8 @@ def check_config(config: RunConfig, *, is_resolved: bool = False, with_location:
 def iter_setting_problems(config: RunConfig, *, is_resolved: bool = False) -> Iterator[SettingProblem]:
     """Yield the problems of all settings in a config.
 
-    First, the checks for all backends run, and then the checks of the config's backend. While ``backend`` is
-    ``auto``, only the checks for all backends run.
+    The backend-independent checks run first, followed by the checks of the config's backend unless
+    ``backend`` is ``auto``.
 
     Args:
         config: Config of a run.

@@ -1,4 +1,4 @@
-"""Checks for adapters, quantized base models and their exports."""
+"""Validate the settings of adapters, quantized base models and their exports."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ IA3_ADAPTER_SETTINGS = ("type", "target_modules", "modules_to_save", "base", "na
 
 
 def check_adapter(config: RunConfig) -> Iterator[SettingProblem]:
-    """Yield the problems of section ``adapter``, and of the values of ``checkpoint.export`` for adapters."""
+    """Yield the problems in the section ``adapter``, and unsuitable values of ``checkpoint.export``."""
     adapter, export = config.adapter, config.checkpoint.export
     changed_names = [name for name in type(adapter).model_fields if is_not_default(config, f"adapter.{name}")]
     if changed_names and not has_adapter(config):

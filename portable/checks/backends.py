@@ -1,4 +1,7 @@
-"""Checks that backends without NVIDIA GPUs or without DeepSpeed use in ``find_problems``."""
+"""Checks for backends that do not support NVIDIA GPUs or DeepSpeed.
+
+These backends call the checks in ``find_problems``.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,12 @@ if TYPE_CHECKING:
 
 
 def check_cuda_only_settings(config: RunConfig, *, is_resolved: bool) -> Iterator[SettingProblem]:
-    """Yield the settings that only NVIDIA GPUs support.
+    """Yield a problem for each setting that only NVIDIA GPUs support.
 
     Args:
         config: Config of a run on a backend without NVIDIA GPUs.
-        is_resolved: Whether all defaults of the config have been resolved. If not, ``log.memory_snapshot`` is
-            not checked.
+        is_resolved: Whether all defaults of the config have been resolved. If not,
+            ``log.memory_snapshot`` is not checked.
     """
     if config.precision == "tf32":
         yield SettingProblem(
@@ -40,7 +43,7 @@ def check_cuda_only_settings(config: RunConfig, *, is_resolved: bool) -> Iterato
 
 
 def check_strategy_without_zero(config: RunConfig) -> Iterator[SettingProblem]:
-    """Yield a problem if the strategy requires DeepSpeed. For backends that DeepSpeed does not support."""
+    """Yield a problem if the strategy requires DeepSpeed, on a backend that DeepSpeed does not support."""
     if uses_zero_strategy(config):
         yield SettingProblem(
             ("strategy", "backend"),

@@ -1,4 +1,4 @@
-"""Checks for the section ``data``: formats, packing, columns and sources."""
+"""Validate the section ``data``: formats, packing, columns and sources."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ TASK_BY_SETTING = {
 
 
 def check_data(config: RunConfig) -> Iterator[SettingProblem]:
-    """Yield the problems of section ``data``, except for problems of ``data.columns`` and of the sources."""
+    """Yield the problems in the section ``data``, except in ``data.columns`` and in the data sources."""
     data, task = config.data, config.model.task
     if data.packing and task in PADDED_TASKS:
         yield SettingProblem(
@@ -86,7 +86,7 @@ def check_data(config: RunConfig) -> Iterator[SettingProblem]:
 
 
 def _check_format(config: RunConfig) -> Iterator[SettingProblem]:
-    """Yield the settings that do not work with ``data.format`` or with ``data.train_on``."""
+    """Yield a problem for each setting that does not work with ``data.format`` or ``data.train_on``."""
     data, train_on = config.data, config.data.train_on
     if data.format == "text":
         for key in (
@@ -146,7 +146,7 @@ def _check_format(config: RunConfig) -> Iterator[SettingProblem]:
 
 
 def _check_images(config: RunConfig) -> Iterator[SettingProblem]:
-    """Yield the settings that do not work with images in conversations."""
+    """Yield a problem for each setting that does not work with images in conversations."""
     data = config.data
     if data.packing is True:
         yield SettingProblem(
@@ -182,7 +182,7 @@ def _check_images(config: RunConfig) -> Iterator[SettingProblem]:
 
 
 def check_columns(config: RunConfig) -> Iterator[SettingProblem]:
-    """Yield the problems of the additional number columns in ``data.columns``."""
+    """Yield the problems with additional numeric columns in ``data.columns``."""
     columns, packing = list_number_columns(config.data), config.data.packing
     if columns and packing:
         yield SettingProblem(
@@ -205,7 +205,7 @@ def check_columns(config: RunConfig) -> Iterator[SettingProblem]:
 
 
 def check_sources(config: RunConfig) -> Iterator[SettingProblem]:
-    """Yield the problems of all data sources, including mixtures, evaluation sources and streams."""
+    """Yield the problems with any data source, including mixtures, evaluation sources and streams."""
     yield from check_data_sources(config.data)
     sources = {
         format_training_source_key(name): source for name, source in get_training_sources(config.data).items()

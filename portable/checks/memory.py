@@ -1,6 +1,6 @@
-"""Checks for the settings of memory, sharding and torch.compile.
+"""Validate the settings for memory, sharding and torch.compile.
 
-Checks that only apply to ZeRO are in :mod:`portable.gpu.zero.checks`.
+The checks for ZeRO are in :mod:`portable.gpu.zero.checks`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def check_deepspeed_config_is_used(config: RunConfig) -> Iterator[SettingProblem]:
-    """Yield a problem if ``deepspeed.config`` has no effect, because the user has set an FSDP strategy."""
+    """Yield a problem if ``deepspeed.config`` is unused because the user has set an FSDP strategy."""
     # Only a strategy that the user set can contradict the JSON, because the stage of the JSON overrides the
     # default strategy. XLA ignores the JSON.
     overrides = config.is_set("strategy") and config.strategy != "no_shard" and config.backend != "xla"
@@ -31,7 +31,7 @@ def check_deepspeed_config_is_used(config: RunConfig) -> Iterator[SettingProblem
 
 
 def check_compile_mode(config: RunConfig) -> Iterator[SettingProblem]:
-    """Yield a problem if ``compile_mode`` is set although ``compile_backend`` is not inductor."""
+    """Yield a problem if ``compile_mode`` is set and ``compile_backend`` is not inductor."""
     if is_not_default(config, "compile_mode") and is_not_default(config, "compile_backend"):
         yield SettingProblem(
             ("compile_mode", "compile_backend"),
@@ -41,7 +41,7 @@ def check_compile_mode(config: RunConfig) -> Iterator[SettingProblem]:
 
 
 def check_memory_settings(config: RunConfig) -> Iterator[SettingProblem]:
-    """Yield the problems of section ``memory``."""
+    """Yield the problems in the section ``memory``."""
     memory = config.memory
     offloads_to_nvme = "nvme" in (memory.offload_optimizer, memory.offload_params)
     for key in ("memory.offload_optimizer", "memory.offload_params"):
@@ -97,7 +97,7 @@ def _check_offloaded_activations(config: RunConfig) -> Iterator[SettingProblem]:
 
 
 def check_fsdp_settings(config: RunConfig) -> Iterator[SettingProblem]:
-    """Yield the problems of section ``fsdp``."""
+    """Yield the problems in the section ``fsdp``."""
     fsdp, policy = config.fsdp, config.fsdp.auto_wrap_policy
     if fsdp.shard_group_size is not None and config.strategy not in HYBRID_STRATEGIES:
         yield SettingProblem(

@@ -1,4 +1,4 @@
-"""Checks for the section ``model``, and for settings in all sections that must not be URLs."""
+"""Validate the section ``model``, and settings in any section that must not be URLs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def check_paths_are_local(config: RunConfig) -> Iterator[SettingProblem]:
-    """Yield the settings whose value is a URL although they require a hub id or a local folder."""
+    """Yield a problem for each setting that is a URL but requires a Hub id or a local folder."""
     for key in ("model.name_or_path", "data.tokenizer"):
         if is_url(config.get(key)):
             name = parse_hub_page_url(config.get(key))
@@ -28,7 +28,7 @@ def check_paths_are_local(config: RunConfig) -> Iterator[SettingProblem]:
 
 
 def check_model_source(config: RunConfig) -> Iterator[SettingProblem]:
-    """Yield a problem unless the config names exactly one source of the model.
+    """Yield a problem unless the config specifies exactly one source of the model.
 
     The source is either ``model.name_or_path`` or a ``model.config`` with a ``model_type``.
     """

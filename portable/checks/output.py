@@ -1,4 +1,4 @@
-"""Checks for trackers, checkpoints, uploads, evaluations and the best checkpoint."""
+"""Validate the settings of trackers, checkpoints, uploads, evaluations and the best checkpoint."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def check_tracker_names(config: RunConfig) -> Iterator[SettingProblem]:
-    """Yield a problem for each tracker that ``log.trackers`` names more than once."""
+    """Yield a problem for each tracker that is listed more than once in ``log.trackers``."""
     for name, count in Counter(config.log.trackers).items():
         if count > 1:
             yield SettingProblem(
@@ -23,9 +23,10 @@ def check_tracker_names(config: RunConfig) -> Iterator[SettingProblem]:
 
 
 def check_resume_counters(config: RunConfig) -> Iterator[SettingProblem]:
-    """Yield a problem if ``checkpoint.resume_step`` or ``resume_samples`` is set without a named checkpoint.
+    """Yield a problem if ``checkpoint.resume_step`` or ``resume_samples`` is set without a checkpoint.
 
-    These settings are counters for a checkpoint of another program, which ``checkpoint.resume`` must name.
+    These counters only apply to a checkpoint of another program whose path is the value of
+    ``checkpoint.resume``.
     """
     for key in ("checkpoint.resume_step", "checkpoint.resume_samples"):
         if config.get(key) is not None and config.checkpoint.resume in ("auto", "never"):
@@ -37,7 +38,7 @@ def check_resume_counters(config: RunConfig) -> Iterator[SettingProblem]:
 
 
 def check_hub_settings(config: RunConfig) -> Iterator[SettingProblem]:
-    """Yield the problems of section ``hub``."""
+    """Yield the problems in the section ``hub``."""
     push = config.hub.push
     if push is not None and config.checkpoint.export is False:
         yield SettingProblem(
@@ -55,9 +56,9 @@ def check_hub_settings(config: RunConfig) -> Iterator[SettingProblem]:
 
 
 def check_has_evaluation(config: RunConfig) -> Iterator[SettingProblem]:
-    """Yield the settings that require evaluations, if the run has no evaluation data.
+    """Yield a problem for each setting that requires evaluation data, if the run has none.
 
-    Also yields an early-stopping threshold without early stopping.
+    Also yields a problem if an early-stopping threshold is set without early stopping.
     """
     train = config.train
     if train.early_stopping_patience is None and is_not_default(config, "train.early_stopping_threshold"):
@@ -77,7 +78,7 @@ def check_has_evaluation(config: RunConfig) -> Iterator[SettingProblem]:
 
 
 def check_best_checkpoint(config: RunConfig) -> Iterator[SettingProblem]:
-    """Yield the problems of early stopping, and of the settings that select the best checkpoint."""
+    """Yield the problems in the settings of early stopping and of the best checkpoint."""
     train, checkpoint = config.train, config.checkpoint
     if checkpoint.export_best and checkpoint.keep_best is None:
         yield SettingProblem(

@@ -1,4 +1,4 @@
-"""Checks for context, tensor and expert parallelism."""
+"""Validate the settings of context, tensor and expert parallelism."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def check_context_parallel(config: RunConfig) -> Iterator[SettingProblem]:
-    """Yield the settings that do not work with the value of ``context_parallel_size``."""
+    """Yield a problem for each setting that does not work with ``context_parallel_size``."""
     size = config.context_parallel_size
     if config.data.seq_len % size:
         yield SettingProblem(
@@ -35,7 +35,7 @@ def check_context_parallel(config: RunConfig) -> Iterator[SettingProblem]:
 
 
 def check_tensor_parallel(config: RunConfig) -> Iterator[SettingProblem]:
-    """Yield the settings that do not work with the value of ``tensor_parallel_size``."""
+    """Yield a problem for each setting that does not work with ``tensor_parallel_size``."""
     if config.tensor_parallel_size == 1:
         return
     train, adapter = config.train, config.adapter
@@ -61,7 +61,7 @@ def check_tensor_parallel(config: RunConfig) -> Iterator[SettingProblem]:
 
 
 def check_expert_parallel(config: RunConfig) -> Iterator[SettingProblem]:
-    """Yield the settings that do not work with expert parallelism, if the config uses it."""
+    """Yield a problem for each setting that does not work with expert parallelism, if it is used."""
     if config.expert_parallel_size == 1:
         return
     train, adapter = config.train, config.adapter
@@ -83,10 +83,10 @@ def check_expert_parallel(config: RunConfig) -> Iterator[SettingProblem]:
 
 
 def _list_unshardable_settings(config: RunConfig) -> dict[str, bool]:
-    """List the settings that work with neither context parallelism nor tensor parallelism.
+    """Check which settings have a value that does not work with context or tensor parallelism.
 
     Returns:
-        Whether the value in the config is such an unsupported value, keyed by the name of the setting.
+        Whether the value is unsupported, keyed by setting.
     """
     return {
         "model.task": config.model.task != "causal-lm",

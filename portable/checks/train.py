@@ -1,4 +1,4 @@
-"""Checks for the section ``train``: the length of a run, its batches and its loss."""
+"""Validate the section ``train``: run length, batches and loss."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def check_run_length(config: RunConfig) -> Iterator[SettingProblem]:
-    """Yield the intervals that are set both in steps and in epochs, and a run without any length."""
+    """Yield a problem for each interval set in both steps and epochs, and for a missing run length."""
     train, checkpoint = config.train, config.checkpoint
     if train.epochs is not None and train.steps is not None:
         yield SettingProblem(
@@ -41,7 +41,7 @@ def check_run_length(config: RunConfig) -> Iterator[SettingProblem]:
 
 
 def check_loss_and_ema(config: RunConfig) -> Iterator[SettingProblem]:
-    """Yield the settings that ``train.loss`` makes ineffective, and the settings that need ``train.ema``."""
+    """Yield a problem for each setting that conflicts with ``train.loss`` or requires ``train.ema``."""
     if config.train.loss is not None:
         for key in ("train.label_smoothing", "train.z_loss"):
             if config.get(key) > 0:
@@ -164,10 +164,10 @@ def check_master_dtype(config: RunConfig) -> Iterator[SettingProblem]:
 
 
 def check_batch_sizes(config: RunConfig) -> Iterator[SettingProblem]:
-    """Yield the problems of ``train.stop_after`` and of the batch sizes.
+    """Yield the problems with ``train.stop_after`` and with the batch sizes.
 
-    The number of ranks determines which micro-batch sizes are possible.
-    :func:`portable.batch_plan.compute_batch_plan` checks them.
+    The valid micro-batch sizes also depend on the number of ranks. They are checked by
+    :func:`portable.batch_plan.compute_batch_plan`.
     """
     train = config.train
     if train.stop_after is not None and train.steps is not None and train.stop_after > train.steps:

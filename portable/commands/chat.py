@@ -46,7 +46,7 @@ def find_exported_model(run_folder: str) -> Path:
         run_folder: Output folder of a run, or a folder with a model or an adapter.
 
     Returns:
-        ``final/`` in the output folder, or ``run_folder`` itself.
+        The subfolder ``final/``, or ``run_folder`` itself.
 
     Raises:
         UserError: If neither folder contains a model or an adapter.
@@ -66,16 +66,16 @@ def find_exported_model(run_folder: str) -> Path:
 
 
 class ChatModel:
-    """A model with its tokenizer, which generates answers in a conversation.
+    """A model and its tokenizer, which generate the assistant's answers in a conversation.
 
     Args:
         folder: Folder with a model, or with an adapter whose base model is available.
-        device: Torch device, or ``auto`` for a GPU if there is one.
+        device: Torch device. ``auto`` selects a GPU if there is one.
 
     Attributes:
         device: Torch device of the model.
         tokenizer: Tokenizer of the model.
-        model: The transformers model, in a ``PeftModel`` if ``folder`` has an adapter.
+        model: The transformers model, wrapped in a ``PeftModel`` if ``folder`` contains an adapter.
     """
 
     def __init__(self, folder: Path, device: str = "auto") -> None:
@@ -102,18 +102,15 @@ class ChatModel:
 
     @property
     def has_template(self) -> bool:
-        """Whether the tokenizer has a chat template.
-
-        Without a template, the model continues the user's text.
-        """
+        """Whether the tokenizer has a chat template. Without one, the model continues the user's text."""
         return bool(self.tokenizer.chat_template)
 
     @cached_property
     def image_processor(self) -> ImageProcessor:
-        """Processor of the model for images.
+        """Image processor of the model.
 
         Raises:
-            UserError: If the model has no such processor, or no chat template.
+            UserError: If the model has no image processor or no chat template.
         """
         from portable.data.tokens.image_processing import PROCESSOR_FILES, load_image_processor
 
@@ -127,9 +124,9 @@ class ChatModel:
         return processor
 
     def render_prompt(self, messages: Sequence[Message]) -> str:
-        """Render a conversation as the text after which the assistant's answer begins.
+        """Render a conversation as the prompt for the assistant's next answer.
 
-        Without a chat template, the result is the text of the last message.
+        Without a chat template, this is the text of the last message.
 
         Args:
             messages: Conversation so far, as dictionaries with ``role`` and ``content``.
@@ -144,10 +141,10 @@ class ChatModel:
         return text
 
     def _insert_images(self, text: str, images: Sequence[ImageFile]) -> str:
-        """Replace the placeholders of images in a rendered conversation by the texts of the images.
+        """Replace each image placeholder in a rendered conversation with the text that represents the image.
 
         Raises:
-            UserError: If there is not exactly one placeholder for each image, or if the processor rejects the
+            UserError: If the number of placeholders and images differs, or if the processor rejects the
                 size of an image.
         """
         pieces = text.split(self.image_processor.placeholder)
@@ -168,7 +165,7 @@ class ChatModel:
         return pieces[0] + "".join(map("".join, zip(replacements, pieces[1:], strict=True)))
 
     def _build_image_arguments(self, images: Sequence[ImageFile], tokens: Any) -> dict[str, Any]:
-        """Build the arguments of the model for the images among tokens, int64 ``[1, tokens]`` on the host."""
+        """Build the model's inputs for the images in ``tokens``, int64 ``[1, tokens]`` on the host."""
         import torch
 
         columns = self.image_processor.build_columns(images, tokens.numpy())
@@ -181,13 +178,13 @@ class ChatModel:
     def generate_answer(
         self, messages: Sequence[Message], images: Sequence[ImageFile] = (), **options: Any
     ) -> Iterator[str]:
-        """Generate an answer in a thread, and yield its text while it is generated.
+        """Generate an answer in a background thread, and yield its text incrementally.
 
         Generation stops if the caller closes the generator.
 
         Args:
-            messages: Conversation so far. Without a chat template, the last message is continued.
-            images: Images of the conversation, in the order of the image parts of its messages.
+            messages: Conversation so far. Without a chat template, the model continues the last message.
+            images: Images of the conversation, in the order in which the messages contain them.
             options: Arguments of transformers' ``generate``.
 
         Yields:
@@ -246,13 +243,14 @@ class ChatModel:
             ) from failures[0]
 
     def _find_end_tokens(self) -> list[int]:
-        """Find the ids of all tokens that end an answer.
+        """Find the ids of all tokens that can end an answer.
 
-        These are the end-of-sequence tokens of the generation config and of the tokenizer. A chat template
-        may end answers with another special token, which is found by rendering a short conversation.
+        They include the end-of-sequence tokens of the generation config and of the tokenizer. A chat
+        template may end answers with a different special token, which is found by rendering a short
+        conversation.
 
         Returns:
-            Token ids in ascending order, which may be empty.
+            Token ids in ascending order. May be empty.
         """
         from portable.data.tokens import bounded_tokenizer
 
@@ -276,10 +274,11 @@ class ChatModel:
 
 
 def _read_base_model_name(folder: Path) -> str:
-    """Read the path or hub id of the base model of an adapter.
+    """Read the path or Hub id of an adapter's base model.
 
     Raises:
-        UserError: If the adapter does not name its base model, or names a folder that does not exist.
+        UserError: If the adapter does not specify its base model, or if the specified folder does not
+            exist.
     """
     try:
         base = read_json_file(folder / ADAPTER_CONFIG)["base_model_name_or_path"]
@@ -303,10 +302,10 @@ def _read_base_model_name(folder: Path) -> str:
 def _load_base_model(name: str, device: Any) -> Any:
     """Load a model onto a device from safetensors, without running custom code.
 
-    The dtype is the dtype of the files, except that a float16 model is converted to float32 on a CPU.
+    Keeps the dtype of the files, except that float16 is converted to float32 on a CPU.
 
     Args:
-        name: Folder or hub id of the model.
+        name: Folder or Hub id of the model.
         device: Torch device.
     """
     import torch
@@ -323,15 +322,15 @@ def _load_base_model(name: str, device: Any) -> Any:
 def _add_adapter(model: Any, folder: Path) -> Any:
     """Load an adapter for a base model, and return the PEFT model.
 
-    The embeddings of the base model are resized first if the adapter contains embeddings with another
-    vocabulary size.
+    If the adapter contains embeddings with a different vocabulary size, resizes the embeddings of the
+    base model first.
 
     Args:
-        model: Base model, which is changed in place.
+        model: Base model. It is changed in place.
         folder: Folder of the adapter.
 
     Raises:
-        UserError: If the folder does not have the adapter's weights.
+        UserError: If the folder does not contain the adapter's weights.
     """
     from peft import PeftModel
 
@@ -402,21 +401,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run_conversation(chat: ChatModel, folder: Path, arguments: argparse.Namespace) -> None:
-    """Answer ``--prompt``, or each line of standard input until it ends, and print the answers.
+    """Answer ``--prompt``, or each line of standard input, and print the answers as they are generated.
 
-    The answers are printed while they are generated. A line ``/image PATH`` adds an image to the next
-    message. The line ``/reset`` starts a new conversation, and ``/exit`` and ``/quit`` end it. Sets torch's
-    random seed.
+    In standard input, ``/image PATH`` adds an image to the next message, ``/reset`` starts a new
+    conversation, and ``/exit`` or ``/quit`` exits. Sets torch's random seed.
 
     Args:
         chat: The loaded model.
-        folder: Folder of the model, which is printed at the start of an interactive conversation.
+        folder: Folder of the model, printed at the start of an interactive conversation.
         arguments: Parsed command line.
 
     Raises:
-        UserError: If ``--system`` is set, but the tokenizer has no chat template. Also if an image cannot be
-            used, unless the conversation is interactive.
-        RunError: If the generation of an answer fails.
+        UserError: If ``--system`` is set, but the tokenizer has no chat template. In a non-interactive
+            conversation, also if an image cannot be used.
+        RunError: If generating an answer fails.
     """
     import torch
 
@@ -470,7 +468,7 @@ def _run_conversation(chat: ChatModel, folder: Path, arguments: argparse.Namespa
 
 
 def _read_image(chat: ChatModel, path: str) -> ImageFile:
-    """Read the image that the user has named.
+    """Read an image from a path that the user has entered.
 
     Raises:
         UserError: If the model does not accept images, or if the file cannot be read.
@@ -488,14 +486,14 @@ def _read_image(chat: ChatModel, path: str) -> ImageFile:
 
 
 def _build_content(text: str, num_images: int) -> str | list[dict[str, str]]:
-    """Build the content of a message with images before its text."""
+    """Build the content of a message: the images, followed by the text."""
     if not num_images:
         return text
     return [*[{"type": "image"}] * num_images, {"type": "text", "text": text}]
 
 
 def _read_user_messages(*, interactive: bool) -> Iterator[str]:
-    """Yield the lines of standard input that are not empty. Prints a prompt if ``interactive``."""
+    """Yield the non-empty lines of standard input. Prints a prompt if ``interactive`` is True."""
     while True:
         try:
             line = input("> " if interactive else "")

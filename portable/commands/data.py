@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run ``portable-data``. UserErrors and RunErrors are printed, not raised.
 
     Args:
-        argv: Arguments of the command. If None, ``sys.argv`` is used.
+        argv: Command-line arguments. Defaults to ``sys.argv``.
 
     Returns:
         The exit code. See :data:`portable.converters.commands.EXIT_CODES`.
@@ -80,7 +80,7 @@ def run_pretokenization(argv: Sequence[str]) -> int:
     """Tokenize the training sources of a config, write the token files, and print their sizes.
 
     Args:
-        argv: Words after ``portable-data`` on the command line.
+        argv: Arguments after ``portable-data``.
 
     Returns:
         Exit code 0.
@@ -135,11 +135,11 @@ def run_pretokenization(argv: Sequence[str]) -> int:
 
 
 def _read_vocab_size_for_new_tokenizer(config: RunConfig) -> int | None:
-    """Return the vocabulary size in the model's config, which is the size of a tokenizer to train.
+    """Return the size of the tokenizer to train: the vocabulary size in the model's config.
 
-    Returns None if ``data.tokenizer`` or ``model.name_or_path`` is set, because no tokenizer is trained then.
-    This case avoids the slow import of transformers. Also returns None if the model's config has no
-    ``vocab_size``.
+    Returns None if no tokenizer is trained, because ``data.tokenizer`` or ``model.name_or_path`` is
+    set. In this case, the slow import of transformers is avoided. Also returns None if the model's
+    config has no ``vocab_size``.
     """
     if config.data.tokenizer or config.model.name_or_path:
         return None
@@ -150,11 +150,11 @@ def _read_vocab_size_for_new_tokenizer(config: RunConfig) -> int | None:
 
 
 class ShardPart(NamedTuple):
-    """The part of the shards that this machine writes, if several machines divide the work.
+    """The part of the shards that this machine writes, if several machines share the work.
 
     Attributes:
         number: Number of the part, from 1.
-        num_parts: Number of parts into which the shards are divided.
+        num_parts: Total number of parts.
     """
 
     number: int
@@ -165,7 +165,7 @@ def _parse_shard_part(text: str) -> ShardPart:
     """Parse the value of ``--part``, such as ``2/8``.
 
     Raises:
-        UserError: If the value does not have this form, or if the first number exceeds the second.
+        UserError: If the value has a different format, or if the first number exceeds the second.
     """
     match = re.fullmatch(r"(\d+)/(\d+)", text)
     if match is None or not 1 <= int(match[1]) <= int(match[2]):

@@ -104,10 +104,10 @@ def print_dry_run(resolved: ResolvedRun) -> int:
 
 
 def _build_default_rows(resolved: ResolvedRun) -> list[tuple[str, str]]:
-    """Build table rows for the settings whose values come from an existing run or from the kind of training.
+    """Build table rows for the settings that an existing run or the kind of training determines.
 
     Returns:
-        Pairs of a dotted key and a description of the origin of its value.
+        Pairs of a setting's dotted key and the origin of its value.
     """
     config, kind = resolved.config, classify_training_kind(resolved.config)
     rows = [(key, f"the run in {resolved.output_place}") for key in resolved.inherited_settings]
@@ -129,7 +129,7 @@ def _collect_notes(
     data: DataSizes,
     plan: BatchPlan,
 ) -> list[str]:
-    """Return the notes that the run will print before its first step, except for notes that need a download.
+    """Return the notes that a run prints before its first step, except notes that require a download.
 
     Args:
         resolved: The resolved run.
@@ -223,15 +223,15 @@ def _build_run_rows(
 
 
 def _build_change_rows(config: RunConfig, source: AnyPath | None) -> list[tuple[str, str]]:
-    """Build the table row with the settings that have changed since a checkpoint was saved.
+    """Build the table row that lists the settings changed since a checkpoint was saved.
 
     Args:
         config: Config of the run.
         source: Checkpoint that the run resumes from, or None.
 
     Returns:
-        A list with one row. Empty if there is no checkpoint, if the checkpoint does not contain the settings
-        of its run, or if nothing has changed.
+        A list with one row. Empty if there is no checkpoint, if it does not contain the settings of its
+        run, or if nothing has changed.
     """
     state = None if source is None else read_run_state(source)
     changes = [] if state is None else find_changes(state.run, config.fingerprint())
@@ -239,10 +239,10 @@ def _build_change_rows(config: RunConfig, source: AnyPath | None) -> list[tuple[
 
 
 def _describe_unknown_steps(config: RunConfig, data: DataSizes) -> str:
-    """Describe the number of steps of a run whose data is not tokenized yet, with an upper bound if possible.
+    """Describe the number of steps before the data is tokenized, with an upper bound if possible.
 
-    The bound is only known if samples are packed. It follows from the size of the data in bytes, because a
-    token has at least one byte.
+    The bound is known only if samples are packed. It is computed from the size of the data in bytes,
+    because each token has at least one byte.
     """
     known_later = "known once the data is tokenized"
     if data.size_bytes is None or not data.packing:
@@ -259,17 +259,17 @@ def _describe_unknown_steps(config: RunConfig, data: DataSizes) -> str:
 def _build_foreign_checkpoint_rows(
     config: RunConfig, model: PreTrainedModel, adapter: Adapter | None, source: AnyPath, steps: int | None
 ) -> list[tuple[str, str]]:
-    """Build table rows with the state that the run would load from a checkpoint of another program.
+    """Build table rows that describe the state to load from a checkpoint of another program.
 
     Args:
         config: The resolved config.
         model: Model on the meta device.
         adapter: Adapter of the model, or None.
         source: The checkpoint that the run resumes from.
-        steps: Number of steps of the run. None if it is not known yet.
+        steps: Total number of steps of the run. None if it is not known yet.
 
     Returns:
-        Pairs of a label and a value. Empty if this program has written the checkpoint.
+        Pairs of a label and a value. Empty if this project wrote the checkpoint.
 
     Raises:
         UserError: If the run cannot resume from the checkpoint.

@@ -1,4 +1,4 @@
-"""``portable-train import``: convert config files of other trainers, and print a config with comments."""
+"""``portable-train import``: convert the config files of other trainers to one config with comments."""
 
 from __future__ import annotations
 
@@ -45,18 +45,18 @@ _ALTERNATIVE_SETTINGS = {"model.name_or_path": "model.config", "data.source": "d
 
 
 def print_imported_config(argv: Sequence[str]) -> int:
-    """Convert files of other trainers to one config, and print the config.
+    """Convert config files of other trainers to one config, and print it.
 
     Args:
-        argv: Words after ``import`` on the command line: paths of files and, after ``--``, the command line
-            of a script.
+        argv: Arguments after ``import``: paths of files and, after ``--``, the command line of a
+            script.
 
     Returns:
         Exit code: 0 if all keys were converted, ``USER_ERROR`` if keys have no counterpart.
 
     Raises:
-        UserError: If a file cannot be read, or does not belong to a supported program. Also raised after the
-            config is printed, if the config is not valid or lacks a required setting.
+        UserError: If a file cannot be read, or does not belong to a supported program. If the config is
+            not valid or lacks a required setting, the error is raised after the config is printed.
     """
     files, script = list(argv), []
     if "--" in files:
@@ -120,13 +120,13 @@ def print_imported_config(argv: Sequence[str]) -> int:
 
 
 def _remove_assumed_train_on(imported: ImportedRun) -> None:
-    """Remove TRL's default of ``data.train_on`` if the data does not consist of conversations.
+    """Remove TRL's default of ``data.train_on`` if the data does not contain conversations.
 
-    The first record of the data is read to detect its format. Nothing is removed if the data would have to be
-    downloaded first.
+    The format is detected from the first record. Does nothing if the data would have to be downloaded
+    first.
 
     Args:
-        imported: The imported settings, which are changed in place.
+        imported: The imported settings. They are changed in place.
     """
     if "data.train_on" not in imported.assumed_keys:
         return
@@ -141,7 +141,7 @@ def _remove_assumed_train_on(imported: ImportedRun) -> None:
 
 
 def _read_foreign_document(path: Path) -> YamlDocument:
-    """Read a YAML file or a DeepSpeed JSON, which may contain comments and trailing commas."""
+    """Read a YAML file, or a DeepSpeed JSON file that may contain comments and trailing commas."""
     try:
         return read_yaml_file(path)
     except UserError:
@@ -155,8 +155,8 @@ class ImportedConfig(NamedTuple):
     """Config converted from files of other trainers.
 
     Attributes:
-        text: The YAML file with comments.
-        mistakes: Messages about settings that the user has to correct or add, one line each.
+        text: Content of the YAML file, with comments.
+        mistakes: Messages about settings that the user must correct or add, one line each.
     """
 
     text: str
@@ -164,11 +164,11 @@ class ImportedConfig(NamedTuple):
 
 
 def format_imported_config(imported: ImportedRun) -> ImportedConfig:
-    """Format the settings as a YAML file with comments, and check whether the config is valid.
+    """Format the settings as a YAML file with comments, and validate the config.
 
     Args:
-        imported: The imported settings, which are changed in place: settings with an invalid value are
-            removed, and a refusal is added for each of them.
+        imported: The imported settings, changed in place: each setting with an invalid value is
+            removed, and the reason is added as a refusal.
     """
     for key in list(imported.values):
         if (mistake := find_setting_mistake(RunConfig, key, imported.values[key])) is not None:
@@ -220,7 +220,7 @@ def _iter_setting_lines(imported: ImportedRun) -> Iterator[str]:
 
 
 def _wrap_comment_line(line: str) -> Iterable[str]:
-    """Wrap a message into comment lines."""
+    """Wrap a message into lines of comments."""
     return textwrap.wrap(
         line,
         100,

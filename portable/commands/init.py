@@ -1,6 +1,7 @@
-"""``portable-train init``: write a short config, or a file that starts a run on rented machines.
+"""``portable-train init``: write a short config, or a file that launches a run on rented machines.
 
-A starter config is a commented YAML file for one task. See ``configs/starters``.
+A starter config is a commented YAML file for one task. The starter configs are in
+``configs/starters``.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def print_schema(argv: Sequence[str]) -> int:
     """Print the JSON Schema of a config.
 
     Args:
-        argv: Words after ``schema`` on the command line, which are ignored.
+        argv: Arguments after ``schema``. They are ignored.
 
     Returns:
         Exit code 0.
@@ -67,7 +68,7 @@ def print_schema(argv: Sequence[str]) -> int:
 
 
 def read_starter_configs() -> dict[str, str]:
-    """Read the texts of all starter configs, keyed by task."""
+    """Read all starter configs. Returns their texts, keyed by task."""
     files = sorted(get_config_folder().joinpath("starters").iterdir(), key=lambda file: file.name)
     return {Path(file.name).stem: file.read_text("utf-8") for file in files if file.name.endswith(".yaml")}
 
@@ -78,9 +79,9 @@ def _build_init_parser(
     """Build the argument parser of ``portable-train init``.
 
     Args:
-        templates: Names of the programs for ``--for``, which start runs on rented machines.
+        templates: Valid values of ``--for``: names of programs that start runs on rented machines.
         starters: Texts of the starter configs, keyed by task. The help text lists the tasks.
-        names: Tasks and their aliases, which ``--task`` accepts.
+        names: Valid values of ``--task``: tasks and their aliases.
     """
     task_lines = (
         f"  {task:<22} {text.partition(': portable-train')[0].removeprefix('# ').partition('. ')[0]}"
@@ -123,16 +124,17 @@ def _build_init_parser(
 
 
 def write_starter_config(argv: Sequence[str]) -> int:
-    """Write the starter config of a task, or with ``--for`` a launch file, and print the next steps.
+    """Write a starter config, or a launch file if ``--for`` is set, and print the next steps.
 
     Args:
-        argv: Words after ``init`` on the command line.
+        argv: Arguments after ``init``.
 
     Returns:
         Exit code 0.
 
     Raises:
-        UserError: If the file exists already or cannot be written, or if the run does not fit on the device.
+        UserError: If the file already exists or cannot be written, or if the run does not fit on the
+            device.
     """
     starters = read_starter_configs()
     templates = list_launch_templates(machines := get_config_folder().joinpath("machines"))
@@ -195,13 +197,13 @@ def write_starter_config(argv: Sequence[str]) -> int:
 
 
 def _fill_starter(starter: str, file: Path, model: str | None, data: str | None) -> str:
-    """Insert the names of the file, the run, the model and the data into the text of a starter config.
+    """Fill in the names of the file, run, model and data in the text of a starter config.
 
     Args:
         starter: Text of the starter config.
         file: Path of the config to write. Its stem becomes the name of the run.
-        model: Hub id or folder of the model. If None, the starter's model is kept.
-        data: File, glob or hub dataset. If None, the starter's data is kept.
+        model: Hub id or folder of the model. None keeps the starter's model.
+        data: File, glob or Hub dataset. None keeps the starter's data.
     """
     folder = _format_yaml_value(f"runs/{file.stem}")
     # Pad the name of the run, so that the comments stay in one column.
@@ -220,8 +222,8 @@ def set_yaml_values(text: str, values: Mapping[str, Any]) -> str:
     """Set values in the text of a starter config, and keep its comments aligned.
 
     Args:
-        text: Text of the starter config, with one line for each setting.
-        values: Values by dotted key. A key that is not in the config is added at the start of its section, or
+        text: Text of the starter config, with one line per setting.
+        values: Values, keyed by dotted key. A missing key is added at the start of its section, or
             below ``output_dir`` if it has no section.
 
     Returns:
@@ -248,7 +250,7 @@ def set_yaml_values(text: str, values: Mapping[str, Any]) -> str:
 
 
 def _format_yaml_value(value: object) -> str:
-    """Format a value as YAML in one line."""
+    """Format a value as a single line of YAML."""
     return format_yaml({"value": value}, width=math.inf).removeprefix("value: ").rstrip("\n")
 
 
@@ -257,7 +259,7 @@ class _SizedConfig(NamedTuple):
 
     Attributes:
         text: Text of the YAML file.
-        size_note: End of a sentence for the user, which names the device and the planned memory.
+        size_note: End of a sentence for the user, with the device and the planned memory.
     """
 
     text: str
@@ -265,16 +267,16 @@ class _SizedConfig(NamedTuple):
 
 
 def _fit_to_device(text: str, device: str, cheaper: Mapping[str, str], *, has_data: bool) -> _SizedConfig:
-    """Set the values that make a run fit on a device, and add comments that describe the plan.
+    """Choose settings that make the run fit on a device, and add comments that describe the plan.
 
     Args:
         text: Text of the config.
         device: Value of ``--device``, such as ``h100:8``.
-        cheaper: Texts of configs of other tasks that need less memory, keyed by the flag that selects them.
-        has_data: Whether the user has set ``--data``, so that its size is estimated.
+        cheaper: Configs of other tasks that need less memory, keyed by the flag that selects them.
+        has_data: Whether the user has set ``--data``. If so, the size of the data is estimated.
 
     Raises:
-        UserError: If the run does not fit with any settings.
+        UserError: If the run does not fit with any combination of settings.
     """
     from portable.commands.recipe import describe_recipe, estimate_dataset_size, find_recipe
     from portable.planner.device_lookup import parse_devices

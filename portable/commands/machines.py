@@ -1,8 +1,8 @@
-"""``portable-train init --for``: write the launch file of a program that rents machines, such as SkyPilot.
+"""``portable-train init --for``: write launch files for programs that rent machines, such as SkyPilot.
 
-The files are created from the templates in ``configs/machines``. ``@name@`` in a template is a placeholder
-for a value. A line that begins with a condition, such as ``@several@``, is dropped if the condition is false.
-See :data:`_LINE_CONDITIONS`.
+The files are created from the templates in ``configs/machines``. In a template, ``@name@`` is a
+placeholder for a value. A line that begins with a condition, such as ``@several@``, is kept only if
+the condition is true. See :data:`_LINE_CONDITIONS`.
 """
 
 from __future__ import annotations
@@ -68,13 +68,13 @@ There are none for Google's buckets, because Google's machines have service acco
 
 @dataclass(frozen=True)
 class RentedMachines:
-    """Machines to rent, which all have the same type of device.
+    """Machines to rent, all with the same type of device.
 
     Attributes:
         device: Type of device, as in the planner.
-        num_devices: Total number of devices of all machines.
-        rental_names: Entry of the device in ``configs/machines/names.yaml``: its names, keyed by program, and
-            further properties such as the number of chips per host.
+        num_devices: Total number of devices on all machines.
+        rental_names: Entry for the device in ``configs/machines/names.yaml``: its names, keyed by
+            program, and other properties, such as the number of chips per host.
     """
 
     device: Device
@@ -88,7 +88,7 @@ class RentedMachines:
 
     @property
     def num_nodes(self) -> int:
-        """Number of machines. All have the same number of devices. A small TPU slice fits on one host."""
+        """Number of machines, each with the same number of devices. A small TPU slice fits on one host."""
         if not self.is_tpu:
             return max(1, self.num_devices // self.device.devices_per_node)
         fits_on_one_host = self.num_devices <= self.rental_names.get("alone", self.rental_names["host"])
@@ -100,12 +100,12 @@ class RentedMachines:
         return f"{self.rental_names['type']}-{self.num_devices * self.rental_names.get('cores', 1)}"
 
     def get_device_name(self, program: str) -> str:
-        """Return the name that a program uses for the device. By default, the planner's name in capitals."""
+        """Return a program's name for the device. By default, this is the planner's name in capitals."""
         return str(self.rental_names.get(program, self.device.name.upper()))
 
 
 class LocalFileSetting(NamedTuple):
-    """A setting that names a file or folder on this machine.
+    """A setting whose value is a file or folder on this machine.
 
     Attributes:
         key: Dotted key of the setting.
@@ -129,18 +129,18 @@ def list_launch_templates(folder: Traversable) -> dict[str, Traversable]:
 def _check_can_launch(
     target: str, config_file: Path, machines: Sequence[RentedMachines], output_dir: str, install: str | None
 ) -> None:
-    """Check that the run can start on the rented machines, and that its output would not be lost with them.
+    """Check that the run can start on the rented machines, and that its output outlives them.
 
     Args:
         target: Value of ``--for``.
         config_file: The YAML file of the run.
-        machines: Machines to rent, one entry for each ``--device``.
+        machines: Machines to rent, one entry per ``--device``.
         output_dir: Output folder of the run, or its URL.
         install: Value of ``--install``, or None.
 
     Raises:
-        UserError: If the torch on PyPI does not support the device, if the output would not be in an object
-            store, or if a name contains characters that need quotes.
+        UserError: If PyPI's build of torch does not support the device, if the output is not in an
+            object store, or if a name contains characters that need quotes.
     """
     for kind in machines:
         require(
@@ -176,26 +176,26 @@ def write_launch_file(
     install: str | None,
     spot: bool,
 ) -> Path:
-    """Write the file with which a program starts a run on rented machines.
+    """Write the launch file of a program that rents machines, next to the config.
 
-    The file is written next to the config. Notes are printed about settings that do not work well on such
-    machines, for example local files.
+    Prints notes about settings that do not work well on such machines, for example local files.
 
     Args:
         folder: Folder ``configs/machines``.
-        target: Value of ``--for``, which is a key of :func:`list_launch_templates`.
+        target: Value of ``--for``: a key of :func:`list_launch_templates`.
         config_file: The YAML file of the run.
-        devices: Values of ``--device``, such as ``h100:8``. The program may choose one of them.
-        output_dir: Output folder of the run. None to use the value in the config.
-        install: Argument of ``pip install`` on the machines. None to install this version from PyPI.
+        devices: Values of ``--device``, such as ``h100:8``. If there are several, the program chooses
+            one.
+        output_dir: Output folder of the run. None uses the value in the config.
+        install: Argument of ``pip install`` on the machines. None installs this version from PyPI.
         spot: Whether to rent cheaper machines that may be preempted.
 
     Returns:
         Path of the file.
 
     Raises:
-        UserError: If the program does not offer such machines, if the output of the run would be lost with
-            the machine, or if the file exists already.
+        UserError: If the program does not offer such machines, if the run's output would be lost with
+            the machine, or if the file already exists.
     """
     template = list_launch_templates(folder)[target]
     require(
@@ -236,15 +236,15 @@ def write_launch_file(
 
 
 def write_new_file(path: Path, text: str, remedy: str) -> None:
-    """Write a new file. An existing file is not overwritten.
+    """Write a new file. Does not overwrite an existing file.
 
     Args:
         path: Path of the file.
         text: Content of the file.
-        remedy: End of the error message if the file exists already.
+        remedy: End of the error message if the file already exists.
 
     Raises:
-        UserError: If the file exists already or cannot be written.
+        UserError: If the file already exists or cannot be written.
     """
     try:
         with path.open("x", encoding="utf-8") as file:
@@ -258,7 +258,7 @@ def write_new_file(path: Path, text: str, remedy: str) -> None:
 
 
 def fill_template(text: str, values: Mapping[str, str], conditions: Mapping[str, bool]) -> str:
-    """Replace the placeholders in a template by values, and drop the lines whose condition is false.
+    """Fill in the placeholders of a template, and drop the lines whose condition is false.
 
     Args:
         text: The template.
@@ -290,7 +290,7 @@ def _parse_machines(
         target: Value of ``--for``.
 
     Raises:
-        UserError: If the backend or the program does not support the device, or this number of devices.
+        UserError: If the backend or the program does not support the device or the number of devices.
     """
     device, count = parse_devices(text)
     key = {"a100": "a100-80", "v100": "v100-16"}.get(device.name, device.name)
@@ -334,7 +334,7 @@ def _parse_machines(
 
 
 def _list_local_file_settings(config: RunConfig) -> list[LocalFileSetting]:
-    """List the settings that name an existing file or folder on this machine, including all data sources."""
+    """List the settings, including all data sources, whose value is an existing local file or folder."""
     values = {
         setting.key: config.get(setting.key)
         for setting in keys.get_setting_fields(RunConfig).values()
@@ -359,12 +359,12 @@ def _list_local_file_settings(config: RunConfig) -> list[LocalFileSetting]:
 
 
 def _format_requirement(config: RunConfig, install: str | None, *, tpu: bool) -> str:
-    """Format the argument of ``pip install``, with the extras that the run needs.
+    """Format the argument of ``pip install``, including the extras that the run needs.
 
     Args:
         config: Config of the run.
-        install: Value of ``--install``. The extras are added to a URL, but other values are returned
-            unchanged. None to install this version from PyPI.
+        install: Value of ``--install``. Extras are added to a URL; other values are returned unchanged.
+            None installs this version from PyPI.
         tpu: Whether the machines have TPUs.
     """
     if install is not None and not re.match(r"[\w+.-]+://", install):
@@ -392,19 +392,19 @@ def _build_template_values(
     *,
     spot: bool,
 ) -> dict[str, str]:
-    """Build the values for all placeholders that any template contains, keyed by name.
+    """Build the values of all placeholders in all templates, keyed by name.
 
     Args:
         target: Value of ``--for``.
         config: Config of the run.
         config_file: The YAML file of the run.
-        machines: Machines to rent, one entry for each ``--device``.
+        machines: Machines to rent, one entry per ``--device``.
         install: Value of ``--install``, or None.
         spot: Whether to rent machines that may be preempted.
 
     Raises:
-        UserError: If there are several entries, and the program does not support this or the numbers of
-            machines differ.
+        UserError: If there are several entries in ``machines``, but the program does not support that
+            or the numbers of machines differ.
     """
     first = machines[0]
     require(
@@ -462,8 +462,8 @@ def _build_template_values(
 def _format_secret_flags(target: str, names: Sequence[str]) -> str:
     """Format the flags that pass environment variables with credentials to the machines.
 
-    The result is one line for SkyPilot. For other programs, each flag is on a separate line that ends with a
-    backslash.
+    For SkyPilot, the result is a single line. For other programs, each flag is on its own line, which
+    ends with a backslash.
 
     Args:
         target: Value of ``--for``.
@@ -475,7 +475,7 @@ def _format_secret_flags(target: str, names: Sequence[str]) -> str:
 
 
 def _format_skypilot_resources(machines: Iterable[RentedMachines]) -> list[str]:
-    """Format the YAML lines that list the acceptable machines in the resources of a SkyPilot file."""
+    """Format the YAML lines of a SkyPilot file that list the acceptable machines."""
     lines = []
     for kind in machines:
         if kind.is_tpu:

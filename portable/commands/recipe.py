@@ -1,8 +1,9 @@
-"""Search for settings with which a run fits on a device, for ``portable-train init --device``.
+"""Search for settings that make a run fit on a device, for ``portable-train init --device``.
 
-:class:`RecipeSearch` builds candidates, which are combinations of settings. The best candidate is first, and
-the candidate with the least memory is last. The planner computes the memory of each candidate, as in
-``portable-plan``. The first candidate that fits is written into the config.
+:class:`RecipeSearch` builds a list of candidates. Each candidate is a combination of settings. The
+most preferred candidate is first, and the candidate that needs the least memory is last. The
+planner computes the memory of each candidate, as in ``portable-plan``, and the first candidate that
+fits is written into the config.
 """
 
 from __future__ import annotations
@@ -89,8 +90,8 @@ class RejectedCandidate(NamedTuple):
     """A candidate that does not fit on the devices.
 
     Attributes:
-        settings: Settings of the candidate, by dotted key.
-        needed_bytes: Smallest memory in bytes that the run would need on each device with these settings.
+        settings: Settings of the candidate, keyed by dotted key.
+        needed_bytes: Minimum memory per device that a run with these settings needs, in bytes.
     """
 
     settings: dict[str, Any]
@@ -98,10 +99,10 @@ class RejectedCandidate(NamedTuple):
 
 
 class CandidatePlanner(NamedTuple):
-    """Planner for a candidate, and the amount of training.
+    """Planner for a candidate, and the amount of work in the run.
 
     Attributes:
-        planner: Planner for the config with the settings of the candidate.
+        planner: Planner for the config with the candidate's settings.
         work: Number of steps and tokens of the run. None if it is unknown.
     """
 
@@ -111,14 +112,15 @@ class CandidatePlanner(NamedTuple):
 
 @dataclass(frozen=True)
 class Recipe:
-    """Settings with which a run fits on the devices, and the plan of the run.
+    """Settings with which a run fits on the devices, and the resulting plan.
 
     Attributes:
-        settings: Settings to write into the config, by dotted key.
+        settings: Settings to write into the config, keyed by dotted key.
         planner: Planner for the config with these settings.
-        option: Plan of the memory with these settings.
+        option: Memory plan for these settings.
         work: Number of steps and tokens of the run. None if it is unknown.
-        rejected: The best candidate, if it does not fit. None if the recipe itself is the best candidate.
+        rejected: The most preferred candidate, if it does not fit. None if it fits; it is then the
+            recipe.
     """
 
     settings: dict[str, Any]
@@ -129,7 +131,7 @@ class Recipe:
 
     @property
     def memory_summary(self) -> str:
-        """Planned and total memory of a device, such as ``about 18.4 GiB of 24.0 GiB``."""
+        """Planned and total memory per device, such as ``about 18.4 GiB of 24.0 GiB``."""
         device, devices = self.planner.target.device, self.planner.target.cluster.devices
         assert device is not None
         on_each = "" if devices == 1 else " on each"
@@ -138,7 +140,7 @@ class Recipe:
 
     @property
     def estimated_hours(self) -> EstimateRange | None:
-        """Estimated duration of the run. None if the amount of training or the device's speed is unknown."""
+        """Estimated duration of the run. None if the amount of work or the device's speed is unknown."""
         return estimate_run_hours(self.planner, self.option, self.work) if self.work is not None else None
 
 
@@ -187,7 +189,7 @@ def estimate_dataset_size(config: RunConfig) -> DatasetEstimate:
     """Estimate the size of the training data from its first records.
 
     Returns:
-        The estimate. If any source would have to be downloaded, :data:`_ASSUMED_HUB_DATASET`.
+        The estimate, or :data:`_ASSUMED_HUB_DATASET` if a source would have to be downloaded.
 
     Raises:
         UserError: If the data cannot be read.
@@ -229,15 +231,15 @@ def estimate_dataset_size(config: RunConfig) -> DatasetEstimate:
 
 
 class RecipeSearch:
-    """Search for settings with which a run fits on a device.
+    """Search for settings that make a run fit on a device.
 
     Args:
         config: Starter config with the user's model and data.
-        dataset_estimate: Size of the data. None if the user has not named any data.
+        dataset_estimate: Size of the data. None if the user has not specified any data.
     """
 
     def __init__(self, config: RunConfig, dataset_estimate: DatasetEstimate | None) -> None:
-        """Store the arguments, and load the config of the model, which may be downloaded from the hub."""
+        """Store the arguments, and load the config of the model. It may be downloaded from the Hub."""
         self.config = config
         self.dataset_estimate = dataset_estimate
         self._model_config = load_model_config(config.model)
@@ -251,8 +253,7 @@ class RecipeSearch:
             num_devices: Number of devices.
 
         Returns:
-            The settings of the candidate, with the values that the planner has chosen. None if no candidate
-            fits.
+            The candidate's settings and the values that the planner has chosen. None if no candidate fits.
         """
         rejected = None
         for settings in self.build_candidates(device, num_devices):
@@ -273,17 +274,17 @@ class RecipeSearch:
         return None
 
     def build_candidates(self, device: Device, num_devices: int) -> list[dict[str, Any]]:
-        """Build the candidates in the order in which they are tried.
+        """Build the candidates, in the order in which they are tried.
 
-        The first candidate has the starter's base model, usually in 16 bits. For a LoRA adapter, a candidate
-        with a quantized base model follows, because it is slower and less exact. Candidates with shorter
+        The first candidate keeps the starter's base model, usually in 16 bits. For a LoRA adapter, a
+        candidate with a quantized base model is next; it is slower and less exact. Candidates with shorter
         sequences are last, because they truncate the data.
 
-        The strategy, a smaller micro-batch size and activation checkpointing are not part of a candidate,
-        because the planner chooses them.
+        The planner chooses the strategy, a smaller micro-batch size and activation checkpointing, so these
+        are not part of a candidate.
 
         Returns:
-            Settings of each candidate, by dotted key.
+            Settings of each candidate, keyed by dotted key.
         """
         adapter, data = self.config.adapter, self.config.data
         bases = [adapter.base]
@@ -308,11 +309,11 @@ class RecipeSearch:
         return candidates
 
     def iter_device_suggestions(self, device: Device, num_devices: int) -> Iterator[str]:
-        """Yield at most two ``--device`` flags with which the run fits.
+        """Yield at most two values of ``--device`` that are sufficient for the run.
 
-        One flag names the smallest sufficient number of devices of the same type. The other flag names the
-        device of the same backend with the smallest sufficient memory. A flag is omitted if no such number or
-        device is known.
+        The first value has the same type of device, and the smallest sufficient number of devices. The
+        second value has the device of the same backend with the smallest sufficient memory. A value is
+        omitted if no such device is known.
 
         Args:
             device: Type of device on which the run does not fit.
@@ -338,7 +339,7 @@ class RecipeSearch:
                     break
 
     def describe_least_memory(self, device: Device, num_devices: int) -> str:
-        """Describe the memory that the last candidate needs and the usable memory, for an error message."""
+        """Describe the minimum memory that the run needs and the usable memory. Used in error messages."""
         planner, _ = self._build_candidate_planner(
             self.build_candidates(device, num_devices)[-1], device, num_devices
         )
@@ -358,16 +359,16 @@ class RecipeSearch:
 
     @property
     def _is_packable(self) -> bool:
-        """Whether the task and the format of the data allow to pack several records into a sequence."""
+        """Whether the task and the data format allow packing several records into one sequence."""
         config = self.config
         return config.model.task == "causal-lm" and config.data.format in ("auto", "text", "messages")
 
     def _choose_batch_settings(self, device: Device, seq_len: int, num_devices: int) -> dict[str, Any]:
         """Choose the sequence length, packing and batch sizes for a candidate.
 
-        The batch size of the starter config is a number of records. If there are enough records, they are
-        packed, and the batch size becomes the number of packed sequences that contain the same number of
-        records. Otherwise, the records are padded, and the sequence length is lowered to the longest record.
+        The batch size of the starter config counts records. If there are enough records, they are packed,
+        and the batch size is divided by the average number of records per sequence. Otherwise, they are
+        padded, and the sequence length is reduced to fit the longest record.
 
         Args:
             device: Type of the devices.
@@ -375,7 +376,7 @@ class RecipeSearch:
             num_devices: Number of devices. The chosen global batch size is a multiple of this number.
 
         Returns:
-            Settings, by dotted key.
+            Settings, keyed by dotted key.
         """
         records, train = self.dataset_estimate, self.config.train
         batch = train.global_batch_size
@@ -416,11 +417,11 @@ class RecipeSearch:
     ) -> CandidatePlanner:
         """Build the planner for a candidate.
 
-        Models on the meta device are cached, because candidates with the same backend, precision, base model
-        and sequence length have the same model.
+        Models on the meta device are cached and shared by candidates with the same backend, precision, base
+        model and sequence length.
 
         Args:
-            settings: Settings of the candidate, by dotted key.
+            settings: Settings of the candidate, keyed by dotted key.
             device: Type of device.
             num_devices: Number of devices.
         """
@@ -432,7 +433,7 @@ class RecipeSearch:
         return CandidatePlanner(Planner(config, model, target), work)
 
     def _estimate_work(self, settings: Mapping[str, Any]) -> TrainingWork | None:
-        """Estimate the number of steps and tokens of the run with the settings of a candidate.
+        """Estimate the number of steps and tokens of a run with the settings of a candidate.
 
         Returns None if no records have been read, or if the length of the run is not set in epochs.
         """
@@ -454,15 +455,15 @@ def find_recipe(
     dataset_estimate: DatasetEstimate | None,
     cheaper_configs: Mapping[str, RunConfig],
 ) -> Recipe:
-    """Find settings with which a run fits on the devices.
+    """Find settings that make a run fit on the given devices.
 
     Args:
         config: Starter config of a task, with the user's model and data.
         device: Type of device.
         num_devices: Number of devices.
-        dataset_estimate: Size of the data. None if the user has not named any data.
-        cheaper_configs: Starter configs of other tasks that need less memory, keyed by the flag that selects
-            them.
+        dataset_estimate: Size of the data. None if the user has not specified any data.
+        cheaper_configs: Starter configs of other tasks that need less memory, keyed by the flag that
+            selects them.
 
     Raises:
         UserError: If no candidate fits. The message suggests a cheaper task, more devices, or a larger
@@ -486,7 +487,7 @@ def find_recipe(
 
 
 def describe_recipe(recipe: Recipe) -> list[str]:
-    """Describe a recipe and its plan in sentences, which become comments in the config."""
+    """Describe a recipe and its plan in sentences, which are written as comments into the config."""
     planner, option = recipe.planner, recipe.option
     device, devices = planner.target.device, planner.target.cluster.devices
     assert device is not None

@@ -1,4 +1,4 @@
-"""``portable-train --resume-info``: describe a checkpoint, and list strategies that can resume from it."""
+"""``portable-train --resume-info``: describe a checkpoint and the strategies that can resume from it."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ MAX_WORLD_SIZE = 1 << 16
 
 
 def _build_checkpoint_rows(folder: AnyPath, state: TrainerState, config: RunConfig) -> list[tuple[str, str]]:
-    """Build the rows of the table that describes a checkpoint of this program.
+    """Build the rows of the table that describes a checkpoint of this project.
 
-    All files of the checkpoint are compared with its manifest. Damage is described in the table, and not
+    Verifies all files of the checkpoint against its manifest. Damage is reported in the table, not
     raised.
 
     Args:
         folder: Folder or URL of the checkpoint.
-        state: State of the trainer in the checkpoint.
+        state: Contents of the checkpoint's ``trainer_state.json``.
         config: Config of the run.
 
     Returns:
@@ -86,19 +86,19 @@ def _build_checkpoint_rows(folder: AnyPath, state: TrainerState, config: RunConf
 
 
 def _get_model_name(config: RunConfig) -> str:
-    """Return the name of the pretrained model, or the model type of a model with random weights."""
+    """Return the name of the pretrained model, or the model type if the weights are random."""
     return config.model.name_or_path or str((config.model.config or {}).get("model_type"))
 
 
 def format_checkpoint_info(folder: AnyPath, backend_name: str) -> str:
-    """Describe a checkpoint of this trainer, and list the strategies with which a backend can resume the run.
+    """Describe a checkpoint of this project, and list the strategies that can resume from it.
 
     Args:
         folder: Folder or URL of the checkpoint.
         backend_name: Name of the backend, or ``auto``.
 
     Returns:
-        Several lines of text.
+        Multi-line text.
     """
     state = TrainerState.read(folder)
     run_folder = folder.parent.parent
@@ -123,16 +123,16 @@ def format_checkpoint_info(folder: AnyPath, backend_name: str) -> str:
 
 
 def build_strategy_rows(config: RunConfig, backend_name: str) -> list[tuple[str, str]]:
-    """Build table rows with the world sizes on which each strategy can resume a run.
+    """Build table rows with the world sizes at which each strategy can resume a run.
 
-    The checks are the same as at the start of a run: of the config, of the backend, and of the batch plan.
+    This applies the checks of the config, the backend and the batch plan that a run makes at its start.
 
     Args:
         config: Config of the run.
         backend_name: Name of the backend, which must not be ``auto``.
 
     Returns:
-        Pairs of a strategy, and its world sizes or the reason why it cannot resume the run.
+        Pairs of a strategy and its world sizes, or the reason why it cannot resume the run.
     """
     package = load_backend_package(backend_name)
     world = package.get_world(1)
@@ -158,10 +158,10 @@ def build_strategy_rows(config: RunConfig, backend_name: str) -> list[tuple[str,
 
 
 def _list_world_sizes(config: RunConfig) -> list[int]:
-    """Return the world sizes with which the global batch can be divided evenly, up to :data:`MAX_WORLD_SIZE`.
+    """Return the world sizes that divide the global batch evenly, up to :data:`MAX_WORLD_SIZE`.
 
-    Evenly means that each rank, or each context-parallel or tensor-parallel group of ranks, processes the
-    same number of sequences.
+    That is, each rank (or each context-parallel or tensor-parallel group of ranks) processes the same
+    number of sequences.
     """
     total, ranks_per_group = config.train.global_batch_size, config.ranks_together
     world_sizes = []
@@ -177,17 +177,17 @@ def _list_world_sizes(config: RunConfig) -> list[int]:
 
 
 def print_checkpoint_info(path: str, backend_name: str) -> int:
-    """Print a description of a checkpoint of this program or of another trainer, without running custom code.
+    """Print a description of a checkpoint of this project or of another trainer. Runs no custom code.
 
     Args:
-        path: Folder or URL of a checkpoint or of a run. For a run, its newest checkpoint is described.
+        path: Folder or URL of a checkpoint, or of a run to describe its newest checkpoint.
         backend_name: Backend that would resume the run, or ``auto``.
 
     Returns:
         Exit code 0.
 
     Raises:
-        UserError: If there is no checkpoint, or it cannot be read.
+        UserError: If there is no checkpoint, or if it cannot be read.
     """
     unknown = "cannot be determined without running the model"
     with convert_storage_errors("--resume-info"), plugins.refuse_custom_code(lambda _: unknown):

@@ -1,4 +1,4 @@
-"""``portable-train --show-data``: print samples of a run, with marks on the tokens that count in the loss."""
+"""``portable-train --show-data``: print samples of a run, and mark the tokens that count in the loss."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def print_samples(resolved: ResolvedRun, num_samples: int) -> int:
-    """Print the first training samples of a run. The data is tokenized and cached first if necessary.
+    """Print the first training samples of a run, after tokenizing and caching the data if necessary.
 
     Args:
         resolved: The resolved run.
@@ -32,8 +32,8 @@ def print_samples(resolved: ResolvedRun, num_samples: int) -> int:
         Exit code 0.
 
     Raises:
-        UserError: If a setting is not valid for the run, if the task is not causal-lm, or if the source
-            provides samples that are already tokenized.
+        UserError: If a setting is not valid for the run, if the task is not causal-lm, or if the
+            source's samples are already tokenized.
     """
     config = resolved.config
     if config.model.task != "causal-lm":

@@ -1,7 +1,8 @@
-"""Comparison of the settings of two runs, and rules for the settings that a continued run may change.
+"""Compare the settings of two runs, and decide which settings a continued run may change.
 
-When a run starts, it compares its config with the config in its output folder, and with the fingerprint in
-the checkpoint that it resumes from. A fingerprint contains the settings that define a run.
+When a run starts, its config is compared with the config in its output folder, and with the
+fingerprint in the checkpoint that it resumes from. A fingerprint contains the settings that define
+a run.
 """
 
 from __future__ import annotations
@@ -73,10 +74,11 @@ class SettingChange:
     """A setting that differs between two runs.
 
     Attributes:
-        key: Dotted key, or the key of an item of a mapping, such as ``model.config.hidden_size``.
+        key: Dotted key of the setting, or of an item in its mapping, such as
+            ``model.config.hidden_size``.
         setting: Dotted key of the setting in the schema.
-        before: Value in the first run as text.
-        after: Value in the second run as text.
+        before: Value in the first run, as text.
+        after: Value in the second run, as text.
     """
 
     key: str
@@ -86,25 +88,25 @@ class SettingChange:
 
     @property
     def is_adjustable(self) -> bool:
-        """Whether the setting may change while the run is trained, with ``checkpoint.allow_changes``."""
+        """Whether ``checkpoint.allow_changes`` allows a continued run to change the setting."""
         return self.setting in ADJUSTABLE_SETTINGS
 
     @property
     def arrow_text(self) -> str:
-        """Text of the change for a log line, in the form ``train.steps 200 → 300``."""
+        """Text of the change for a log line, such as ``train.steps 200 → 300``."""
         return f"{self.key} {self.before} → {self.after}"
 
     def __str__(self) -> str:
-        """Format the change for an error message: ``train.steps: 200 and 300``."""
+        """Format the change for an error message, such as ``train.steps: 200 and 300``."""
         return f"{self.key}: {self.before} and {self.after}"
 
 
 class _FlatValue(NamedTuple):
-    """A value in a fingerprint, or one item of a mapping in a fingerprint.
+    """A value in a fingerprint, or one item of a mapping in it.
 
     Attributes:
-        setting: Dotted key of the setting that contains the value. None if the fingerprint has no such value.
-        value: The value, or ``_MISSING`` if the fingerprint has no such value.
+        setting: Dotted key of the setting that contains the value. None if the value is missing.
+        value: The value, or ``_MISSING`` if the fingerprint does not contain it.
     """
 
     setting: str | None
@@ -114,17 +116,17 @@ class _FlatValue(NamedTuple):
 def find_changes(
     first_run: RunConfig | Mapping[str, Any], second_run: RunConfig | Mapping[str, Any]
 ) -> list[SettingChange]:
-    """Find the settings that differ between two runs, among the settings that define a run.
+    """Find which of the settings that define a run differ between two runs.
 
-    If the fingerprint of an older release does not have a key, the default of the setting is used. Mappings
-    such as ``model.config`` are compared item by item.
+    If a key is missing in a fingerprint, because an older release wrote it, the default of the setting
+    is used. Mappings such as ``model.config`` are compared item by item.
 
     Args:
         first_run: Config of the first run, or its fingerprint.
         second_run: Config of the second run, or its fingerprint.
 
     Returns:
-        The changes in the order of the schema. Empty if no such setting differs.
+        The changes, in the order of the schema.
     """
     first_values, second_values = _flatten_fingerprint(first_run), _flatten_fingerprint(second_run)
     absent = _FlatValue(None, _MISSING)
@@ -142,19 +144,19 @@ def find_changes(
 
 
 def is_allowed_in_new_folder(change: SettingChange) -> bool:
-    """Return whether a run that starts from a checkpoint, but in a new output folder, may change the setting.
+    """Return whether a setting may change when a run continues in a new output folder.
 
-    The settings of the model, its vocabulary, the trained parameters and the type of the optimizer must not
-    change, because the meaning of the checkpoint's tensors would change.
+    The settings of the model, its vocabulary, the trained parameters and the type of the optimizer must
+    not change, because they determine the meaning of the checkpoint's tensors.
     """
     section = change.setting.partition(".")[0]
     return section not in ("model", "adapter") and change.setting not in _TENSOR_SETTINGS
 
 
 def is_same_run_extended(existing: RunConfig, extended: RunConfig) -> bool:
-    """Return whether ``extended`` differs from ``existing`` only by more steps or epochs.
+    """Return whether ``extended`` differs from ``existing`` only in having more steps or epochs.
 
-    Returns False if no setting that defines a run has changed.
+    Returns False if both have the same values in all settings that define a run.
     """
     changes = find_changes(existing, extended)
     if not changes or any(change.setting not in LENGTH_SETTINGS for change in changes):
@@ -163,19 +165,20 @@ def is_same_run_extended(existing: RunConfig, extended: RunConfig) -> bool:
 
 
 def find_inherited_values(existing: RunConfig, launched: RunConfig, config: RunConfig) -> dict[str, Any]:
-    """Find the settings that differ from an existing run only because the command to continue it omits them.
+    """Find the settings that a continued run inherits, because the new command does not set them.
 
-    :func:`portable.run.resolve.resolve_run` adds the result to the config of the continued run, so that the
-    run keeps its previous values.
+    :func:`portable.run.resolve.resolve_run` adds the result to the config of the continued run, so that
+    these settings keep their previous values.
 
     Args:
         existing: Config of the existing run.
-        launched: Config of the command that continues the run, without the defaults that depend on the model.
-        config: Config of the same command, including the defaults that depend on the model.
+        launched: Config from the command that continues the run, without the defaults that depend on
+            the model.
+        config: Config from the same command, including the defaults that depend on the model.
 
     Returns:
-        Values of the existing run, by dotted key. A setting is excluded if the command sets its alternative.
-        For example, ``train.steps`` is excluded if the command sets ``train.epochs``.
+        Values of the existing run, keyed by dotted key. A setting is not inherited if the command sets
+        an alternative, such as ``train.epochs`` instead of ``train.steps``.
     """
     values = {}
     for key in sorted(_INHERITED_SETTINGS):
@@ -192,7 +195,7 @@ def find_inherited_values(existing: RunConfig, launched: RunConfig, config: RunC
 
 
 def _is_null_warmup(config: RunConfig, key: str) -> bool:
-    """Return whether ``key`` is a warmup setting with the value null, which selects the default warmup."""
+    """Return whether ``key`` is a warmup setting with value null, which selects the default warmup."""
     return key in ("train.warmup_steps", "train.warmup_ratio") and config.get(key) is None
 
 
@@ -203,8 +206,8 @@ def _flatten_fingerprint(run: RunConfig | Mapping[str, Any]) -> dict[str, _FlatV
         run: Config of a run, or its fingerprint.
 
     Returns:
-        Settings and values, by dotted key. Null values are skipped. A setting that is missing in the
-        fingerprint has its default.
+        The values and their settings, keyed by dotted key. Null values are omitted. If a setting is
+        missing in the fingerprint, its default is used.
     """
     values = run.fingerprint() if isinstance(run, RunConfig) else dict(run)
     for key, setting in keys.get_setting_fields(RunConfig).items():
@@ -220,5 +223,5 @@ def _flatten_fingerprint(run: RunConfig | Mapping[str, Any]) -> dict[str, _FlatV
 
 
 def _format_value_or_unset(value: object) -> str:
-    """Format a value for a message. The placeholder ``_MISSING`` becomes ``not set``."""
+    """Format a value for a message. ``_MISSING`` is formatted as ``not set``."""
     return "not set" if value is _MISSING else format_short_value(value)

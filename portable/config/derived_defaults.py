@@ -1,4 +1,4 @@
-"""Defaults that depend on other settings, for example on whether the run is pretraining or fine-tuning."""
+"""Compute the defaults that depend on other settings, such as whether the run pretrains or fine-tunes."""
 
 from __future__ import annotations
 
@@ -35,13 +35,14 @@ _DECAYING_SCHEDULES = ("cosine", "linear", "wsd")
 
 @dataclass(frozen=True)
 class TrainingKindDefault:
-    """Default of a setting that differs between the kinds of training.
+    """Default of a setting for each kind of training.
 
     Attributes:
         pretraining: Default for training from random weights.
         continued: Default for training pretrained weights on plain text.
         finetuning: Default for adapters, conversations, pairs, and other tasks of pretrained models.
-        condition: Condition for the default, printed in the reference. Empty if the default always applies.
+        condition: Condition under which the default applies, printed in the reference. Empty if it
+            always applies.
     """
 
     pretraining: Any
@@ -85,8 +86,8 @@ REPLACED_SETTINGS = {
 def find_largest_divisor(dividend: int, max_divisor: int) -> int:
     """Return the largest divisor of ``dividend`` that is at most ``max_divisor``.
 
-    Both arguments must be positive. The result is ``dividend`` itself if ``max_divisor`` is larger. The time
-    is O(sqrt(dividend)).
+    Both arguments must be positive. If ``max_divisor`` is larger than ``dividend``, the result is
+    ``dividend``. Runs in O(sqrt(dividend)) time.
     """
     if max_divisor >= dividend:
         return dividend
@@ -98,8 +99,8 @@ def has_warmup(schedule_name: str) -> bool:
     """Return whether a schedule has a warmup.
 
     Args:
-        schedule_name: Value of ``train.schedule``. A name with a colon is a custom schedule, which has no
-            warmup.
+        schedule_name: Value of ``train.schedule``. A name with a colon refers to a custom schedule,
+            which has no warmup.
     """
     return schedule_name not in SCHEDULES_WITHOUT_WARMUP and ":" not in schedule_name
 
@@ -107,9 +108,9 @@ def has_warmup(schedule_name: str) -> bool:
 def compute_warmup_steps(settings: TrainConfig, total_steps: int) -> int:
     """Compute the number of warmup steps.
 
-    ``train.warmup_ratio`` takes precedence over ``train.warmup_steps``. The product of the ratio and the
-    number of steps is rounded up, as in transformers' Trainer. If both settings are null, the result is a
-    tenth of the steps, but at most 20, or 0 for a schedule without a warmup.
+    ``train.warmup_ratio`` takes precedence over ``train.warmup_steps``. The ratio times the number of
+    steps is rounded up, as in transformers' Trainer. If both settings are null, the default is a tenth
+    of the steps, but at most 20. It is 0 for schedules without a warmup.
 
     Args:
         settings: Section ``train``.
@@ -126,9 +127,9 @@ def compute_warmup_steps(settings: TrainConfig, total_steps: int) -> int:
 def classify_training_kind(config: RunConfig) -> TrainingKind:
     """Return the kind of training, which selects the defaults in :data:`DEFAULTS_BY_TRAINING_KIND`.
 
-    The value ``auto`` of ``data.format`` counts as plain text. The result may change later, because
-    :func:`portable.run.resolve.resolve_run` replaces ``auto`` by the format of the first record before the
-    defaults are used.
+    If ``data.format`` is ``auto``, it is treated as plain text. The kind may change later, because
+    :func:`portable.run.resolve.resolve_run` replaces ``auto`` with the format of the first record
+    before the defaults are used.
     """
     adapter, data, model = config.adapter, config.data, config.model
     has_adapter = (adapter.type, adapter.name_or_path, adapter.config) != (None, None, None)
@@ -143,12 +144,12 @@ def classify_training_kind(config: RunConfig) -> TrainingKind:
 def compute_training_kind_defaults(config: RunConfig) -> dict[str, Any]:
     """Compute the defaults in :data:`DEFAULTS_BY_TRAINING_KIND` that apply to a run.
 
-    A setting is excluded if the user has set it or its alternative, or if the condition of its default is not
-    met. ``data.seq_len`` is always excluded, because :func:`portable.model.build.apply_default_seq_len`
-    chooses it for the model.
+    A setting is omitted if the user has set it or an alternative, or if the condition of its default is
+    not met. ``data.seq_len`` is always omitted, because
+    :func:`portable.model.build.apply_default_seq_len` chooses it for the model.
 
     Returns:
-        Default values, by dotted key.
+        Default values, keyed by dotted key.
     """
     train, kind = config.train, classify_training_kind(config)
     is_applicable = {
@@ -178,8 +179,9 @@ def compute_derived_defaults(config: RunConfig) -> dict[str, Any]:
     """Compute the defaults that depend on other settings. Called whenever a ``RunConfig`` is validated.
 
     Returns:
-        Default values, by dotted key. Only settings that the user has not set are included, except for
-        ``train.warmup_ratio``, for which an explicit null also means the default.
+        Default values, keyed by dotted key, of settings that the user has not set.
+        ``train.warmup_ratio`` is also included if the user has set it to null, which selects the
+        default.
     """
     model, train, checkpoint = config.model, config.train, config.checkpoint
     defaults: dict[str, Any] = {}

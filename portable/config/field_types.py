@@ -1,4 +1,4 @@
-"""Field types of the schema, in addition to pydantic's types."""
+"""Field types of the schema that pydantic does not provide."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _refuse_forbidden_characters(cls, value: object, info: ValidationInfo) -> object:
-        """Return a value unchanged. Raises ``ValueError`` if it contains NUL or half a surrogate pair.
+        """Return a value unchanged. Raises ``ValueError`` if it contains NUL or an unpaired surrogate.
 
         Such characters cannot occur in paths, names or text files. pydantic calls this validator for every
         field before it validates the value.
@@ -73,7 +73,7 @@ These are allowed, because Python uses them for the bytes of file names that are
 def _iter_strings(value: object) -> Iterator[str]:
     """Yield all strings in a nested value, including the keys and values of mappings.
 
-    Values that are nested more than ``_MAX_DEPTH`` levels deep are skipped.
+    Values nested deeper than ``_MAX_DEPTH`` levels are skipped.
     """
     pending = [(value, 0)]
     while pending:
@@ -100,10 +100,10 @@ def _to_plain(value: object, depth: int = 0) -> object:
 
     Args:
         value: The value.
-        depth: Number of mappings and lists that contain the value.
+        depth: Nesting depth of the value.
 
     Raises:
-        ValueError: If the value contains another type, or is nested too deeply.
+        ValueError: If the value contains an unsupported type, or is nested too deeply.
     """
     if depth > _MAX_DEPTH:
         raise ValueError("is nested too deeply; use fewer levels")
@@ -120,14 +120,14 @@ def _to_plain(value: object, depth: int = 0) -> object:
 
 
 def _to_text_key(key: object) -> str:
-    """Convert a key of a mapping to text. Raises ``ValueError`` for a type that YAML keys cannot have."""
+    """Convert a mapping key to text. Raises ``ValueError`` for types that are not valid as keys in YAML."""
     if key is None or isinstance(key, bool | int | float | str):
         return str(key)
     raise ValueError(f"has a key of type {type(key).__name__}; use strings as keys")
 
 
 def _convert_mapping_to_plain_values(value: object) -> object:
-    """Convert a mapping to plain values. Returns other values unchanged, so that pydantic rejects them."""
+    """Convert a mapping to plain values. Returns other values unchanged, for pydantic to reject."""
     return _to_plain(value) if isinstance(value, dict) else value
 
 
@@ -137,10 +137,10 @@ def _wrap_single_text(value: object) -> object:
 
 
 def _unwrap_single_pattern(value: object) -> object:
-    """Return the only item of a list if it is a regular expression. Returns other values unchanged.
+    """Return the item of a one-item list if it is a regular expression. Returns other values unchanged.
 
-    A string counts as a regular expression if it cannot be a module name. This conversion is needed because a
-    flag whose type includes a list passes a single value as a list.
+    A flag whose type includes a list always passes a list, even for a single value. A string counts as
+    a regular expression if it cannot be a module name.
     """
     only_item = value[0] if isinstance(value, list | tuple) and len(value) == 1 else None
     return only_item if isinstance(only_item, str) and not re.fullmatch(r"[\w.]+", only_item) else value
@@ -152,10 +152,7 @@ def _to_lower_case(value: object) -> object:
 
 
 class PathMarker:
-    """Marker in the annotation of a string type whose value may be a path or a URL.
-
-    ``SettingField.may_be_path`` searches for it.
-    """
+    """Marker in a type annotation: the string may be a path or a URL. See ``SettingField.may_be_path``."""
 
 
 _MAX_NAME_BYTES, _MAX_PATH_BYTES = 255, 4095
@@ -166,7 +163,8 @@ def _expand_path(value: object) -> object:
     """Expand ``~`` and ``${VAR}`` in a string. Returns other values unchanged.
 
     Raises:
-        ValueError: If a variable or user is unknown, or if the path or a name in it is too long.
+        ValueError: If a variable or user is unknown, or if the path or one of its components is too
+            long.
     """
     if not isinstance(value, str):
         return value
@@ -207,9 +205,9 @@ Columns = Annotated[
 
 
 def _normalize_code_name(value: object) -> object:
-    """Normalize the spelling of an import path of custom code, including its arguments.
+    """Normalize the import path of custom code and its arguments.
 
-    As a result, different spellings of the same code and arguments are equal strings. Values of other types
+    Different spellings of the same code and arguments then become equal strings. Values of other types
     are returned unchanged.
     """
     return str(plugins.parse_plugin_spec(value)) if isinstance(value, str) else value
@@ -220,7 +218,7 @@ PlugIn = Annotated[str, Field(min_length=1), BeforeValidator(_normalize_code_nam
 
 
 def _accept_code_or_name(value: object, validate_name: Callable[[object], object]) -> object:
-    """Validate a setting that takes either the import path of custom code or a built-in name.
+    """Validate a setting that accepts the import path of custom code or a built-in name.
 
     Args:
         value: The value to validate.
@@ -237,7 +235,7 @@ OrPlugIn = WrapValidator(_accept_code_or_name, json_schema_input_type=str)
 
 
 def _validate_compile_backend_name(value: str) -> str:
-    """Check that a string has the form of a backend's name, and return it. Raises ``ValueError`` if not."""
+    """Validate the format of a backend name, and return it. Raises ``ValueError`` if it is not valid."""
     if re.fullmatch(r"[A-Za-z_][\w.-]*", value) is None:
         raise ValueError(
             f"{value[:40]!r} is not a valid name; use the name of a torch.compile backend, such as inductor"
@@ -254,7 +252,7 @@ _HUB_KERNEL = re.compile(r"[^/:@]+/[^/:@]+(@[^/:]+)?(:[^/:]+)?")
 
 
 def _accept_kernel_or_name(value: object, validate_name: Callable[[object], object]) -> object:
-    """Validate a setting that takes either a kernel on the hub or a built-in name.
+    """Validate a setting that accepts a kernel on the Hub or a built-in name.
 
     Args:
         value: The value to validate.

@@ -1,4 +1,4 @@
-"""Parser for command-line flags, which are derived from the schema: ``--seed 1`` sets the setting seed."""
+"""Parse command-line flags, which are derived from the schema: ``--seed 1`` sets the setting ``seed``."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ It is larger than the order of any line in a file, because flags override files.
 
 @dataclass
 class ParsedCommandLine:
-    """Options and settings on a command line, before they are validated.
+    """Options and settings on a command line, not validated yet.
 
     Attributes:
-        options: Values of the options of the command, keyed by name. Not validated yet.
-        settings: Settings of the run, in the order of their flags. Not validated yet.
+        options: Values of the command's options, keyed by name.
+        settings: Settings of the run, in the order of their flags.
         help: Topic of ``--help``: a section or key, or empty for an overview. None if ``--help`` is not
             given.
     """
@@ -43,7 +43,7 @@ class ParsedCommandLine:
     help: str | None = None
 
     def add_setting(self, key: str, value: Any, flag: str) -> None:
-        """Append the value of a setting, as if its flag were the last on the command line.
+        """Append a setting, as if its flag were the last on the command line.
 
         Args:
             key: Dotted key of the setting.
@@ -60,9 +60,9 @@ def parse_flags(
     """Parse a command line.
 
     Args:
-        argv: The arguments of the command, which are not changed.
-        model: The schema of the config. Every setting has a flag.
-        options: Schema of the options of the command, such as ``--dry-run``. None if it has no options.
+        argv: Command-line arguments. They are not changed.
+        model: Schema of the config. Every setting has a flag.
+        options: Schema of the command's options, such as ``--dry-run``. None if it has no options.
 
     Raises:
         UserError: If a flag is unknown or has no value.
@@ -73,11 +73,11 @@ def parse_flags(
 def parse_setting_words(setting: keys.SettingField, words: Sequence[str], flag: str) -> Any:
     """Parse the arguments after a flag as YAML.
 
-    The value of a text setting is not parsed, so that the value of ``--data.source 123`` is a string.
+    The value of a text setting is not parsed: ``--data.source 123`` gives the string ``123``.
 
     Args:
         setting: The setting of the flag.
-        words: One argument, or several arguments for a list.
+        words: One argument, or several for a list.
         flag: The flag as the user typed it, used in error messages.
 
     Returns:
@@ -102,9 +102,7 @@ def parse_setting_words(setting: keys.SettingField, words: Sequence[str], flag: 
 
 
 def expand_path(flag: str, path: str) -> str:
-    """Expand ``~`` and ``${VAR}`` in the path after a flag.
-
-    The shell does not always do this, for example not in ``--flag=~/x``.
+    """Expand ``~`` and ``${VAR}`` in a path that the shell has not expanded, such as ``--flag=~/x``.
 
     Args:
         flag: The flag as the user typed it, used in error messages.
@@ -120,12 +118,12 @@ def expand_path(flag: str, path: str) -> str:
 
 
 class _FlagParser:
-    """Parser for one command line. Each step removes the parsed arguments from the front of the list."""
+    """Parser for a single command line. Each step removes the arguments that it has parsed from the list."""
 
     def __init__(
         self, argv: list[str], model: type[BaseModel], options: dict[str, keys.SettingField]
     ) -> None:
-        """Prepare to parse ``argv``, which :meth:`parse` empties in place."""
+        """Prepare to parse ``argv``. :meth:`parse` empties this list."""
         self._remaining_words = argv
         self._schema = model
         self._setting_fields = keys.get_setting_fields(model)
@@ -133,7 +131,7 @@ class _FlagParser:
         self._result = ParsedCommandLine()
 
     def parse(self) -> ParsedCommandLine:
-        """Parse all arguments, and return the options and settings. May only be called once.
+        """Parse all arguments, and return the options and settings. Must be called only once.
 
         Raises:
             UserError: If an argument is not a flag, if a flag is unknown, or if its value is missing or
@@ -157,18 +155,16 @@ class _FlagParser:
         return self._result
 
     def _parse_option(self, name: str, flag: str, inline_words: list[str] | None) -> None:
-        """Parse an option of the command, and store it in the result.
-
-        A repeatable option appends to its list.
+        """Parse an option of the command, and store its value. A repeatable option appends to its list.
 
         Args:
             name: Name of the option, with underscores.
             flag: The flag as the user typed it.
-            inline_words: The value after an equals sign, in a list. None if the value is in the next
+            inline_words: The value after an equals sign, as a list. None if the value is in the next
                 arguments.
 
         Raises:
-            UserError: If the value is missing, or if a path is given twice with different values.
+            UserError: If the value is missing, or if a path option is given twice with different values.
         """
         setting, earlier_options = self._option_fields[name], self._result.options
         words = self._pop_value_words(1) if inline_words is None else inline_words
@@ -187,12 +183,12 @@ class _FlagParser:
         earlier_options[name] = value
 
     def _parse_setting(self, name: str, flag: str, inline_words: list[str] | None) -> None:
-        """Parse a setting of the run, and add it to the result.
+        """Parse a setting of the run, and store its value.
 
         Args:
             name: Dotted key, with underscores. It may be unknown, or begin with ``no_`` for a boolean.
             flag: The flag as the user typed it.
-            inline_words: The value after an equals sign, in a list. None if the value is in the next
+            inline_words: The value after an equals sign, as a list. None if the value is in the next
                 arguments.
 
         Raises:
@@ -226,7 +222,7 @@ class _FlagParser:
         """Remove and return the arguments up to the next flag.
 
         Args:
-            max_words: Maximum number of arguments to remove. None if the number is not limited.
+            max_words: Maximum number of arguments to remove. None removes all of them.
         """
         flag_indices = (number for number, word in enumerate(self._remaining_words) if _is_flag(word))
         words = self._remaining_words[: next(flag_indices, len(self._remaining_words))][:max_words]
@@ -236,8 +232,8 @@ class _FlagParser:
     def _pop_help_topic(self) -> str:
         """Remove and return the topic of ``--help``.
 
-        The topic is the next word, or the next flag if it is a setting, as in ``--help --train.steps``.
-        Returns an empty string if there is no topic.
+        The topic is the next word, or the next flag if it belongs to a setting, as in ``--help
+        --train.steps``. Returns an empty string if there is no topic.
         """
         if not self._remaining_words:
             return ""
@@ -249,7 +245,7 @@ class _FlagParser:
         """Return the error message for a flag that is not a setting, with a suggestion.
 
         Args:
-            name: Name of the flag, without dashes at its beginning and with underscores. It may be a section.
+            name: Name of the flag, with underscores and without leading dashes. It may be a section.
             flag: The flag as the user typed it.
         """
         if name in keys.get_section_descriptions(self._schema):
@@ -265,20 +261,21 @@ class _FlagParser:
 
 
 def _check_has_value(words: list[str], flag: str, allowed_values: str, *, may_be_empty: bool) -> None:
-    """Raise ``UserError`` if a flag has no value.
+    """Check that a flag has a value. Raises ``UserError`` if it does not.
 
     Args:
         words: The arguments after the flag.
         flag: The flag as the user typed it.
         allowed_values: Description of the allowed values.
-        may_be_empty: Whether an empty word is a valid value. If not, an empty shell variable is an error.
+        may_be_empty: Whether an empty string is a valid value. If not, it is an error, because a shell
+            variable may be empty by mistake.
     """
     if not words or not (may_be_empty or any(map(str.strip, words))):
         raise UserError(f"{flag}: needs a value; specify {allowed_values}")
 
 
 def _describe_stray_word(token: str) -> str:
-    """Return the error message for an argument that is not a flag and does not follow one."""
+    """Return the error message for an argument that is neither a flag nor the value of one."""
     if token.endswith((".yaml", ".yml")):
         return f"unexpected argument {token!r}; use --config for a config file"
     if token.startswith("-") and token != "--":
@@ -292,5 +289,5 @@ def _describe_stray_word(token: str) -> str:
 
 
 def _is_flag(token: str) -> bool:
-    """Return whether an argument is a flag, and not a value. Negative numbers are values."""
+    """Return whether an argument is a flag. Negative numbers are values, not flags."""
     return token.startswith("--") or token == "-h"

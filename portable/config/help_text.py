@@ -1,4 +1,4 @@
-"""Functions that format the text of ``--help``: usage, options, and settings with their descriptions."""
+"""Format the text of ``--help``: usage, options, and settings with their descriptions."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def render_help(
     """Build the text that ``--help TOPIC`` prints.
 
     Args:
-        topic: A section, a key, ``all``, or an empty string for an overview of the command.
+        topic: Section, key or ``all``. An empty string selects an overview of the command.
         schema: The schema of the config.
         options_schema: Schema of the options of the command.
         usage: Usage and examples of the command.
@@ -97,12 +97,12 @@ def _format_command_overview(
     usage: str,
     width: int,
 ) -> str:
-    """Return the overview of a command: usage, one line per option, and one line per section of settings.
+    """Format the overview of a command: usage, one line per option, and one line per section.
 
     Args:
         section_descriptions: Descriptions of the sections, keyed by name.
-        settings: All settings, by dotted key.
-        options_schema: Schema of the options of the command.
+        settings: All settings, keyed by dotted key.
+        options_schema: Schema of the command's options.
         usage: Usage and examples of the command.
         width: Line width, in characters.
     """
@@ -117,7 +117,7 @@ def _format_command_overview(
 
 
 def _format_first_sentence(label: str, text: str, width: int) -> str:
-    """Format a label and the first sentence of its description in two columns, without the final period."""
+    """Format a label and the first sentence of its description, without the period, in two columns."""
     first = re.split("(?<=[^ ])[.] ", " ".join(text.split()), maxsplit=1)[0].rstrip(".")
     return _format_option(label, first, width)
 
@@ -135,7 +135,7 @@ def _format_flag(option: keys.SettingField) -> str:
 def _format_option(label: str, text: str, width: int) -> str:
     """Format a label and its description in two columns.
 
-    If the label is too long for its column, the description begins on the next line.
+    If the label is too long for its column, the description starts on the next line.
     """
     lines = _wrap_text(text, width - _DESCRIPTION_COLUMN)
     indented = [" " * _DESCRIPTION_COLUMN + line for line in lines]
@@ -147,7 +147,7 @@ def _format_option(label: str, text: str, width: int) -> str:
 def _format_section(
     name: str, description: str, settings_by_key: dict[str, keys.SettingField], width: int
 ) -> str:
-    """Format the heading and the settings of one section, or of the top level if ``name`` is empty."""
+    """Format the heading and the settings of a section. An empty ``name`` selects the top-level settings."""
     heading = f"{name}: {description}" if name else "top level:"
     settings = [setting for setting in settings_by_key.values() if setting.section == name]
     return "\n".join(
@@ -167,11 +167,11 @@ def _format_setting(setting: keys.SettingField, width: int) -> str:
 
 
 def describe_default(setting: keys.SettingField, quote: str = "") -> str:
-    """Describe the default of a setting, or the defaults for each kind of training if they differ.
+    """Describe the default of a setting. If it depends on the kind of training, describe all defaults.
 
     Args:
         setting: The setting.
-        quote: Quotation mark around values, such as a backquote for Markdown.
+        quote: Quotation mark to put around values, such as a backquote for Markdown.
     """
     default = DEFAULTS_BY_TRAINING_KIND.get(setting.key)
     if default is None:
@@ -184,6 +184,6 @@ def describe_default(setting: keys.SettingField, quote: str = "") -> str:
 
 
 def format_default(value: Any) -> str:
-    """Format a default as in a config file: strings without quotes, other values as JSON."""
+    """Format a default as in a config file: strings without quotes, and other values as JSON."""
     value = keys.to_plain_value(value)
     return value if isinstance(value, str) else json.dumps(value)

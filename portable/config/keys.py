@@ -1,7 +1,7 @@
-"""Table of all settings by dotted key, which is derived from the classes of the schema.
+"""Table of all settings, keyed by dotted key and derived from the schema classes.
 
-Flags, help, error messages, the reference page and the comparison of runs use this table instead of iterating
-over the fields of the schema themselves.
+Flags, help, error messages, the reference page and the comparison of runs use this table instead of
+iterating over the fields of the schema.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _NUMBER_WORDS = {2: "two", 3: "three"}
 
 
 class TypePart(NamedTuple):
-    """One member of the union in a type annotation, separated from its metadata.
+    """One member of a union type annotation, separated from its metadata.
 
     Attributes:
         kind: The type without ``Annotated``, such as ``int`` or ``tuple[str, ...]``.
@@ -44,8 +44,8 @@ class SettingField:
 
     Attributes:
         key: Dotted key, such as ``checkpoint.async``.
-        attribute: Name of the attribute in the class of the section, such as ``async_``.
-        field: pydantic's information on the field: type, constraints, default and description.
+        attribute: Name of the attribute in the section's class, such as ``async_``.
+        field: pydantic's metadata of the field: type, constraints, default and description.
     """
 
     key: str
@@ -64,12 +64,12 @@ class SettingField:
 
     @property
     def description(self) -> str:
-        """Description of the setting in one line, from the docstring below the field."""
+        """One-line description of the setting, from the docstring below the field."""
         return to_one_line(self.field.description or "")
 
     @property
     def default(self) -> Any:
-        """Default of the schema. A default that depends on other settings may replace it in a config."""
+        """Default in the schema. In a config, a default that depends on other settings may replace it."""
         return self.field.get_default(call_default_factory=True, validated_data={})
 
     @property
@@ -85,9 +85,10 @@ class SettingField:
 
     @property
     def is_text(self) -> bool:
-        """Whether the value of a flag, or each item of a list, is text and must not be parsed as YAML.
+        """Whether flag values, or the items of a list, are text that must not be parsed as YAML.
 
-        If so, the flag value ``123`` stays text. False if the type also allows a boolean or a number.
+        If True, the flag value ``123`` remains a string. False if the type also allows a boolean or a
+        number.
         """
         kinds = [kind for kind, _ in _iter_union_members(self.field.annotation)]
         items = [kind for kind in kinds if get_origin(kind) is tuple]
@@ -102,7 +103,7 @@ class SettingField:
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """Allowed strings for the value or its items. Empty if the type has no ``Literal``."""
+        """Allowed strings for the value or its items. Empty if the type does not contain a ``Literal``."""
         words = (
             word
             for kind, _ in iter_type_parts(self.field.annotation)
@@ -119,16 +120,16 @@ class SettingField:
 
     @property
     def item_schema(self) -> type[BaseModel] | None:
-        """Schema of the items if the value consists of groups of settings, as in ``data.sources``.
+        """Schema of the items if the value contains groups of settings, as in ``data.sources``.
 
-        None if the setting does not contain groups of settings.
+        None for all other settings.
         """
         kinds = (kind for kind, _ in iter_type_parts(self.field.annotation))
         return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
 
     @property
     def value_placeholder(self) -> str:
-        """Placeholder for the value in ``--help``: ``PATH``, ``N`` or ``TEXT``. Empty for a boolean."""
+        """Placeholder for the value in ``--help``: ``PATH``, ``N`` or ``TEXT``. Empty for booleans."""
         return (
             ""
             if self.accepts_type(bool)
@@ -140,7 +141,7 @@ class SettingField:
         )
 
     def accepts_type(self, kind: type) -> bool:
-        """Return whether the type of the setting is ``kind``, or a union that contains ``kind``.
+        """Return whether the setting's type is ``kind`` or a union that contains it.
 
         Args:
             kind: Type without parameters, such as ``bool``, ``dict``, ``tuple`` or ``type(None)``.
@@ -152,18 +153,19 @@ class SettingField:
 
 @cache
 def get_setting_fields(model: type[BaseModel]) -> dict[str, SettingField]:
-    """Return all settings of a schema by dotted key, in the order of the schema."""
+    """Return all settings of a schema, keyed by dotted key, in the order of the schema."""
     return {setting.key: setting for setting in _iter_settings(model, "")}
 
 
 def find_open_mapping(model: type[BaseModel], key: str) -> SettingField | None:
-    """Find the setting whose value is a mapping with arbitrary keys that contains ``key``.
+    """Find the setting that contains ``key`` as an item of its mapping.
 
-    For example, the result for ``model.config.hidden_size`` is the setting ``model.config``.
+    Such a setting accepts arbitrary keys. For example, the result for ``model.config.hidden_size`` is
+    the setting ``model.config``.
 
     Returns:
-        The setting. None if the setting that the key begins with does not take a mapping, or if there is
-        none.
+        The setting. None if ``key`` does not begin with a setting, or if that setting does not accept a
+        mapping.
     """
     settings = get_setting_fields(model)
     parts_of_key = key.split(".")
@@ -189,7 +191,7 @@ def _iter_settings(model: type[BaseModel], prefix: str) -> Iterator[SettingField
 
     Args:
         model: The schema.
-        prefix: Text before the keys: empty, or the name of a section with a dot.
+        prefix: Prefix of the keys: empty, or the name of a section followed by a dot.
     """
     for name, field in model.model_fields.items():
         key = prefix + (field.alias or name)
@@ -208,8 +210,8 @@ def _is_section(field: FieldInfo) -> bool:
 def to_plain_value(value: Any) -> Any:
     """Convert a value of the schema to types that JSON supports.
 
-    Tuples become lists. A group of settings becomes a mapping that only contains the settings that the user
-    has set. Other values are returned unchanged.
+    Tuples become lists. A group of settings becomes a mapping of only those settings that the user has
+    set. Other values are returned unchanged.
     """
     if isinstance(value, BaseModel):
         value = value.model_dump(exclude_unset=True)
@@ -219,7 +221,7 @@ def to_plain_value(value: Any) -> Any:
 
 
 def nest_dotted_keys(values: dict[str, Any]) -> dict[str, Any]:
-    """Convert a mapping with dotted keys to nested mappings, with one mapping for each section as in YAML."""
+    """Convert dotted keys to nested mappings, one per section, as in YAML."""
     tree: dict[str, Any] = {}
     for key, value in values.items():
         section, _, name = key.rpartition(".")
@@ -228,11 +230,11 @@ def nest_dotted_keys(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _iter_union_members(annotation: Any, metadata: tuple[Any, ...] = ()) -> Iterator[TypePart]:
-    """Yield the members of a union, each with its constraints. If there is no union, yield the type itself.
+    """Yield the members of a union, or the type itself if it is not a union. Each has its constraints.
 
     Args:
         annotation: Type annotation.
-        metadata: Metadata of the annotation from an enclosing ``Annotated``.
+        metadata: Metadata from an enclosing ``Annotated``.
     """
     if get_origin(annotation) is Annotated:
         inner, *constraints = get_args(annotation)
@@ -245,11 +247,11 @@ def _iter_union_members(annotation: Any, metadata: tuple[Any, ...] = ()) -> Iter
 
 
 def iter_type_parts(annotation: Any, metadata: tuple[Any, ...] = ()) -> Iterator[TypePart]:
-    """Yield the members of a union and, for lists and mappings among them, the types of their items.
+    """Yield the members of a union. For lists and mappings, also yield the types of their items.
 
     Args:
         annotation: Type annotation.
-        metadata: Metadata of the annotation from an enclosing ``Annotated``.
+        metadata: Metadata from an enclosing ``Annotated``.
     """
     for alternative in _iter_union_members(annotation, metadata):
         yield alternative
@@ -259,7 +261,7 @@ def iter_type_parts(annotation: Any, metadata: tuple[Any, ...] = ()) -> Iterator
 
 
 def _describe_type(annotation: Any, metadata: tuple[Any, ...]) -> str:
-    """Describe the allowed values of an annotation, such as ``integer >= 1 or null``."""
+    """Describe the values that an annotation allows, such as ``integer >= 1 or null``."""
     alternatives = [
         _describe_alternative(kind, constraints)
         for kind, constraints in _iter_union_members(annotation, metadata)
@@ -268,7 +270,7 @@ def _describe_type(annotation: Any, metadata: tuple[Any, ...]) -> str:
 
 
 def _describe_alternative(kind: Any, constraints: tuple[Any, ...]) -> str:
-    """Describe the allowed values of one member of a union, such as ``integer >= 1``."""
+    """Describe the values that one member of a union allows, such as ``integer >= 1``."""
     origin, arguments = get_origin(kind), get_args(kind)
     if kind is type(None):
         return "null"
@@ -286,7 +288,7 @@ def _describe_alternative(kind: Any, constraints: tuple[Any, ...]) -> str:
 def _iter_constraint_texts(metadata: tuple[Any, ...]) -> Iterator[str]:
     """Yield descriptions of the constraints, such as ``>= 1 and < 64``.
 
-    Only the tightest lower bound and the tightest upper bound are included. The text may be empty.
+    Only the tightest lower and upper bounds are included. Yields nothing if there are none.
     """
     lower: list[tuple[Any, str]] = []
     upper: list[tuple[Any, str]] = []
@@ -307,14 +309,14 @@ def _iter_constraint_texts(metadata: tuple[Any, ...]) -> Iterator[str]:
 
 
 def _format_bound(bound: Any) -> str:
-    """Format a number. Floats have no trailing zeros."""
+    """Format a number. Floats are formatted without trailing zeros."""
     return f"{bound:g}" if isinstance(bound, float) else str(bound)
 
 
 def _iter_constraints(metadata: tuple[Any, ...]) -> Iterator[Any]:
     """Yield the constraints in the metadata of an annotation.
 
-    A ``FieldInfo`` in the metadata is replaced by the constraints that it contains.
+    If the metadata contains a ``FieldInfo``, yields the constraints in it.
     """
     for item in metadata:
         # pydantic wraps the constraints inside an Annotated in a FieldInfo.

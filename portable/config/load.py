@@ -1,7 +1,7 @@
-"""Functions that build a ``RunConfig`` from YAML files, imported settings of other trainers, and flags.
+"""Build a ``RunConfig`` from YAML files, settings imported from other trainers, and flags.
 
-All values are merged into one nested mapping, and the origin (file and line, or flag) of each value is
-recorded. The mapping is only validated after everything has been merged.
+All values are merged into a nested mapping, which is validated only after everything has been
+merged. The origin of each value (file and line, or flag) is recorded.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 
 class _SourceContent(NamedTuple):
-    """Settings from a YAML file, or from a mapping that Python code has passed.
+    """Settings from a YAML file, or from a mapping passed by Python code.
 
     Attributes:
         values: Values, nested as in the YAML file.
-        origins: Origins of all keys, by path. Empty for a mapping that Python code has passed.
+        origins: Origins of all keys, keyed by path. Empty for a mapping passed by Python code.
     """
 
     values: dict[str, Any]
@@ -51,17 +51,17 @@ def load_config(
         0.0001
 
     Args:
-        source: A YAML file or a nested mapping, or a sequence of these, which are merged in order. If None,
-            the defaults are used, which are the settings of the quickstart.
-        overrides: A mapping from dotted keys to values, or flags as on the command line (``["--train.steps",
-            "20"]``). They override ``source``.
+        source: A YAML file or a nested mapping, or a sequence of these to merge in order. None uses the
+            defaults, which are the settings of the quickstart.
+        overrides: A mapping from dotted keys to values, or flags as on the command line
+            (``["--train.steps", "20"]``). They override ``source``.
 
     Returns:
         The config. Settings have the same names as in YAML, for example ``config.train.learning_rate``.
 
     Raises:
-        UserError: If a setting is not valid. The message is one line with the key, its origin and the allowed
-            values.
+        UserError: If a setting is not valid. The one-line message contains the key, its origin and the
+            allowed values.
     """
     if isinstance(overrides, Mapping):
         assignments = [Assignment(tuple(key.split(".")), value, None) for key, value in overrides.items()]
@@ -82,15 +82,16 @@ def build_run_config(
     """Merge all settings into one nested mapping and validate it.
 
     Args:
-        sources: YAML files or nested mappings. Later files override previous ones.
+        sources: YAML files or nested mappings. Later ones override earlier ones.
         overrides: Settings that override all others, in order.
         imported: Settings imported from files of other trainers. They must not contradict ``sources``.
 
     Returns:
-        The config. It also records the origin of each value.
+        The config, which also records the origin of each value.
 
     Raises:
-        UserError: If a file cannot be read, a setting is not valid, or ``sources`` and ``imported`` disagree.
+        UserError: If a file cannot be read, if a setting is not valid, or if ``sources`` and
+            ``imported`` disagree.
     """
     merged = _MergedSettings()
     for index, source in enumerate(sources):
@@ -108,8 +109,8 @@ def build_run_config(
 def _has_pretrained_model(merged: _MergedSettings, overrides: Sequence[Assignment]) -> bool:
     """Return whether the merged files or the overrides set ``model.name_or_path``.
 
-    If so, a flag such as ``--model.config.attention_dropout`` changes the config of that model instead of the
-    default value of ``model.config``.
+    If so, a flag such as ``--model.config.attention_dropout`` changes the config of the pretrained
+    model. If not, it changes the default value of ``model.config``.
     """
     model = merged.values.get("model")
     is_named = isinstance(model, dict) and model.get("name_or_path") is not None
@@ -118,12 +119,12 @@ def _has_pretrained_model(merged: _MergedSettings, overrides: Sequence[Assignmen
 
 
 def _read_source(source: ConfigSource, line_offset: int) -> _SourceContent:
-    """Read a YAML file, or copy a mapping that Python code has passed.
+    """Read a YAML file, or copy a mapping passed by Python code.
 
     Args:
         source: The file or the mapping.
-        line_offset: Number to add to line numbers for ``Origin.order``, so that the lines of this file are
-            ordered after all lines of previous files.
+        line_offset: Number to add to line numbers for ``Origin.order``, so that this file is ordered
+            after all previous files.
 
     Raises:
         UserError: If the file cannot be read, is empty, or is not a mapping.
@@ -142,26 +143,26 @@ def _read_source(source: ConfigSource, line_offset: int) -> _SourceContent:
 
 @dataclass
 class _MergedSettings:
-    """Settings that have been merged so far, and that are not validated yet.
+    """Settings that have been merged so far, not validated yet.
 
     Attributes:
         values: Values, nested as in the YAML file.
-        origins: Origins of all keys, by path.
+        origins: Origins of all keys, keyed by path.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
     origins: dict[KeyPath, Origin] = field(default_factory=dict)
 
     def merge_file(self, values: dict[str, Any], origins: Mapping[KeyPath, Origin]) -> None:
-        """Merge the content of another file, whose values override the values of previous files.
+        """Merge the content of another file. Its values override those of previous files.
 
-        Mappings are merged key by key, except for model configs of different model types. Any other value
-        replaces the previous value. If the file only sets ``data.source``, the previous ``data.sources`` is
-        removed, and vice versa.
+        Mappings are merged key by key, except model configs of different model types, which are replaced
+        like any other value. If the file sets ``data.source`` but not ``data.sources``, the previous
+        ``data.sources`` is removed, and vice versa.
 
         Args:
             values: Values, nested as in the YAML file.
-            origins: Origins of all keys, by path.
+            origins: Origins of all keys, keyed by path.
         """
         for section in keys.get_section_descriptions(RunConfig):
             # A section without a value, such as `fsdp:`, is an empty section.
@@ -176,13 +177,13 @@ class _MergedSettings:
     ) -> None:
         """Merge ``values`` and their nested mappings into ``target``, in place.
 
-        If two nested mappings are model configs of different model types, the mapping is replaced instead.
+        A nested model config is replaced instead if the new one has a different model type.
 
         Args:
             target: Mapping with the previous values.
             values: Mapping with the new values.
             path: Path of both mappings in the config.
-            origins: Origins of the new values, by path.
+            origins: Origins of the new values, keyed by path.
         """
         for name, value in values.items():
             inner_path, earlier_value = (*path, name), target.get(name)
@@ -200,8 +201,8 @@ class _MergedSettings:
     def add_imported(self, assignment: Assignment) -> None:
         """Add a setting that was imported from a file of another trainer.
 
-        Nothing is added if a section on the path has a value that is not a mapping, because the validation
-        will report the value of the section.
+        Does nothing if the value of a section on the path is not a mapping, because validation reports
+        this.
 
         Raises:
             UserError: If a config file sets the same setting to another value.
@@ -225,12 +226,12 @@ class _MergedSettings:
         self.origins.setdefault(path, origin)
 
     def override_value(self, assignment: Assignment, *, has_pretrained_model: bool) -> None:
-        """Set a value from a flag or from Python code, which replaces the value from the files.
+        """Set a value from a flag or from Python code. It replaces the value from the files.
 
         Args:
-            assignment: Value of a setting, of a key inside a mapping such as ``model.config``, or (only from
+            assignment: Value of a setting, of a key in a mapping such as ``model.config``, or (only from
                 Python code) of a section.
-            has_pretrained_model: Whether ``model.name_or_path`` is set. If not, a key inside ``model.config``
+            has_pretrained_model: Whether ``model.name_or_path`` is set. If not, a key in ``model.config``
                 is added to the default value of ``model.config``.
 
         Raises:
@@ -262,7 +263,7 @@ class _MergedSettings:
         self._replace_origins(path, origin)
 
     def _replace_origins(self, path: KeyPath, origin: Origin | None) -> None:
-        """Record that a value has replaced the previous value at ``path`` and the values inside of it.
+        """Record the origin of a new value at ``path``, and remove the origins of replaced values.
 
         Args:
             path: Path of the value.
@@ -280,7 +281,7 @@ def _remove_replaced_source(earlier: Any, later: Any) -> None:
     """Remove ``source`` from ``earlier`` if ``later`` only sets ``sources``, and vice versa.
 
     Args:
-        earlier: Section ``data`` merged so far, which is changed in place. Ignored if it is not a mapping.
+        earlier: Section ``data`` merged so far, changed in place. Ignored if it is not a mapping.
         later: Section ``data`` of the next file. Ignored if it is not a mapping.
     """
     if isinstance(earlier, dict) and isinstance(later, dict):
@@ -290,20 +291,20 @@ def _remove_replaced_source(earlier: Any, later: Any) -> None:
 
 
 def _have_different_model_types(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
-    """Return whether two mappings are model configs with different values of ``model_type``.
+    """Return whether two mappings are model configs with different model types.
 
-    Such configs are not merged, because their keys have different meanings.
+    They are not merged, because their keys have different meanings.
     """
     types = {config["model_type"] for config in (first, second) if isinstance(config.get("model_type"), str)}
     return len(types) > 1
 
 
 def _describe_key_inside_value(path: KeyPath, value_depth: int, origin: Origin | None) -> str:
-    """Return the error message for a key inside a value that is not a mapping.
+    """Return the error message for a key within a value that is not a mapping.
 
     Args:
         path: Path of the key.
-        value_depth: Number of names at the start of ``path`` that are the path of the value.
+        value_depth: Number of names at the start of ``path`` that form the path of the value.
         origin: Origin of the key. None if Python code has set it.
     """
     outer, key = ".".join(path[:value_depth]), ".".join(path)

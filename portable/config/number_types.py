@@ -1,8 +1,8 @@
-"""Types of the numbers in the schema. Each type has bounds, and a comment with the reason for the bounds.
+"""Number types of the schema. Each type has bounds, and a comment with the reason for them.
 
-A field may narrow the bounds of its type, for example with ``Field(ge=1)``. The bounds exist because a number
-that no run can use is most likely a mistake. An error before the start costs less than an overflow, an
-endless loop or a full disk later.
+The bounds reject numbers that are almost certainly mistakes: it is better to report an error before
+the start than to overflow, loop endlessly or fill the disk later. A field may narrow the bounds of
+its type, for example with ``Field(ge=1)``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MAX_TRAINED_VOCABULARY = 1_000_000
 
 @dataclass(frozen=True)
 class BoundsReason:
-    """Comment on the bounds of a number, in the annotation of its type. It has no effect.
+    """Comment in a type annotation that explains the bounds of a number. It has no effect.
 
     Attributes:
         text: Reason for the bounds.

@@ -1,4 +1,4 @@
-"""Classes for the origin of a setting's value, which error messages contain: a line of a file, or a flag."""
+"""Origins of settings: the line of a file or the flag that set a value. Used in error messages."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class Origin:
     """The origin of a value: a line of a file, or a flag.
 
     Attributes:
-        text: Text that names the origin in messages, such as ``run.yaml:7`` or ``--train.steps``.
-        order: Number by which error messages are sorted. It increases with the line, then with the position
-            of the file on the command line, and flags have the highest numbers.
+        text: Text of the origin in messages, such as ``run.yaml:7`` or ``--train.steps``.
+        order: Sort key for error messages: by file in the order of the command line, then by line.
+            Flags have the highest numbers.
         is_flag: Whether the origin is a flag.
-        overridden: Texts of the origins whose values this value overrides, the latest first.
+        overridden: Texts of the origins that this value overrides, latest first.
     """
 
     text: str
@@ -33,8 +33,8 @@ class Origin:
     def add_to_message(self, message: str) -> str:
         """Add the origin to an error message.
 
-        The line of a file is put before the message (``run.yaml:7: train.steps must be ...``). A flag
-        replaces the key at the beginning of the message (``--train.steps must be ...``).
+        The file and line are put before the message (``run.yaml:7: train.steps must be ...``). A flag
+        replaces the key at the start of the message (``--train.steps must be ...``).
         """
         key = self.text.removeprefix("--").replace("-", "_")
         if self.is_flag and message.startswith((f"{key} ", f"{key}: ")):
@@ -43,7 +43,7 @@ class Origin:
 
 
 class Assignment(NamedTuple):
-    """A value for one setting, or for one key inside a mapping with arbitrary keys such as ``model.config``.
+    """A value for a setting, or for a key in a mapping with arbitrary keys, such as ``model.config``.
 
     Attributes:
         path: Path of the setting or key.
@@ -57,7 +57,7 @@ class Assignment(NamedTuple):
 
 
 def format_short_value(value: object) -> str:
-    """Format ``value`` for an error message, with at most :data:`MAX_VALUE_CHARACTERS` characters."""
+    """Format ``value`` for an error message, truncated to :data:`MAX_VALUE_CHARACTERS` characters."""
     text = (
         {True: "true", False: "false"}[value] if isinstance(value, bool) else repr(keys.to_plain_value(value))
     )

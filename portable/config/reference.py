@@ -1,4 +1,4 @@
-"""Command that generates the reference page and the JSON Schema from the classes of the config.
+"""Generate the reference page and the JSON Schema from the classes of the config.
 
 ``python -m portable.config.reference`` writes ``docs/config.md`` and ``configs/schema.json``. With
 ``--check``, it only checks that both files are up to date.
@@ -25,7 +25,7 @@ PAGE_PATH = ROOT / "docs" / "config.md"
 
 
 def build_reference_page() -> str:
-    """Build the text of ``docs/config.md``, with the introduction of the existing page and new tables."""
+    """Build the text of ``docs/config.md``: the introduction of the existing page, followed by new tables."""
     settings, section_descriptions = (
         keys.get_setting_fields(RunConfig),
         keys.get_section_descriptions(RunConfig),
@@ -59,9 +59,10 @@ def _format_section(title: str, description: str, settings: list[keys.SettingFie
 
 
 def _format_identity_mark(setting: keys.SettingField) -> str:
-    """Return the footnote mark of a setting that defines the run, or an empty string for other settings.
+    """Return the footnote mark of a setting that defines the run. Empty for other settings.
 
-    The mark depends on whether ``checkpoint.allow_changes`` allows changes of the setting.
+    Settings that may be changed with ``checkpoint.allow_changes`` have a different mark from settings
+    that must never change.
     """
     if not setting.is_identity:
         return ""
@@ -69,7 +70,7 @@ def _format_identity_mark(setting: keys.SettingField) -> str:
 
 
 def _format_cell(text: str) -> str:
-    """Escape a string for a cell of a Markdown table."""
+    """Escape a string for use in a cell of a Markdown table."""
     # Separate choices by commas, because a bar would end the cell. Omit "(not empty)", because it is obvious.
     text = (
         text.replace(" (not empty)", "")
@@ -82,14 +83,14 @@ def _format_cell(text: str) -> str:
 
 
 def _format_default(setting: keys.SettingField) -> str:
-    """Format the default of a setting for a table cell. Abbreviates the long default of ``model.config``."""
+    """Format the default of a setting for a table cell. Abbreviates the default of ``model.config``."""
     if isinstance(setting.default, dict) and setting.default:
         return "the quickstart's"
     return describe_default(setting, "`")
 
 
 def build_json_schema() -> dict[str, Any]:
-    """Build the JSON Schema of the YAML file, with which editors complete and check settings."""
+    """Build the JSON Schema of the YAML file, which editors use for completion and validation."""
     schema = RunConfig.model_json_schema(by_alias=True)
     for key in DEFAULTS_BY_TRAINING_KIND:  # the default of most runs differs from the schema
         section, _, name = key.partition(".")
@@ -105,10 +106,9 @@ def build_json_schema() -> dict[str, Any]:
 
 
 def _simplify_descriptions(node: Any) -> None:
-    """Join the lines of all descriptions in a JSON Schema, and remove all titles, in place.
+    """Simplify a JSON Schema in place: make each description a single line, and remove all titles.
 
-    pydantic derives the titles from names. They are removed, because editors would show them before the
-    descriptions.
+    pydantic generates titles from names, and editors would show them before the descriptions.
 
     Args:
         node: The schema, or a value in it.
@@ -135,10 +135,10 @@ def main(argv: list[str]) -> int:
     """Write the generated files, or check that they are up to date.
 
     Args:
-        argv: Arguments of the command, without the name of the program.
+        argv: Command-line arguments, without the program name.
 
     Returns:
-        Exit code: 1 if a file is out of date, 2 for wrong arguments, otherwise 0.
+        Exit code: 1 if a file is out of date, 2 for invalid arguments, otherwise 0.
     """
     if argv not in ([], ["--check"]):
         print("usage: python -m portable.config.reference [--check]", file=sys.stderr)

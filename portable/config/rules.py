@@ -1,7 +1,8 @@
-"""Class for problems of settings, and helper functions for the checks that find them.
+"""Problems with settings, and helpers for the checks that find them.
 
-A check is a function ``check_...(config)`` that yields a :class:`SettingProblem` for each setting that is not
-supported. Most checks are in :mod:`portable.checks`. Backends, engines and optimizers add their own checks.
+A check is a function ``check_...(config)`` that yields a :class:`SettingProblem` for each
+unsupported setting. Most checks are in :mod:`portable.checks`. Backends, engines and optimizers add
+their own checks.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SettingProblem:
-    """A setting that is not supported, or settings that do not work together.
+    """An unsupported setting, or a combination of settings that does not work.
 
     Attributes:
         keys: Dotted keys of the settings. The first key is the setting to change.
-        reason: Complete error message, except for the origin of the settings. It usually begins with the
+        reason: Complete error message, without the origin of the settings. It usually begins with the
             first key.
     """
 
@@ -34,9 +35,10 @@ class SettingProblem:
 
 
 def format_problem(problem: SettingProblem, config: RunConfig) -> str:
-    """Return the error message of a problem, with the file and line, or the flag, of one of its settings.
+    """Return the error message of a problem, including the origin of one of its settings.
 
-    A setting that was set by a flag takes precedence, because the user has most likely changed the flag last.
+    The origin is a file and line, or a flag. Flags take precedence, because the user most likely
+    changed them last.
     """
     origins = [origin for key in problem.keys for origin in _iter_origins(key, config)]
     origin = next((origin for origin in origins if origin.is_flag), origins[0] if origins else None)
@@ -44,7 +46,7 @@ def format_problem(problem: SettingProblem, config: RunConfig) -> str:
 
 
 def _iter_origins(key: str, config: RunConfig) -> Iterator[Origin]:
-    """Yield the recorded origins of a key and of the settings that contain the key, the innermost first."""
+    """Yield the recorded origins of a key and of the sections that contain it, innermost first."""
     names = tuple(key.split("."))
     for length in range(len(names), 0, -1):
         path = names[:length]
@@ -67,7 +69,7 @@ def format_setting_with_value(config: RunConfig, key: str) -> str:
 
 
 def is_not_default(config: RunConfig, key: str) -> bool:
-    """Return whether the value of a setting differs from the default of the schema."""
+    """Return whether the value of a setting differs from its default in the schema."""
     return bool(config.get(key) != keys.get_setting_fields(type(config))[key].default)
 
 
@@ -77,6 +79,6 @@ def uses_zero_strategy(config: RunConfig) -> bool:
 
 
 def has_adapter(config: RunConfig) -> bool:
-    """Return whether the run trains an adapter, either a new adapter or an existing adapter."""
+    """Return whether the run trains an adapter, either a new or an existing one."""
     adapter = config.adapter
     return adapter.type is not None or adapter.name_or_path is not None or adapter.config is not None

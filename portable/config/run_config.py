@@ -1,7 +1,7 @@
-"""Schema of the configuration of a run, from which flags, JSON Schema and the reference page are derived.
+"""Schema of a run's configuration. Flags, JSON Schema and the reference page are derived from it.
 
-The defaults are the settings of the quickstart: a Llama with four million parameters, trained on the source
-code of Python's standard library.
+The defaults are the settings of the quickstart: a Llama with four million parameters, trained on
+the source code of Python's standard library.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ Precision = Literal["auto", "fp32", "tf32", "bf16", "fp16"]
 
 
 class _AttributeLocation(NamedTuple):
-    """The Python attribute that holds a setting.
+    """The Python attribute that contains the value of a setting.
 
     Attributes:
         owner: The config itself, or the section that contains the setting.
@@ -126,9 +126,9 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _apply_derived_defaults(self) -> RunConfig:
-        """Replace defaults of the schema by the defaults that depend on other settings.
+        """Replace defaults of the schema with defaults that depend on other settings.
 
-        pydantic calls this validator after all fields are validated. The replaced values do not count as set
+        pydantic calls this validator after it has validated all fields. The new values do not count as set
         by the user.
         """
         for key, value in compute_derived_defaults(self).items():
@@ -152,8 +152,7 @@ class RunConfig(Section):
         """Return whether the user set ``key`` in a file or by a flag.
 
         Args:
-            key: Dotted key, such as ``train.steps``. For a section, the result is whether any of its keys is
-                set.
+            key: Dotted key, such as ``train.steps``. For a section, return whether any of its keys is set.
 
         Raises:
             KeyError: If the key is unknown.
@@ -164,21 +163,21 @@ class RunConfig(Section):
         return attribute in section.model_fields_set
 
     def is_set_or_put(self, key: str) -> bool:
-        """Return whether ``key`` was set by the user or by :meth:`replaced`, so that it is not a default."""
+        """Return whether the user or :meth:`replaced` has set ``key``, so that its value is not a default."""
         return self.is_set(key) or key in self._put
 
     def given(self) -> dict[str, Any]:
-        """Return the settings that the user has set in files or by flags, by dotted key."""
+        """Return the settings that the user has set in files or by flags, keyed by dotted key."""
         return {key: self.get(key) for key in keys.get_setting_fields(type(self)) if self.is_set(key)}
 
     @property
     def ranks_together(self) -> int:
-        """Number of ranks that together process the same sequences under context or tensor parallelism."""
+        """Number of ranks that process the same sequences, under context or tensor parallelism."""
         return self.context_parallel_size * self.tensor_parallel_size
 
     @property
     def came_from(self) -> dict[str, str]:
-        """Descriptions of the origins of the settings that the user has set, by dotted key.
+        """Origins of the settings that the user has set, as text, keyed by dotted key.
 
         Example: ``{"train.steps": "--train.steps (over run.yaml:7)"}``.
         """
@@ -192,25 +191,24 @@ class RunConfig(Section):
 
     @property
     def origins(self) -> dict[tuple[str, ...], Origin]:
-        """Origins of the settings that the user has set in files or by flags, by path.
+        """Origins of the settings that the user has set in files or by flags, keyed by path.
 
-        :func:`portable.config.load.build_run_config` fills the mapping. It is empty if Python code has set
-        all values.
+        Filled by :func:`portable.config.load.build_run_config`. Empty if Python code has set all values.
         """
         return self._origins
 
     @property
     def documents(self) -> Mapping[str, Any]:
-        """Parsed contents of the files that settings name, by the dotted key of the setting.
+        """Parsed contents of the files that settings refer to, keyed by the dotted key of the setting.
 
         See :meth:`with_document`.
         """
         return self._documents
 
     def with_document(self, key: str, document: Any) -> RunConfig:
-        """Return a copy of the config that stores the parsed content of a file that a setting names.
+        """Return a copy of the config with the parsed content of a file that a setting refers to.
 
-        Other code and the ranks then use the content instead of reading the file again.
+        Ranks and other code then use this content instead of reading the file again.
 
         Args:
             key: Dotted key of the setting, such as ``deepspeed.config``.
@@ -232,10 +230,11 @@ class RunConfig(Section):
         return getattr(*self._find_attribute(key))
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return the settings that define the run, by dotted key, as plain JSON values.
+        """Return the settings that define the run as plain JSON values, keyed by dotted key.
 
-        Checkpoints contain the fingerprint. On resume, :func:`portable.config.changed_settings.find_changes`
-        compares it with the fingerprint of the new config.
+        Checkpoints contain the fingerprint. On resume,
+        :func:`portable.config.changed_settings.find_changes` compares it with the fingerprint of the new
+        config.
         """
         return {
             key: keys.to_plain_value(self.get(key))
@@ -244,14 +243,14 @@ class RunConfig(Section):
         }
 
     def replaced(self, values: Mapping[str, Any]) -> RunConfig:
-        """Return a copy of the config in which some settings have other values.
+        """Return a copy of the config in which the values of some settings are replaced.
 
         Use this method for values that depend on the machine or on another file, such as ``{"backend":
         "cuda"}`` for ``auto``. They do not count as set by the user. Defaults that depend on other settings
-        are computed again. The rules in :mod:`portable.checks` are not checked.
+        are recomputed. The checks in :mod:`portable.checks` are not run.
 
         Args:
-            values: New values, by dotted key.
+            values: New values, keyed by dotted key.
 
         Raises:
             UserError: If a value does not match the schema.
@@ -267,9 +266,9 @@ class RunConfig(Section):
         return copy
 
     def __eq__(self, other: object) -> bool:
-        """Return whether all settings of two configs have equal values.
+        """Return whether two configs have equal values in all settings.
 
-        Origins are ignored, so a config equals the config that is read back from its file.
+        Ignores origins, so a config equals the config that is read back from its file.
         """
         return isinstance(other, RunConfig) and self.model_dump() == other.model_dump()
 

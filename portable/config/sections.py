@@ -1,7 +1,7 @@
 """The sections of the configuration, each with its own class.
 
-The docstring below a setting states its effect, its unit and when to change it. It is shown in help, in the
-reference page and by editors. The settings marked with ``IDENTITY`` define the run. All other settings may
+The docstring below a setting describes its effect, its unit and when to change it. The help, the
+reference page and editors show it. Settings marked with ``IDENTITY`` define the run. All others may
 change between the launches of a run.
 """
 
@@ -100,7 +100,7 @@ They have brackets like pydantic's ``[key]``, so that they differ from all names
 
 
 def _build_quickstart_model() -> dict[str, Any]:
-    """Return the default of ``model.config``, a Llama with about four million parameters."""
+    """Return the default of ``model.config``: a Llama with about four million parameters."""
     return {
         "model_type": "llama",
         "vocab_size": 4096,
@@ -292,7 +292,7 @@ class SourceConfig(Section):
 
 
 def _validate_source_name(name: str) -> str:
-    """Check that the name of a source only consists of letters, digits, - and _, and return it unchanged.
+    """Validate that the name of a source consists only of letters, digits, - and _. Return it unchanged.
 
     Raises ``ValueError`` if it does not.
     """
@@ -325,10 +325,10 @@ class Phase(Section):
 
 
 def _choose_eval_tag(value: Any) -> str:
-    """Return the tag by which pydantic selects the type of a value of ``data.eval``.
+    """Return the tag that pydantic uses to select the type of a value of ``data.eval``.
 
-    The value consists of several named sources if it is a mapping of mappings and none of its keys is a
-    setting. Otherwise, it is a single source.
+    A mapping of mappings is a group of named sources, unless one of its keys is a setting. Any other
+    value is a single source.
     """
     several = isinstance(value, dict) and value and not value.keys() & SourceConfig.model_fields.keys()
     return (

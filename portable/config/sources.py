@@ -1,7 +1,6 @@
-"""Functions that list the data sources of a run, and build a complete ``data`` section for each source.
+"""List the data sources of a run, and build a complete ``data`` section for each of them.
 
-An entry of ``data.sources`` or ``data.eval`` inherits the settings that it does not set from the section
-``data``.
+An entry of ``data.sources`` or ``data.eval`` inherits unset settings from the section ``data``.
 """
 
 from __future__ import annotations
@@ -35,19 +34,19 @@ A key of ``data.columns`` with such a name renames a field. Any other key is an 
 
 
 def list_number_columns(data: SourceConfig) -> tuple[str, ...]:
-    """Return the number columns in ``data.columns`` that are added to the batch for a custom loss."""
+    """Return the names of the numeric columns in ``data.columns``, which a custom loss can use."""
     return tuple(
         name for name in data.columns if not isinstance(data.columns, dict) or name not in RECORD_FIELDS
     )
 
 
 def list_renamed_fields(data: SourceConfig) -> tuple[tuple[str, str], ...]:
-    """Return the entries of ``data.columns`` as pairs.
+    """Return the entries of ``data.columns`` as pairs of an expected name and the record's field name.
 
-    The key of the token cache contains the ``repr`` of the result, so the types must not change.
+    The types must not change, because the key of the token cache contains the ``repr`` of the result.
 
     Returns:
-        Pairs of an expected name and the name of the field in a record. Empty if ``data.columns`` is a list.
+        The pairs. Empty if ``data.columns`` is a list.
     """
     return tuple(data.columns.items()) if isinstance(data.columns, dict) else ()
 
@@ -55,7 +54,7 @@ def list_renamed_fields(data: SourceConfig) -> tuple[tuple[str, str], ...]:
 def format_training_source_key(name: str) -> str:
     """Return the dotted key of a training source, such as ``data.sources.web``.
 
-    The key is ``data`` if ``name`` is :data:`ONLY_SOURCE`.
+    For :data:`ONLY_SOURCE`, this is ``data``.
     """
     return f"data.sources.{name}" if name else "data"
 
@@ -63,7 +62,7 @@ def format_training_source_key(name: str) -> str:
 def format_eval_source_key(name: str) -> str:
     """Return the dotted key of an evaluation source, such as ``data.eval.news``.
 
-    The key is ``data.eval`` if ``name`` is :data:`ONLY_SOURCE`.
+    For :data:`ONLY_SOURCE`, this is ``data.eval``.
     """
     return f"data.eval.{name}" if name else "data.eval"
 
@@ -77,7 +76,7 @@ def get_training_sources(data: DataConfig) -> dict[str, DataConfig]:
     """Build a complete ``data`` section for each training source.
 
     Returns:
-        Sections, keyed by the name of the source. Without a mixture, the only key is :data:`ONLY_SOURCE`.
+        Sections, keyed by source name. Without a mixture, the only key is :data:`ONLY_SOURCE`.
     """
     return {source.name: _build_source_section(data, source, {}) for source in data.sources} or {
         ONLY_SOURCE: data
@@ -87,10 +86,10 @@ def get_training_sources(data: DataConfig) -> dict[str, DataConfig]:
 def get_weight_schedule(data: DataConfig) -> list[tuple[int, dict[str, float]]]:
     """Return the entries of ``data.weight_schedule`` as pairs.
 
-    The fingerprint of a mixture contains the ``repr`` of the result, so the types must not change.
+    The types must not change, because the fingerprint of a mixture contains the ``repr`` of the result.
 
     Returns:
-        Pairs of the first step with the weights, and the weights, keyed by the name of the source.
+        Pairs of the step from which the weights apply, and the weights, keyed by source name.
     """
     return [(phase.step, phase.weights) for phase in data.weight_schedule]
 
@@ -98,10 +97,10 @@ def get_weight_schedule(data: DataConfig) -> list[tuple[int, dict[str, float]]]:
 def get_evaluation_sources(data: DataConfig) -> dict[str, DataConfig]:
     """Build a complete ``data`` section for each source in ``data.eval``.
 
-    Samples that ``data.eval_fraction`` holds out are not included.
+    The samples held out by ``data.eval_fraction`` are not included.
 
     Returns:
-        Sections, keyed by the name of the source. If ``data.eval`` is a single source, the key is
+        Sections, keyed by source name. If ``data.eval`` is a single source, the only key is
         :data:`ONLY_SOURCE`. Empty if ``data.eval`` is not set.
     """
     sources = _get_evaluation_settings(data)
@@ -111,10 +110,10 @@ def get_evaluation_sources(data: DataConfig) -> dict[str, DataConfig]:
 
 
 def list_evaluation_source_names(data: DataConfig) -> list[str]:
-    """Return the names of all evaluation data of a run: the sources in ``data.eval``, then held-out samples.
+    """Return the names of all evaluation data: the sources in ``data.eval``, then the held-out samples.
 
-    In a mixture, each training source has its own held-out samples, which have the name of the source. There
-    are no held-out samples if ``data.eval_fraction`` is 0.
+    In a mixture, each training source has its own held-out samples, listed under the source's name.
+    There are none if ``data.eval_fraction`` is 0.
     """
     names = list(_get_evaluation_settings(data))
     return (
@@ -125,15 +124,15 @@ def list_evaluation_source_names(data: DataConfig) -> list[str]:
 
 
 def get_held_out_source_name(data: DataConfig) -> str:
-    """Return the name of the held-out samples of a run that trains on only one source.
+    """Return the name of the held-out samples in a run that trains on a single source.
 
-    The name is :data:`ONLY_SOURCE` if there is no other evaluation data, otherwise :data:`HELD_OUT_SOURCE`.
+    This is :data:`ONLY_SOURCE` if there is no other evaluation data, otherwise :data:`HELD_OUT_SOURCE`.
     """
     return HELD_OUT_SOURCE if data.eval is not None else ONLY_SOURCE
 
 
 def check_data_sources(data: DataConfig) -> Iterator[SettingProblem]:
-    """Yield the problems of the names, weights and epochs of the sources, for training and for evaluation."""
+    """Yield the problems with the names, weights and epochs of the training and evaluation sources."""
     names: set[str] = set()
     if data.sources and data.source is not None:
         yield SettingProblem(
@@ -177,7 +176,7 @@ def check_data_sources(data: DataConfig) -> Iterator[SettingProblem]:
 
 
 def _check_weight_schedule(data: DataConfig) -> Iterator[SettingProblem]:
-    """Yield the problems of ``data.weight_schedule``."""
+    """Yield the problems with ``data.weight_schedule``."""
     key, names = "data.weight_schedule", list_training_source_names(data)
     if data.weight_schedule and not names:
         yield SettingProblem(
@@ -199,9 +198,9 @@ def _check_weight_schedule(data: DataConfig) -> Iterator[SettingProblem]:
 
 
 def _check_names_data(key: str, source: SourceConfig) -> Iterator[SettingProblem]:
-    """Yield a problem if an entry would use the same data as section ``data``.
+    """Yield a problem if an entry would use the same data as the section ``data``.
 
-    This is the case if the entry sets neither ``source`` nor ``split`` nor ``config_name``.
+    That is, it sets neither ``source`` nor ``split`` nor ``config_name``.
 
     Args:
         key: Dotted key of the entry.
@@ -213,7 +212,7 @@ def _check_names_data(key: str, source: SourceConfig) -> Iterator[SettingProblem
 
 
 def _get_evaluation_settings(data: DataConfig) -> dict[str, SourceConfig]:
-    """Return the entries of ``data.eval``, keyed by name, without the settings that they inherit."""
+    """Return the entries of ``data.eval``, keyed by name. Inherited settings are not included."""
     if data.eval is None:
         return {}
     return {ONLY_SOURCE: data.eval} if isinstance(data.eval, SourceConfig) else data.eval
@@ -225,10 +224,9 @@ def _build_source_section(
     """Build a complete ``data`` section for one source.
 
     Args:
-        data: Section ``data`` of the run, from which the source inherits the settings that it does not set.
+        data: Section ``data`` of the run. The source inherits unset settings from it.
         source: Entry of ``data.sources`` or ``data.eval``.
-        extra_settings: Settings that take precedence over inherited settings, but not over settings of the
-            source.
+        extra_settings: Settings that override inherited settings, but not the source's own settings.
     """
     mixture_only_names = MixedSource.model_fields.keys() - SourceConfig.model_fields.keys()
     values = {name: getattr(source, name) for name in source.model_fields_set - mixture_only_names}

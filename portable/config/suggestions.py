@@ -1,7 +1,7 @@
-"""Suggestions in error messages about unknown keys and values, including the names used by other trainers.
+"""Suggestions for error messages about unknown keys and values, including names of other trainers.
 
-The names used by other trainers are in the tables of :mod:`portable.importing`. This package does not import
-the tables, because they are large. Instead, :mod:`portable.command_line` registers a function that loads them
+The tables of these names are in :mod:`portable.importing`. Because they are large, this package
+does not import them. Instead, :mod:`portable.command_line` registers a function that loads them
 when an error message needs them.
 """
 
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
 
 
 def _return_no_program(values: Mapping[str, object]) -> str:
-    """Return an empty string: the default of :attr:`ForeignVocabulary.find_program`."""
+    """Return an empty string. Default of :attr:`ForeignVocabulary.find_program`."""
     return ""
 
 
 class ForeignNameMeaning(NamedTuple):
-    """Meaning of a name of a setting in another trainer, or in a previous release of this trainer.
+    """Meaning of a setting name from another trainer, or from a previous release of this project.
 
     Attributes:
-        setting: Dotted key of this trainer's setting with the same meaning. Empty if there is none.
-        advice: Instruction for the user, used in error messages. Empty if ``setting`` can simply be used
-            instead.
+        setting: Dotted key of the setting with the same meaning. Empty if there is none.
+        advice: Instruction for the user, used in error messages. Empty if it is sufficient to use
+            ``setting`` instead.
     """
 
     setting: str = ""
@@ -37,15 +37,15 @@ class ForeignNameMeaning(NamedTuple):
 
 @dataclass(frozen=True)
 class ForeignVocabulary:
-    """Names used by other trainers, and names of previous releases of this trainer.
+    """Names of settings and values in other trainers, and in previous releases of this project.
 
     Attributes:
-        keys: Meaning of each name of a setting. A name that ends with a star matches all names with this
+        keys: Meanings of setting names. A name that ends with a star matches all names with this
             prefix.
-        words: Translations of values, keyed by the dotted key of the setting and then by the foreign value. A
-            translation is a value of this trainer, or a longer text for the error message.
-        find_program: Function that takes the top-level content of a config file, and returns the name of the
-            program whose config file it is. Returns an empty string for other content.
+        words: Translations of values, keyed by the setting's dotted key and then by the foreign value.
+            A translation is either a valid value or a longer text for the error message.
+        find_program: Function that detects from the top-level content which program a config file
+            belongs to. It returns the name of the program, or an empty string if it is unknown.
     """
 
     keys: Mapping[str, ForeignNameMeaning] = field(default_factory=dict)
@@ -57,26 +57,26 @@ _loaders: list[Callable[[], ForeignVocabulary]] = []
 
 
 def register_foreign_vocabulary(load: Callable[[], ForeignVocabulary]) -> None:
-    """Register the function that loads the names used by other trainers, when an error message needs them."""
+    """Register the function that loads the vocabulary of other trainers when an error message needs it."""
     _loaders.append(load)
 
 
 @cache
 def load_foreign_vocabulary() -> ForeignVocabulary:
-    """Load the names used by other trainers. The result is cached, and empty if no function is registered."""
+    """Load the vocabulary of other trainers. Cached. Empty if no function is registered."""
     return _loaders[-1]() if _loaders else ForeignVocabulary()
 
 
 def format_key_hint(name: str, candidates: Iterable[str], prefix: str = "") -> str:
-    """Return the end of an error message about an unknown key.
+    """Return a hint that ends an error message about an unknown key.
 
     Args:
         name: The unknown key.
         candidates: The valid keys.
-        prefix: Text before a suggested key, such as ``--``.
+        prefix: Text to put before a suggested key, such as ``--``.
 
     Returns:
-        ``"; did you mean X?"``, advice for a name used by another trainer, or an empty string.
+        ``"; did you mean X?"``, advice for a name of another trainer, or an empty string.
     """
     candidates = list(candidates)
     meaning = _look_up_foreign_name(name)
@@ -88,17 +88,17 @@ def format_key_hint(name: str, candidates: Iterable[str], prefix: str = "") -> s
 
 
 def format_remedy_hint(name: str) -> str:
-    """Return the end of an error message about a name used by another trainer.
+    """Return a hint that ends an error message about a name from another trainer.
 
     Returns:
-        ``"; "`` and the advice for the name. Empty if there is no advice.
+        ``"; "`` followed by the advice. Empty if there is none.
     """
     advice = _look_up_foreign_name(name).advice
     return f"; {advice}" if advice else ""
 
 
 def format_word_hint(key: str, word: str, words: Iterable[str]) -> str:
-    """Return the end of an error message about an invalid value of a setting that takes certain words.
+    """Return a hint that ends an error message about an invalid value of a setting with fixed values.
 
     Args:
         key: Dotted key of the setting.
@@ -113,9 +113,9 @@ def format_word_hint(key: str, word: str, words: Iterable[str]) -> str:
 
 
 def _look_up_foreign_name(name: str) -> ForeignNameMeaning:
-    """Find the meaning of a name used by another trainer. Both fields are empty if the name is unknown.
+    """Find the meaning of a name from another trainer. Both fields are empty if the name is unknown.
 
-    The complete name is looked up first, then the part after the last dot.
+    Looks up the complete name first, then the part after the last dot.
     """
     names = load_foreign_vocabulary().keys
     name = name.lower().replace("-", "_")

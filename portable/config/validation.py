@@ -1,7 +1,7 @@
-"""Validation of values against the schema, and conversion of pydantic's errors to messages for the user.
+"""Validate values against the schema, and convert pydantic's errors to messages for the user.
 
-Each message is one line with the origin of the value, the key and the allowed values. If a name is
-misspelled, the message suggests the nearest valid name.
+Each message is a single line with the origin of the value, the key and the allowed values. For a
+misspelled name, it suggests the nearest valid one.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _MAX_MESSAGE_LINES = 10
 
 
 class _Mistake(NamedTuple):
-    """An error message about one setting.
+    """An error in one setting.
 
     Attributes:
         message: The message without its origin.
         origin: Origin of the value, or None if it is not known.
-        is_specific: Whether a custom validator raised the error with its own explanation. If the type is a
-            union, such an error is more useful than the errors of the other members of the union.
+        is_specific: Whether a custom validator raised the error. For a union type, its message is more
+            helpful than the errors of the other members.
     """
 
     message: str
@@ -48,32 +48,32 @@ class _Mistake(NamedTuple):
 
     @property
     def message_with_origin(self) -> str:
-        """Message with the origin of the value, in one line."""
+        """One-line message that includes the origin of the value."""
         return to_one_line(self.message if self.origin is None else self.origin.add_to_message(self.message))
 
     @property
     def sort_key(self) -> tuple[int, bool]:
-        """Key by which mistakes are sorted: the order of the origin, then specific errors before others."""
+        """Sort key: the order of the origin, then specific errors before others."""
         return (self.origin.order if self.origin else sys.maxsize, not self.is_specific)
 
 
 def validate_settings(
     model: type[Model], values: Mapping[str, Any], origins: Mapping[KeyPath, Origin] | None = None
 ) -> Model:
-    """Validate nested values, and build a config or the options of a command from them.
+    """Validate nested values, and build a config or a command's options from them.
 
     Args:
         model: The schema.
         values: Values, nested as in the YAML file.
-        origins: Origins of the values by path, used in error messages.
+        origins: Origins of the values, keyed by path, used in error messages.
 
     Returns:
         An instance of ``model``.
 
     Raises:
         UserError: If there is one mistake.
-        MultipleMistakesError: If there are several mistakes. Its lines are sorted by origin, with one line
-            per setting.
+        MultipleMistakesError: If there are several mistakes. The message has one line per setting,
+            sorted by origin.
     """
     origins = origins or {}
     try:
@@ -92,7 +92,7 @@ def validate_settings(
 
 
 def find_setting_mistake(model: type[BaseModel], key: str, value: Any) -> str | None:
-    """Validate the value of a single setting.
+    """Validate a value for a single setting.
 
     Returns:
         The error message, or None if the value is valid.
@@ -105,7 +105,7 @@ def find_setting_mistake(model: type[BaseModel], key: str, value: Any) -> str | 
 
 
 def describe_unknown_key(model: type[BaseModel], key: str) -> str:
-    """Return the error message for a key that is not in the schema, with a suggestion or the valid keys."""
+    """Return the error message for an unknown key, with a suggestion or the list of valid keys."""
     section = key.rpartition(".")[0]
     table, sections = keys.get_setting_fields(model), keys.get_section_descriptions(model)
     hint = format_key_hint(key, [*table, *sections])
@@ -140,10 +140,10 @@ def _build_user_error(values: Mapping[str, Any], mistakes: list[_Mistake]) -> Us
 
 
 def _get_setting_path(pydantic_error: Any) -> KeyPath:
-    """Return the path of the setting that an error of pydantic is about.
+    """Return the path of the setting that an error of pydantic refers to.
 
-    The path has at most two names, section and setting, so that errors inside the value of a setting have the
-    same path.
+    The path has at most two names (section and setting), so all errors within the value of a setting
+    have the same path.
     """
     return tuple(map(str, pydantic_error["loc"]))[:2] or (str(pydantic_error["msg"]),)
 
@@ -151,12 +151,12 @@ def _get_setting_path(pydantic_error: Any) -> KeyPath:
 def _convert_pydantic_error(
     model: type[BaseModel], values: Mapping[str, Any], origins: Mapping[KeyPath, Origin], pydantic_error: Any
 ) -> _Mistake:
-    """Convert one error of pydantic to a message.
+    """Convert one error of pydantic to an error message.
 
     Args:
         model: The schema.
         values: All values that were validated.
-        origins: Origins of the values, by path.
+        origins: Origins of the values, keyed by path.
         pydantic_error: An item of ``ValidationError.errors()``.
     """
     path = _remove_pydantic_marks(tuple(map(str, pydantic_error["loc"])), pydantic_error["type"])
@@ -192,7 +192,7 @@ def _convert_pydantic_error(
 def _remove_pydantic_marks(path: KeyPath, error_type: str) -> KeyPath:
     """Remove the parts of an error's path that are not keys in the config.
 
-    pydantic adds the tags of ``data.eval``, and the mark ``[key]`` for an invalid key in a mapping.
+    pydantic adds the tags of ``data.eval``, and ``[key]`` for an invalid key in a mapping.
 
     Args:
         path: Path from pydantic's error.
@@ -207,15 +207,15 @@ def _remove_pydantic_marks(path: KeyPath, error_type: str) -> KeyPath:
 
 
 class _ErrorTarget(NamedTuple):
-    """The part of the schema that an error is about.
+    """The setting and value to which an error refers.
 
     Attributes:
-        label: Dotted name of the value, used in error messages. An item of a list has its ``name`` in the
-            label, or its number from 1.
-        setting: The setting that the error is about. None if the error is about an unknown key, a section, or
-            a group of settings in a list.
+        label: Dotted name of the value, used in error messages. List items are identified by their
+            ``name``, or by their number from 1.
+        setting: The setting. None if the error is about an unknown key, a section, or a group of
+            settings in a list.
         schema: The schema that contains the setting: the config, or the schema of an item.
-        value: The value that the error is about.
+        value: The invalid value.
     """
 
     label: str
@@ -231,9 +231,9 @@ def _resolve_error_path(
 
     Args:
         schema: The schema of the config.
-        path: Path of the error, without the marks of pydantic.
+        path: Path of the error, without the parts that pydantic adds.
         value: All values that were validated.
-        is_unknown_key: Whether the last part of the path is a key that is not in the schema.
+        is_unknown_key: Whether the path ends with a key that is not in the schema.
     """
     label = ""
     while True:
@@ -267,7 +267,7 @@ def _get_item(values: object, name: str) -> Any:
     """Return an item of a list or mapping, or None if it is missing.
 
     Args:
-        values: List or mapping. The result for other values is None.
+        values: List or mapping. For any other value, the result is None.
         name: Key, or index as text.
     """
     if isinstance(values, list | tuple):
@@ -276,9 +276,9 @@ def _get_item(values: object, name: str) -> Any:
 
 
 def _describe_wrong_value(setting: keys.SettingField, value: object, origin: Origin | None) -> str:
-    """Return the error message for a value of a wrong type or out of range.
+    """Return the error message for a value with a wrong type or out of range.
 
-    The message contains advice if the value is a common mistake.
+    If the value is a common mistake, the message contains advice.
     """
     message = f"{setting.key} must be {setting.allowed_values}, got {format_short_value(value)}"
     words = [value] if isinstance(value, str) else value if isinstance(value, list | tuple) else []
@@ -326,7 +326,7 @@ def _describe_wrong_section(model: type[BaseModel], section: str, value: object)
 def _describe_extra_key(model: type[BaseModel], path: KeyPath) -> str:
     """Return the error message for an unknown key in a file.
 
-    If the key contains dots, the message explains that a file has nested mappings instead.
+    If the key contains dots, the message explains that files use nested mappings instead.
     """
     *parents, name = path
     if "." not in name:
@@ -338,9 +338,9 @@ def _describe_extra_key(model: type[BaseModel], path: KeyPath) -> str:
 
 
 def _format_setting_names(model: type[BaseModel], section: str) -> str:
-    """Return the names of the settings in a section, separated by commas.
+    """Return the names of a section's settings, separated by commas.
 
-    If ``section`` is empty, return the names of the top-level settings and of the sections.
+    If ``section`` is empty, returns the names of the top-level settings and of the sections.
     """
     settings = keys.get_setting_fields(model).values()
     names = [setting.name for setting in settings if setting.section == section]
@@ -348,12 +348,12 @@ def _format_setting_names(model: type[BaseModel], section: str) -> str:
 
 
 def _format_key(key: str) -> str:
-    """Return a key unchanged if it is short and printable. Otherwise, return it quoted and truncated."""
+    """Return a key unchanged if it is short and printable, otherwise quoted and truncated."""
     return key if key.isprintable() and 0 < len(key) <= MAX_VALUE_CHARACTERS else format_short_value(key)
 
 
 def _find_origin(path: KeyPath, origins: Mapping[KeyPath, Origin]) -> Origin | None:
-    """Return the origin of ``path`` or of its nearest parent, or None if neither has an origin."""
+    """Return the origin of ``path`` or of its nearest ancestor. None if there is none."""
     for length in range(len(path), 0, -1):
         if path[:length] in origins:
             return origins[path[:length]]

@@ -1,7 +1,7 @@
-"""Explanations of syntax errors in YAML files, with the line to correct.
+"""Explain syntax errors in YAML files, and locate the line to correct.
 
-PyYAML reports the line at which its parser stopped, in the terms of the YAML specification. The mistake is
-often in a previous line. For example, if a colon is missing, the parser stops at a later colon.
+PyYAML reports the line at which its parser stopped, in terms of the YAML specification. The mistake
+is often in an earlier line. For example, if a colon is missing, the parser stops at a later colon.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class YamlFault(NamedTuple):
 
 
 def find_yaml_fault(error: yaml.MarkedYAMLError, text: str) -> YamlFault:
-    """Find the mistake that caused an error of the parser.
+    """Find the mistake that caused a parser error.
 
     Args:
-        error: Error of the parser, with a ``problem_mark``.
+        error: Parser error with a ``problem_mark``.
         text: The YAML document.
     """
     lines = text.splitlines() or [""]
@@ -99,11 +99,11 @@ def _explain_missing_colon(lines: list[str], line_index: int) -> YamlFault:
 def _explain_unexpected_colon(lines: list[str], line_index: int, column: int) -> YamlFault:
     """Explain an error at a colon that the parser did not expect.
 
-    Either the line has two colons, the line above has no colon, or the line is indented too far.
+    The cause is a second colon in the line, a missing colon in the line above, or too much indentation.
 
     Args:
         lines: Lines of the document.
-        line_index: Index of the line in which the parser stopped.
+        line_index: Index of the line where the parser stopped.
         column: Column of the colon.
     """
     text_before_colon = lines[line_index][:column]
@@ -131,7 +131,7 @@ def _explain_unexpected_colon(lines: list[str], line_index: int, column: int) ->
 def _explain_indentation(lines: list[str], line_index: int, column: int = 0) -> YamlFault:
     """Explain an error in a line that is indented differently from the line above.
 
-    If the indentation is the same, explain text after the end of a value instead.
+    If the indentation is the same, the error is text after the end of a value.
 
     Args:
         lines: Lines of the document.
@@ -158,15 +158,15 @@ def _explain_indentation(lines: list[str], line_index: int, column: int = 0) -> 
 
 
 def _has_content(line: str) -> bool:
-    """Return whether a line contains more than spaces and a comment."""
+    """Return whether a line contains anything other than spaces and a comment."""
     return bool(_remove_comment(line))
 
 
 def _remove_comment(line: str) -> str:
-    """Return a line without its comment and without spaces at both ends."""
+    """Return a line without its comment and without surrounding spaces."""
     return re.split(r"(?:^|\s)#", line)[0].strip()
 
 
 def _count_leading_spaces(line: str) -> int:
-    """Return the number of spaces with which a line is indented."""
+    """Return the number of spaces at the start of a line."""
     return len(line) - len(line.lstrip(" "))

@@ -1,9 +1,9 @@
-"""Parser for YAML 1.2, which reads config files and the values of flags as plain values with line numbers.
+"""YAML 1.2 parser that reads config files and flag values as plain values with line numbers.
 
-PyYAML implements YAML 1.1, in which ``3e-4`` is a string, ``no`` is false and ``2020-01-01`` is a date. In
-contrast, this module reads scalars by the YAML 1.2 core schema
-(https://yaml.org/spec/1.2.2/#103-core-schema). Duplicate keys, custom tags, and recursive or exponentially
-growing aliases are errors.
+PyYAML implements YAML 1.1, in which ``3e-4`` is a string, ``no`` is false and ``2020-01-01`` is a
+date. This module reads scalars according to the YAML 1.2 core schema instead
+(https://yaml.org/spec/1.2.2/#103-core-schema). Duplicate keys, custom tags, and recursive or
+exponentially growing aliases are errors.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ class ScalarRule(NamedTuple):
 
     Attributes:
         tag: Tag of the type without the prefix, such as ``int``.
-        pattern: Regular expression that the complete scalar must match.
-        first_characters: All characters that a matching scalar can begin with, by which PyYAML selects the
-            rules to try. An empty string in the list means that the rule also applies to an empty scalar.
+        pattern: Regular expression that matches the complete scalar.
+        first_characters: Possible first characters of a matching scalar. PyYAML uses them to select the
+            rules to try. An empty string in the list means that the rule also applies to an empty
+            scalar.
     """
 
     tag: str
@@ -76,7 +77,7 @@ class YamlDocument:
 
     Attributes:
         value: Content of the document as plain values. None if the document is empty.
-        lines: Line numbers of all keys, from 1, by the path of the key.
+        lines: Line numbers of all keys, from 1, keyed by path.
     """
 
     value: Any
@@ -93,11 +94,12 @@ def read_yaml_file(path: AnyPath) -> YamlDocument:
 
 
 def read_config_text(path: AnyPath, key: str | None = None) -> str:
-    """Read the text of a config file, of at most :data:`MAX_CONFIG_BYTES`.
+    """Read the text of a config file. The file size is limited to :data:`MAX_CONFIG_BYTES`.
 
     Args:
-        path: The file, on a disk or in an object store.
-        key: Setting that names the file, with which error messages begin. None if no setting names the file.
+        path: The file, on disk or in an object store.
+        key: Setting that refers to the file. Error messages begin with it. None if there is no such
+            setting.
 
     Raises:
         UserError: If the file cannot be read, is too large, or is not UTF-8 text.
@@ -136,7 +138,7 @@ def parse_yaml(text: str, file_name: str, *, max_nodes: int = _MAX_NODES) -> Yam
     Args:
         text: The document.
         file_name: Name of the file or flag, used in error messages.
-        max_nodes: Maximum number of values. The values of an alias count each time that the alias is used.
+        max_nodes: Maximum number of values. The values of an alias count each time it is used.
 
     Raises:
         UserError: If the document is not valid, or too large.
@@ -151,7 +153,7 @@ def parse_yaml(text: str, file_name: str, *, max_nodes: int = _MAX_NODES) -> Yam
 
 
 def parse_yaml_value(text: str) -> Any:
-    """Parse the value of a flag as YAML. If the value is not valid YAML, return it unchanged as a string."""
+    """Parse the value of a flag as YAML. Returns it unchanged as a string if it is not valid YAML."""
     try:
         return parse_yaml(text, "value").value
     except UserError:
@@ -189,13 +191,12 @@ def _describe_parser_error(name: str, text: str, error: BaseException) -> str:
 
 @dataclass
 class _NodeConverter:
-    """Converter from PyYAML's nodes to plain values, which also records the line numbers of keys.
+    """Converter from PyYAML's nodes to plain values. It also records the line numbers of keys.
 
     Attributes:
         name: Name of the file or flag, used in error messages.
-        max_nodes: Maximum number of nodes to convert. The nodes of an alias count each time that the alias is
-            used.
-        lines: Line numbers of all keys that have been converted so far, from 1, by the path of the key.
+        max_nodes: Maximum number of nodes to convert. The nodes of an alias count each time it is used.
+        lines: Line numbers of all keys converted so far, from 1, keyed by path.
     """
 
     name: str
@@ -205,7 +206,7 @@ class _NodeConverter:
     _num_nodes: int = 0
 
     def convert_node(self, node: yaml.Node, path: KeyPath) -> Any:
-        """Convert a node and all nodes inside it to plain values.
+        """Convert a node to plain values, recursively.
 
         Args:
             node: Node of PyYAML.
@@ -266,7 +267,7 @@ class _NodeConverter:
     def _convert_scalar(self, node: yaml.ScalarNode) -> Any:
         """Convert a scalar to the type of its tag.
 
-        Raises ``UserError`` if the scalar is not valid for this type, or if the tag is not in the core
+        Raises ``UserError`` if the scalar is not valid for the type, or if the tag is not in the core
         schema.
         """
         kind, text = node.tag.removeprefix(YAML_TAG_PREFIX), str(node.value)
@@ -292,5 +293,5 @@ class _NodeConverter:
         raise self._build_error(node, f"the tag {node.tag} is not allowed in a config; remove the tag")
 
     def _build_error(self, node: yaml.Node, message: str) -> UserError:
-        """Build an error whose message contains the line number of a node."""
+        """Build an error whose message contains the line number of the node."""
         return UserError(to_one_line(f"{self.name}:{node.start_mark.line + 1}: {message}"))

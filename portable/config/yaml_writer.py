@@ -1,4 +1,4 @@
-"""Functions that write configs and other values as YAML."""
+"""Write configs and other values as YAML."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _LINE_WIDTH = 80
 
 
 class _Dumper(yaml.SafeDumper):
-    """PyYAML's safe dumper, which also quotes text that YAML 1.2 would read as another type."""
+    """PyYAML's safe dumper, which also quotes strings that YAML 1.2 would read as another type."""
 
     def ignore_aliases(self, data: Any) -> bool:
-        """Return True, so that an object that occurs several times is written each time, without an alias."""
+        """Return True: an object that occurs several times is written each time, without an alias."""
         return True
 
 
@@ -31,7 +31,7 @@ for _tag, _pattern, _first in CORE_SCHEMA:
 
 
 def _represent_list(dumper: yaml.SafeDumper, items: list[Any]) -> yaml.Node:
-    """Represent a list in one line with brackets, unless it contains lists or mappings."""
+    """Represent a list on one line in brackets, unless it contains lists or mappings."""
     flat = not any(isinstance(item, dict | list) for item in items)
     return dumper.represent_sequence(YAML_TAG_PREFIX + "seq", items, flow_style=flat)
 
@@ -42,7 +42,7 @@ _Dumper.add_representer(list, _represent_list)
 def dump_yaml(config: RunConfig) -> str:
     """Format all settings of a config as YAML in the order of the schema, with a comment for each section.
 
-    If all defaults of a section are null, its settings that are null are omitted.
+    If the defaults in a section are all null, its null settings are omitted.
     """
     tree, section_descriptions = _nest_settings(config), keys.get_section_descriptions(type(config))
     parts = []

@@ -1,7 +1,7 @@
-"""Functions that build the tokenizer, training samples and evaluation samples from the ``data`` section.
+"""Build the tokenizer, training samples and evaluation samples from the ``data`` section.
 
-:func:`build_data` is the entry point of training. :func:`inspect_data_sizes` computes the same sizes for a
-plan, without writing or downloading.
+Training calls :func:`build_data`. For a plan, :func:`inspect_data_sizes` computes the same sizes
+without writing or downloading anything.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class RunData:
 
     @property
     def label_names(self) -> tuple[str, ...]:
-        """Names of the classifier's outputs in the order of their ids. Empty for other tasks."""
+        """Names of the classifier's outputs, in the order of their ids. Empty for other tasks."""
         return () if self.classes is None else self.classes.output_names
 
     @property
@@ -127,7 +127,7 @@ class RunData:
 
 
 class ModelDataHints(TypedDict, total=False):
-    """Properties of the model and its loss that :func:`build_data` needs. All keys are optional."""
+    """Properties of the model and its loss that :func:`build_data` uses. All keys are optional."""
 
     model_tokenizer: str | None
     """Hub id or folder of the pretrained model's tokenizer, used if ``data.tokenizer`` is null.
@@ -166,7 +166,7 @@ class ModelDataHints(TypedDict, total=False):
 
 
 class _RunSamples(NamedTuple):
-    """Samples to train on and to evaluate on, each keyed by source name."""
+    """Training and evaluation samples, each keyed by source name."""
 
     train: dict[str, Samples]
     evals: dict[str, Samples]
@@ -175,13 +175,13 @@ class _RunSamples(NamedTuple):
 def _build_run_samples(
     settings: DataConfig, sources: RunSources, classes: LabelMapping | None
 ) -> _RunSamples:
-    """Build the samples of each source. Held-out samples of a training source become evaluation samples.
+    """Build the samples of each source. Samples held out from a training source are evaluation samples.
 
     Args:
         settings: The ``data`` section of the config.
         sources: Opened sources of the run, with their tokens.
-        classes: Mapping from the labels of the first source to the outputs. None if the task is not
-            classification.
+        classes: Mapping from the labels of the first source to the classifier's outputs. None for other
+            tasks.
     """
     first = next(iter(sources.tokenized_training_sources.values()))
     train: dict[str, Samples] = {}
@@ -215,18 +215,19 @@ def build_data(
     progress: bool = False,
     **hints: Unpack[ModelDataHints],
 ) -> RunData:
-    """Open the data of a run, and tokenize the sources whose tokens are not in the cache.
+    """Open the data of a run, and tokenize the sources that are not in the token cache.
 
-    Call this function on every rank with the same arguments. On each machine, one rank writes missing caches
+    Must be called on all ranks with the same arguments. On each machine, one rank writes missing caches
     and shows progress, and the other ranks wait.
 
     Args:
         settings: The ``data`` section of the config.
         task: Task of the model, one of ``TASKS``.
-        model_classes: Classes of the model. None if it has an untrained head or does not classify.
-        problem_type: ``problem_type`` of the model's config. None to detect it from the labels.
-        global_batch_size: Number of samples per step, which converts the steps of ``data.weight_schedule`` to
-            samples.
+        model_classes: Classes of the model. None if its head is untrained, or if it is not a
+            classifier.
+        problem_type: ``problem_type`` of the model's config. None detects it from the labels.
+        global_batch_size: Number of samples per step, used to convert the steps of
+            ``data.weight_schedule`` to samples.
         progress: Whether to show a progress bar on stderr if tokenizing takes more than a second.
         **hints: Properties of the model. See :class:`ModelDataHints`.
 
@@ -273,9 +274,9 @@ def build_data(
 def inspect_data_sizes(
     settings: DataConfig, *, task: str = CAUSAL, **hints: Unpack[ModelDataHints]
 ) -> DataSizes:
-    """Compute the sizes of the data without writing or downloading.
+    """Compute the sizes of the data without writing or downloading anything.
 
-    A size is None if it needs a download, or tokens that are not in the cache.
+    A size is None if it requires a download, or tokens that are not in the cache.
 
     Args:
         settings: The ``data`` section of the config.
@@ -283,8 +284,7 @@ def inspect_data_sizes(
         **hints: Properties of the model. See :class:`ModelDataHints`.
 
     Raises:
-        UserError: If the settings or the first document of a source have an error that ``build_data``
-            reports.
+        UserError: If ``build_data`` would reject the settings or the first document of a source.
     """
     sources = open_sources(settings, task, offline=True, **hints)
     if sources.custom_samples_source is not None and sources.context is not None:
@@ -298,8 +298,8 @@ def inspect_data_sizes(
 class RunSources:
     """Opened sources of a run, with their tokens if they are available.
 
-    :func:`open_sources` sets the attributes in this order. If it stops early, for example because it is
-    offline, later attributes keep their defaults.
+    :func:`open_sources` sets the attributes in the order below. If it stops early, for example because
+    it is offline, the remaining attributes keep their defaults.
 
     Attributes:
         training_sources: Sources to train on, keyed by name. A single source has the empty name.
@@ -307,8 +307,8 @@ class RunSources:
         tokenizer_name: Hub id or folder of the tokenizer. None if the tokenizer is trained on the data.
         vocab_size: Largest token id of the tokenizer plus one. None if it is not known yet.
         context: Tokenizer and task. None if the tokenizer is not available offline.
-        tokenized_training_sources: Tokenized training sources, keyed by name. For a stream, only its first
-            shard.
+        tokenized_training_sources: Tokenized training sources, keyed by name. For a stream, only the
+            first shard.
         tokenized_eval_sources: Tokenized evaluation sources, keyed by name.
         streams: Samples of the streams, keyed by source name.
         end_of_turn_token: Token that ends an answer in conversations. None if it is not known.
@@ -326,9 +326,9 @@ class RunSources:
 
     @property
     def joined_training_source(self) -> DataSource:
-        """One source with the documents of all training sources, to train a tokenizer.
+        """Source with the documents of all training sources, to train a tokenizer on.
 
-        If there is only one training source, it is that source itself.
+        If there is only one training source, this is the source itself.
         """
         if ONLY_SOURCE in self.training_sources:
             return self.training_sources[ONLY_SOURCE]
@@ -338,10 +338,10 @@ class RunSources:
 
     @property
     def custom_samples_source(self) -> DataSource | None:
-        """The only training source if it provides samples from user-defined code. None otherwise.
+        """The single training source if its samples come from user-defined code, otherwise None.
 
         Raises:
-            UserError: If such a source is a part of a mixture.
+            UserError: If such a source is part of a mixture.
         """
         for name, source in self.training_sources.items():
             if source.settings.data.format == CUSTOM_SAMPLES:
@@ -354,7 +354,7 @@ class RunSources:
         return None
 
     def compute_sizes(self) -> DataSizes:
-        """Compute the sizes of all sources together. Sizes that need missing tokens are None."""
+        """Compute the total sizes over all sources. Sizes that require missing tokens are None."""
         local_sources = {
             name: source
             for name, source in self.tokenized_training_sources.items()
@@ -395,13 +395,13 @@ def open_sources(
     progress: bool = False,
     **hints: Unpack[ModelDataHints],
 ) -> RunSources:
-    """Open the sources, then load or train the tokenizer, then open or build the tokens.
+    """Open the sources, load or train the tokenizer, and open or build the tokens.
 
     Args:
         settings: The ``data`` section of the config.
         task: Task of the model, one of ``TASKS``.
-        offline: Whether nothing may be written or downloaded. Attributes of the result that would require
-            this are not set.
+        offline: Whether to avoid all writes and downloads. Attributes of the result that require them
+            are not set.
         tokenize: Whether to open or build the tokens.
         progress: Whether to show a progress bar.
         **hints: Properties of the model. See :class:`ModelDataHints`.
@@ -470,7 +470,7 @@ def open_sources(
 def _open_and_detect_format(settings: SourceSettings) -> DataSource:
     """Open a source, and detect and set the format of its records.
 
-    The format is not detected if ``settings.offline`` is set and detecting it needs a download.
+    Skips the detection if it requires a download and ``settings.offline`` is set.
     """
     source = open_source(settings)
     if not (settings.offline and source.downloads_to_read):
@@ -539,12 +539,13 @@ def _open_eval_sources(sources: RunSources, settings_by_name: Mapping[str, Sourc
 def _load_or_train_tokenizer(run_sources: RunSources, settings: DataConfig, hints: ModelDataHints) -> Any:
     """Load the tokenizer of a run, or train it on the sources.
 
-    If neither ``data.tokenizer`` nor the model names a tokenizer, the tokenizer of pretokenized data is used.
-    If there is no such tokenizer either, one is trained. Updates ``run_sources.tokenizer_name``. If the
-    tokenizer is trained, ``run_sources.vocab_size`` is set to the requested size.
+    Uses the first tokenizer that exists: ``data.tokenizer``, the tokenizer of the pretrained model, or
+    the tokenizer of pretokenized data. If none exists, trains a tokenizer. Updates
+    ``run_sources.tokenizer_name``. If the tokenizer is trained, also sets ``run_sources.vocab_size`` to
+    the requested size.
 
     Args:
-        run_sources: Sources of the run, with the name of the tokenizer if it is known.
+        run_sources: Sources of the run, including the name of the tokenizer if it is known.
         settings: The ``data`` section of the config.
         hints: Properties of the model.
 
@@ -595,15 +596,15 @@ def _load_or_train_tokenizer(run_sources: RunSources, settings: DataConfig, hint
 def _load_image_processor(
     tokenizer: Any, settings: DataConfig, hints: ModelDataHints, *, offline: bool
 ) -> ImageProcessor | None:
-    """Load the processor of the model for images.
+    """Load the model's image processor.
 
-    If the tokenizer has no chat template, this function sets the template of the processor.
+    If the tokenizer has no chat template, it gets the template of the processor.
 
     Returns:
-        None while offline, if the processor would have to be downloaded.
+        The processor. None if ``offline`` is set and the processor would have to be downloaded.
 
     Raises:
-        UserError: If the model has no processor for images, or the tokenizer lacks its tokens.
+        UserError: If the model has no image processor, or if its image tokens are not in the tokenizer.
     """
     from portable.data.tokens.image_processing import load_image_processor
 
@@ -637,9 +638,9 @@ def _load_image_processor(
 
 
 def _read_mixture_shares(settings: DataConfig) -> dict[str, MixtureShare]:
-    """Read the weight or the number of epochs of each source of a mixture, keyed by name.
+    """Read the weight or the number of epochs of each source in a mixture, keyed by source name.
 
-    A source with neither setting gets one epoch.
+    The default, if a source has neither, is one epoch.
     """
     from portable.data.samples.mixture import MixtureShare
 
@@ -660,8 +661,8 @@ def _build_mixture(
     Args:
         settings: The ``data`` section of the config.
         train: Samples of each source, keyed by name.
-        step_samples: Number of samples per step, which converts the steps of ``data.weight_schedule`` to
-            samples.
+        step_samples: Number of samples per step, used to convert the steps of ``data.weight_schedule``
+            to samples.
         task: Task of the model, one of ``TASKS``.
     """
     from portable.data.samples.mixture import MixtureSamples
@@ -688,7 +689,7 @@ def _map_eval_classes(
     Args:
         classes: Mapping of the training source's labels. None if the task is not classification.
         training: Training source from which ``classes`` was computed.
-        other: Source whose labels are mapped.
+        other: Source whose labels to map.
 
     Returns:
         The mapping. None if ``classes`` is None.
@@ -704,7 +705,7 @@ def _map_eval_classes(
 def _build_custom_sample_data(
     settings: DataConfig, sources: RunSources, context: TokenizationContext, model_vocab_size: int
 ) -> RunData:
-    """Build the data of a run from samples that user-defined code provides. The samples are not tokenized.
+    """Build the data of a run from the samples of user-defined code, without tokenizing.
 
     Args:
         settings: The ``data`` section of the config.
@@ -713,8 +714,8 @@ def _build_custom_sample_data(
         model_vocab_size: Vocabulary size of the model. 0 if it is not known.
 
     Raises:
-        UserError: If the object is not a sequence with a fingerprint, or if the shapes of its samples do not
-            match the settings.
+        UserError: If the object is not a sequence with a fingerprint, or if the shapes of its samples
+            do not match the settings.
     """
     from portable.data.samples.custom_samples import CustomSamples
 

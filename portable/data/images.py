@@ -1,8 +1,8 @@
-"""Images of conversations: reading the files that records refer to, and decoding them.
+"""Read and decode the images that records of conversations refer to.
 
-The files are not trusted. Only a few formats are decoded, the sizes of a file and of its image are limited, a
-path may not leave the folder of the images, and URLs are read only if the settings allow them. The images are
-decoded as transformers decodes them: the first frame, rotated as its EXIF data says, in RGB.
+The files are not trusted: only a few formats are decoded, file sizes and image sizes are limited,
+paths must not leave the image folder, and URLs are read only if the settings allow them. As in
+transformers, decoding returns the first frame in RGB, rotated according to the EXIF data.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class ImageSize(NamedTuple):
 
 
 class ImageFile(NamedTuple):
-    """Content of an image file, and the size to scale its image to."""
+    """Content of an image file, and the size to which the image is scaled."""
 
     data: bytes
     size: ImageSize
@@ -66,7 +66,7 @@ class ImageFileState(NamedTuple):
     """State of a local image file when it was read.
 
     Attributes:
-        path: Path in the record. A relative path is relative to the folder of the images.
+        path: Path in the record. Relative paths are relative to the image folder.
         num_bytes: Size of the file in bytes. -1 if there was no file.
         modified_ns: Time of the last modification in nanoseconds. -1 if there was no file.
         digest: BLAKE2b digest of the file, as hexadecimal digits. Empty if the image could not be read.
@@ -80,11 +80,11 @@ class ImageFileState(NamedTuple):
 
 @dataclass(frozen=True)
 class LoadedImage:
-    """Image file of a record that was read and decoded once.
+    """Image file of a record that was read and decoded successfully.
 
     Attributes:
         data: Content of the file.
-        size: Size of the image as the processor of the model receives it.
+        size: Size at which the image is passed to the model's processor.
     """
 
     data: bytes
@@ -92,7 +92,7 @@ class LoadedImage:
 
     @property
     def digest(self) -> bytes:
-        """BLAKE2b digest of the file, 16 bytes."""
+        """BLAKE2b digest of the file (16 bytes)."""
         return hashlib.blake2b(self.data, digest_size=16).digest()
 
 
@@ -116,21 +116,21 @@ class ImageReader:
 
     @property
     def cache_key(self) -> str:
-        """Text with all settings that determine the images of a record, except their files.
+        """Text with all settings that determine the images of a record, except the files themselves.
 
-        The folder of the source is not included, so that a moved source keeps its cache.
+        It does not contain the folder of the source, so a source keeps its cache when it is moved.
         """
         return repr((self.root if self.is_root_set else None, self.allow_urls, self.max_pixels))
 
     def load_image(
         self, reference: ImageReference, location: str, states: list[ImageFileState] | None = None
     ) -> LoadedImage:
-        """Read an image, and decode it to find out whether it is damaged.
+        """Read an image, and decode it to check that it is not damaged.
 
         Args:
-            reference: Reference of a record.
+            reference: Reference to the image in a record.
             location: Location of the record in its source, used in error messages.
-            states: List to which the state of a local file is added, even if the file cannot be read.
+            states: List to which the state of a local file is appended, even if it cannot be read.
 
         Raises:
             RecordError: If the image cannot be read or decoded.
@@ -150,7 +150,7 @@ class ImageReader:
         """Read an image. See :meth:`load_image`.
 
         Args:
-            reference: Reference of a record.
+            reference: Reference to the image in a record.
             path: Path of the local file. None if the reference is not a path.
             location: Location of the record in its source, used in error messages.
         """
@@ -170,7 +170,7 @@ class ImageReader:
         return LoadedImage(data, self._scale_down(width, height))
 
     def _scale_down(self, width: int, height: int) -> ImageSize:
-        """Return the size of an image after it was scaled down to ``max_pixels``."""
+        """Return the size of an image after scaling it down to at most ``max_pixels``."""
         if self.max_pixels is None or width * height <= self.max_pixels:
             return ImageSize(width, height)
         scale = (self.max_pixels / (width * height)) ** 0.5
@@ -186,14 +186,14 @@ class ImageReader:
             return file.read(MAX_IMAGE_FILE_BYTES + 1) or b""
 
     def _resolve_path(self, path: str, location: str) -> Path:
-        """Return the path of a local file, without links.
+        """Return the path of a local file, with all links resolved.
 
         Args:
             path: Path in a record.
             location: Location of the record in its source, used in error messages.
 
         Raises:
-            RecordError: If there is no folder of the images, or the file is outside of it.
+            RecordError: If there is no image folder, or if the file is outside it.
         """
         name = _quote_reference(path)
         if re.match(r"[a-z][a-z0-9+.-]+://", path):
@@ -341,12 +341,12 @@ def _read_file_state(name: str, path: Path) -> ImageFileState:
 
 
 class ImageFileComparison(NamedTuple):
-    """Comparison of local image files with their states when they were read.
+    """Result of comparing local image files with their states when they were read.
 
     Attributes:
-        changed_path: Path of the first file that has changed. None if no file has changed.
-        verified_digest: Digest of the current sizes and times of all files, if some of them are new, but the
-            contents are unchanged. Empty otherwise.
+        changed_path: Path of the first file whose content has changed. None if there is none.
+        verified_digest: Digest of the current sizes and modification times of all files. Set only if a
+            size or time has changed but no content has changed, otherwise empty.
     """
 
     changed_path: str | None
@@ -358,12 +358,12 @@ def find_changed_image_file(
 ) -> ImageFileComparison:
     """Find a local image file whose content has changed since it was read.
 
-    A file with another size or time is read again. Files that no longer exist are ignored.
+    Files whose size or modification time differs are read again. Deleted files are ignored.
 
     Args:
-        root: Folder of the images.
+        root: Image folder.
         states: States of the files when they were read.
-        verified_digest: Digest of sizes and times for which an earlier comparison has found no change.
+        verified_digest: Digest of the sizes and times for which an earlier comparison found no change.
     """
     folder = Path() if root is None else root
     current = [_read_file_state(state.path, folder / state.path) for state in states]
@@ -386,7 +386,7 @@ def find_changed_image_file(
 
 
 def _compute_file_digest(path: Path) -> str:
-    """Compute the digest of a file as in :attr:`LoadedImage.digest`. Empty if the file cannot be read."""
+    """Compute the digest of a file, as in :attr:`LoadedImage.digest`. Empty if it cannot be read."""
     try:
         with open_file(path) as file:
             return hashlib.blake2b(file.read(MAX_IMAGE_FILE_BYTES + 1) or b"", digest_size=16).hexdigest()
@@ -395,14 +395,14 @@ def _compute_file_digest(path: Path) -> str:
 
 
 def _describe_reference(reference: ImageReference) -> str:
-    """Describe a reference to an image in an error message."""
+    """Describe an image reference for an error message."""
     if reference.data is not None:
         return f"of {len(reference.data):,} bytes"
     return _quote_reference(reference.path or reference.url or "")
 
 
 def _quote_reference(text: str) -> str:
-    """Quote a path or a URL, shortened to 200 characters."""
+    """Quote a path or a URL, truncated to 200 characters."""
     return repr(to_one_line(text) if len(text) <= 200 else to_one_line(text[:197]) + "...")
 
 
@@ -418,14 +418,14 @@ def _describe_error(error: BaseException) -> str:
 
 
 def decode_image(data: bytes, size: ImageSize | None = None) -> Any:
-    """Decode an image file to an RGB image of Pillow.
+    """Decode an image file to a Pillow image in RGB.
 
     Args:
         data: Content of the file.
-        size: Size to scale the image to. None for its own size.
+        size: Size to scale the image to. None keeps its original size.
 
     Raises:
-        Exception: Pillow raises many types of exceptions for damaged files.
+        Exception: If the file is damaged. Pillow raises many types of exceptions.
     """
     from PIL import Image, ImageOps
 
@@ -443,7 +443,7 @@ def decode_image(data: bytes, size: ImageSize | None = None) -> Any:
 
 
 def read_image_file(path: Path) -> ImageFile:
-    """Read an image file that the user has named, and decode it to find out whether it is damaged.
+    """Read an image file that the user has selected, and decode it to check that it is not damaged.
 
     Raises:
         ValueError: If the file cannot be read or decoded. The message is the reason.
@@ -467,7 +467,7 @@ def build_thumbnail(data: bytes) -> str:
         data: Content of the image file.
 
     Returns:
-        URL of the form ``data:image/jpeg;base64,...``, with at most about 10,000 characters.
+        JPEG data URL (``data:image/jpeg;base64,...``) of at most about 10,000 characters.
     """
     thumbnail = decode_image(data)
     thumbnail.thumbnail((THUMBNAIL_PIXELS, THUMBNAIL_PIXELS))
@@ -477,10 +477,10 @@ def build_thumbnail(data: bytes) -> str:
 
 
 def build_image_reader(data: DataConfig) -> ImageReader:
-    """Build the reader of the images of a source.
+    """Build the image reader of a source.
 
     Args:
-        data: The ``data`` section of the config, with the values of the source.
+        data: The ``data`` section for this source.
     """
     reader = ImageReader(None, data.image_urls, data.image_max_pixels)
     if data.image_root is not None:
@@ -493,7 +493,7 @@ def build_image_reader(data: DataConfig) -> ImageReader:
 
 
 def _find_source_folder(name: str) -> Path | None:
-    """Return the local folder of the files of a source. None if the source is not local."""
+    """Return the local folder of a source's files. None if the source is not local."""
     path = Path(name)
     parts = [index for index, part in enumerate(path.parts) if glob.has_magic(part)]
     folder = Path(*path.parts[: parts[0]]) if parts else path if path.is_dir() else path.parent

@@ -1,8 +1,8 @@
-"""Implementation of ``portable-data``: the tokens of a source are written to a folder or URL before training.
+"""Write the tokens of a source to a folder or URL before training, for ``portable-data``.
 
-The tokens are written shard by shard, and several machines can share the work. A shard is complete when its
-last file exists, and ``tokens.json`` is written when all shards are complete. A later call writes the shards
-that a killed process left incomplete.
+The tokens are written shard by shard, and several machines can share the work. A shard is complete
+when its last file exists. ``tokens.json`` is written after all shards are complete. If a process is
+killed, the next call writes the shards that it left incomplete.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ class PretokenizeResult:
     """Progress of writing the tokens of a source.
 
     Attributes:
-        num_shards: Number of complete shards, from this call, previous calls and other machines.
+        num_shards: Number of complete shards, including those from previous calls and other machines.
         num_tokens: Number of tokens in the complete shards.
-        num_shards_left: Number of shards that other machines still have to write.
+        num_shards_left: Number of shards that other machines have not written yet.
     """
 
     num_shards: int
@@ -74,23 +74,23 @@ def pretokenize_source(
     machine_part: MachinePart = (0, 1),
     progress: bool = False,
 ) -> PretokenizeResult:
-    """Write the tokens of ``source`` to ``output_folder``, except for shards that are already complete there.
+    """Write the tokens of ``source`` to ``output_folder``. Skips shards that are already complete.
 
-    The tokenizer is also written, and ``tokens.json`` if all shards are complete.
+    Also writes the tokenizer, and ``tokens.json`` once all shards are complete.
 
     Args:
         context: Tokenizer and task.
         source: Source to tokenize.
         output_folder: Folder or URL to write to.
-        num_processes: Maximum number of processes that tokenize at the same time.
+        num_processes: Maximum number of concurrent tokenizing processes.
         machine_part: Index of this machine and number of machines. Machine ``k`` of ``n`` writes every
             ``n``-th shard, starting with shard ``k``.
         progress: Whether to show a progress bar.
 
     Raises:
-        UserError: If the source or ``output_folder`` cannot be used, or the folder contains tokens of another
-            source or tokenizer.
-        NoTextError: If all shards are complete and have no tokens.
+        UserError: If the source or ``output_folder`` cannot be used, or if the folder contains tokens
+            of a different source or tokenizer.
+        NoTextError: If all shards are complete but contain no tokens.
     """
     drafts = (
         create_scratch_folder("portable-data")
@@ -144,21 +144,21 @@ def pretokenize_source(
 
 
 def _start_or_resume_output(output_folder: AnyPath, contents: dict[str, str], name: str) -> bool:
-    """Create the output folder, or check that it was begun with the same files and settings.
+    """Create the output folder, or check that an existing one has the same source files and settings.
 
-    The digests of the files and settings are stored in ``begun.json``. A file with other digests is replaced
-    if no shard is complete.
+    Their digests are stored in ``begun.json``. If the digests differ, the file is replaced, provided
+    that no shard is complete.
 
     Args:
         output_folder: Folder or URL to write to.
-        contents: Digests of the files and of the settings.
+        contents: Digests of the source files and of the settings.
         name: Name of the source, used in error messages.
 
     Returns:
-        Whether the output is new, so that the tokenizer has to be saved.
+        Whether the output is new, which means that the tokenizer has to be saved.
 
     Raises:
-        UserError: If the folder contains complete shards with other digests, or unrelated files.
+        UserError: If the folder contains complete shards with different digests, or unrelated files.
     """
     create_folder(output_folder)
     has_begun = (output_folder / BEGUN_FILE).is_file()
@@ -204,7 +204,7 @@ def _read_shard_record(folder: AnyPath) -> ShardRecord | None:
     """Read the record of a shard from its folder or URL.
 
     Returns:
-        The record. None if the shard is incomplete, or if it is local and damaged.
+        The record. None if the shard is incomplete, or if it is a damaged local shard.
     """
     with suppress(OSError, ValueError, KeyError, TypeError):
         meta = json.loads((folder / LAST_FILE).read_bytes())
@@ -219,13 +219,13 @@ def _read_shard_record(folder: AnyPath) -> ShardRecord | None:
 
 
 def _build_shard_record(tokens: TokenCache) -> ShardRecord:
-    """Build the record of a shard from its tokens."""
+    """Build the record of a shard from its token cache."""
     return ShardRecord(tokens.num_documents, tokens.num_tokens, tokens.fingerprint)
 
 
 @dataclass(frozen=True)
 class _ShardWriter:
-    """Function object that writes one shard. It can be pickled for worker processes.
+    """Callable that writes one shard. It can be pickled for worker processes.
 
     Attributes:
         job: Job that tokenizes a shard.
@@ -251,6 +251,6 @@ class _ShardWriter:
 
 
 def _save_tokenizer(tokenizer: Any, folder: AnyPath, scratch: Path) -> None:
-    """Save the tokenizer in ``folder``. It is first written to ``scratch`` and then moved or uploaded."""
+    """Write the tokenizer to ``scratch``, and then move or upload it to ``folder``."""
     tokenizer.save_pretrained(scratch / TOKENIZER_FOLDER)
     move_into_place(scratch / TOKENIZER_FOLDER, folder)

@@ -1,4 +1,4 @@
-"""Preview of a run's data: the first samples, with the tokens that contribute to the loss, and statistics."""
+"""Preview the data of a run: statistics, and the first samples with their trained tokens marked."""
 
 from __future__ import annotations
 
@@ -36,9 +36,10 @@ class TextPiece(NamedTuple):
     """Part of the text of a sample, or an image.
 
     Attributes:
-        text: The text. Size and number of tokens of an image.
-        is_trained: Whether all tokens of the text are labels that contribute to the loss. Otherwise, none is.
-        thumbnail: Data URL of a thumbnail of the image. Empty for text, and if there is no thumbnail.
+        text: The text. For an image, its size and number of tokens.
+        is_trained: Whether the tokens are labels that contribute to the loss. The same for all tokens
+            of a piece.
+        thumbnail: Data URL of the image's thumbnail. Empty for text, or if there is no thumbnail.
     """
 
     text: str
@@ -47,11 +48,11 @@ class TextPiece(NamedTuple):
 
 
 class _ImagePiece(NamedTuple):
-    """Image of a sequence.
+    """Image in a sequence.
 
     Attributes:
-        tokens: Range of the tokens of the image.
-        piece: Piece to show for the image.
+        tokens: Range of the image's tokens.
+        piece: Piece that represents the image in the preview.
     """
 
     tokens: range
@@ -63,7 +64,7 @@ class LengthBin(NamedTuple):
 
     Attributes:
         low: Smallest length in tokens.
-        high: Exclusive upper bound of the lengths. None if it is the last bin.
+        high: Exclusive upper bound of the lengths. None for the last bin.
         num_documents: Number of documents in the bin.
     """
 
@@ -76,8 +77,8 @@ class _LengthHistogram(NamedTuple):
     """Histogram of document lengths.
 
     Attributes:
-        bins: Bins of the histogram, from the first to the last that is not empty.
-        num_filled: Number of positions of samples that documents fill if they are not packed.
+        bins: Bins from the first to the last non-empty one.
+        num_filled: Number of sample positions that documents would fill without packing.
     """
 
     bins: list[LengthBin]
@@ -90,7 +91,7 @@ class _SequenceText(NamedTuple):
     Attributes:
         num_tokens: Number of tokens without padding.
         num_trained: Number of labels that contribute to the loss.
-        pieces: Text of the sequence.
+        pieces: Pieces of the sequence's text.
     """
 
     num_tokens: int
@@ -104,11 +105,10 @@ class SamplePreview:
 
     Attributes:
         position: Position of the sample in the run, from 0.
-        documents: Numbers of the documents of the source that are in the sample.
+        documents: Numbers of the sample's documents in the source.
         tokens: Number of tokens without padding.
         trained: Number of labels that contribute to the loss.
-        pieces: Text of the sample, divided at images, and where tokens start or stop to contribute to the
-            loss.
+        pieces: Text of the sample, split at images and where the loss mask changes.
         source: Name of the source in a mixture. Empty without a mixture.
     """
 
@@ -135,19 +135,19 @@ class DataPreview:
     samples: list[SamplePreview]
 
     def to_json_dict(self) -> dict[str, Any]:
-        """Convert the preview to values for ``json.dumps``."""
+        """Convert the preview to JSON-serializable values."""
         return asdict(self)
 
 
 def build_preview(
     data: RunData, num_samples: int, seed: int, *, with_thumbnails: bool = False
 ) -> DataPreview:
-    """Build statistics of the data of a run, and the text of its first samples.
+    """Compute statistics of a run's data, and decode its first samples.
 
     Args:
         data: Data of a causal language model.
-        num_samples: Number of samples to include. If complete documents are packed, the number of documents.
-        seed: Seed of the run. It determines the sample order.
+        num_samples: Number of samples to include, or of documents if complete documents are packed.
+        seed: Seed of the run, which determines the order of the samples.
         with_thumbnails: Whether to include thumbnails of images.
     """
     length = data.sizes.seq_len
@@ -185,7 +185,7 @@ def build_preview(
 
 
 def _compute_length_histogram(data: RunData) -> _LengthHistogram:
-    """Compute the histogram of document lengths, and the number of positions that documents fill."""
+    """Compute the histogram of document lengths, and the number of positions that the documents fill."""
     length = data.sizes.seq_len
     step = max(1, -(-length // (_NUM_NARROW_BINS - 4)))
     # Bins are equally wide up to about the length of a sample. After that, each bin is twice as wide as the
@@ -218,8 +218,8 @@ def _compute_length_histogram(data: RunData) -> _LengthHistogram:
 def _iter_sample_previews(data: RunData, seed: int, with_thumbnails: bool) -> Iterator[SamplePreview]:
     """Yield previews of the samples of a run, in order.
 
-    If complete documents are packed, each document of a sample is yielded separately. The two sequences of a
-    preference pair are joined into one preview.
+    If complete documents are packed, each document gets its own preview. The two sequences of a
+    preference pair share one preview.
 
     Args:
         data: Data of the run.
@@ -260,7 +260,7 @@ def _iter_sample_previews(data: RunData, seed: int, with_thumbnails: bool) -> It
 
 
 def format_image(image: CachedImage) -> str:
-    """Format an image of a document as text, such as ``[image 448x336, 192 tokens]``."""
+    """Format an image as text, such as ``[image 448x336, 192 tokens]``."""
     size = f"{image.size.width}x{image.size.height}"
     return f"[image {size}, {format_count(image.num_tokens, 'token')}]"
 
@@ -274,7 +274,7 @@ def _list_image_pieces(
         data: Data of the run.
         source: Name of the source in a mixture. Empty without a mixture.
         number: Number of the document in the source.
-        num_tokens: Number of tokens of the document that are in the sample. Images after them are omitted.
+        num_tokens: Number of the document's tokens in the sample. Later images are omitted.
         with_thumbnails: Whether to include thumbnails of the first :data:`_MAX_THUMBNAILS` images.
     """
     tokens = data.tokenized_sources[source].tokens if source in data.tokenized_sources else None
@@ -293,11 +293,11 @@ def _list_image_pieces(
 
 
 class _TokenRun(NamedTuple):
-    """Successive tokens of a sequence.
+    """Consecutive tokens that are shown as one piece.
 
     Attributes:
-        tokens: Ids of the tokens.
-        is_trained: Whether they are labels that contribute to the loss.
+        tokens: Token ids.
+        is_trained: Whether the tokens are labels that contribute to the loss.
         image: Piece to show if the tokens are an image. None for text.
     """
 
@@ -307,13 +307,14 @@ class _TokenRun(NamedTuple):
 
 
 def _decode_sequence(data: RunData, arrays: Any, images: Sequence[_ImagePiece] = ()) -> _SequenceText:
-    """Decode one sequence into pieces of text, split at images, and where the loss mask changes.
+    """Decode a sequence into pieces of text, split at images and where the loss mask changes.
 
-    The text is truncated to :data:`_MAX_CHARS` characters. The token counts are of the complete sequence.
+    The text is truncated to :data:`_MAX_CHARS` characters, but the token counts cover the complete
+    sequence.
 
     Args:
-        data: Data of the run, with the tokenizer.
-        arrays: Batch with one sequence.
+        data: Data of the run, including the tokenizer.
+        arrays: Batch of one sequence.
         images: Images of the sequence.
     """
     inputs, labels = arrays["input_ids"][0].tolist(), arrays["labels"][0].tolist()
@@ -355,7 +356,7 @@ def format_preview(preview: DataPreview, *, color: bool) -> str:
 
     Args:
         preview: Preview from :func:`build_preview`.
-        color: Whether to show trained text in green. Otherwise, it is enclosed in double brackets.
+        color: Whether to print trained text in green. If not, it is enclosed in double brackets.
     """
     from portable.formatting import format_table
 
@@ -376,15 +377,15 @@ def format_preview(preview: DataPreview, *, color: bool) -> str:
 
 
 def _format_documents(documents: Sequence[int]) -> str:
-    """Format the numbers of a sample's documents, such as ``documents 3 to 5``."""
+    """Format the document numbers of a sample, such as ``documents 3 to 5``."""
     several = f" to {documents[-1]}" if len(documents) > 1 else ""
     return f"document{'s' if several else ''} {documents[0] if documents else '?'}{several}"
 
 
 def _mark_trained_pieces(pieces: list[TextPiece], color: bool) -> str:
-    """Join the pieces of a sample, with color or double brackets around trained pieces.
+    """Join the pieces of a sample, and mark trained pieces with color or double brackets.
 
-    Control characters in the text are escaped, because they could change the terminal.
+    Control characters in the text are escaped, because a terminal would execute them.
     """
     opening, closing = ("\x1b[32m", "\x1b[0m") if color else ("[[", "]]")
     return "".join(

@@ -1,4 +1,4 @@
-"""Sizes of the data of a run, which a plan and the first lines of a run show."""
+"""Sizes of a run's data, shown in a plan and at the start of a run."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ class EvalSize(NamedTuple):
 
 
 class ImageCounts(NamedTuple):
-    """Counts of the images of all training sources.
+    """Image counts over all training sources.
 
     Attributes:
         images: Number of images.
         documents: Number of conversations with an image.
-        tokens: Number of tokens of the images.
-        largest: Sizes of the images of the conversation whose images have the most tokens.
-        largest_tokens: Number of tokens of these images.
+        tokens: Number of image tokens.
+        largest: Sizes of the images in the conversation with the most image tokens.
+        largest_tokens: Number of image tokens in this conversation.
     """
 
     images: int
@@ -64,7 +64,7 @@ class ImageCounts(NamedTuple):
 
 @dataclass(frozen=True)
 class DataSizes:
-    """Sizes of the data of a run. Sizes that need tokens are None if the data is not tokenized yet."""
+    """Sizes of a run's data. Those that require tokens are None if the data is not tokenized yet."""
 
     source: str
     """Names of the sources, with additional facts that are known without reading them."""
@@ -127,7 +127,7 @@ class DataSizes:
     def __str__(self) -> str:
         """Format the sizes as one line.
 
-        If the data is not tokenized yet, the line only contains the sources, the tokenizer and the sample
+        If the data is not tokenized yet, the line contains only the sources, the tokenizer and the sample
         length.
         """
         vocabulary = "" if self.vocab_size is None else f" ({self.vocab_size:,} tokens)"
@@ -183,7 +183,7 @@ class DataSizes:
 
     @property
     def _cut_warning(self) -> str:
-        """Text of the warning that many tokens are cut off, with remedies."""
+        """Text of the warning that truncation removes many tokens, with remedies."""
         return (
             f"data.seq_len: {self.truncated_share:.0%} of the tokens are cut off, because documents are "
             f"truncated to {self.seq_len} tokens; raise data.seq_len, set data.packing to true (language "
@@ -197,12 +197,12 @@ def compute_data_sizes(
     tokenizer: str | None,
     vocab_size: int | None,
 ) -> DataSizes:
-    """Compute the sizes of all sources of a run together.
+    """Compute the total sizes over all sources of a run.
 
     Args:
         sources: Training sources, keyed by name.
-        tokenized_sources: Tokenized training sources, keyed by name. If a source is missing, the sizes that
-            need tokens are None.
+        tokenized_sources: Tokenized training sources, keyed by name. If a source is missing, the sizes
+            that require tokens are None.
         tokenizer: Name of the tokenizer. None if the tokenizer is trained on the data.
         vocab_size: Largest token id of the tokenizer plus one. None if it is not known.
     """
@@ -261,10 +261,11 @@ def count_images(caches: Sequence[TokenCache], seq_len: int) -> ImageCounts | No
 
     Args:
         caches: Token caches of the training sources.
-        seq_len: Number of tokens per sample. The largest images are searched among images that it contains.
+        seq_len: Number of tokens per sample. ``largest`` considers only the images that fit into a
+            sample.
 
     Returns:
-        The counts. None if no cache may have images.
+        The counts. None if no cache can contain images.
     """
     caches = [cache for cache in caches if cache.has_images]
     if not caches:

@@ -1,12 +1,13 @@
-"""Samples of a stream: files that are tokenized during training, with limited disk space for their tokens.
+"""Samples of a stream, whose files are tokenized during training with limited disk space.
 
-The shards are files, or parts of long files. An epoch visits the shards in a shuffled order. Successive
-shards form windows of ``data.shuffle_window`` shards, and the samples of each window are shuffled. The sample
-at a position therefore depends on the seed and on the numbers of samples of the shards up to the end of its
-window.
+The shards are files, or parts of long files. Each epoch visits the shards in a shuffled order.
+Consecutive shards form windows of ``data.shuffle_window`` shards, and the samples within each
+window are shuffled. The sample at a given position therefore depends only on the seed and on the
+sample counts of the shards up to the end of its window.
 
-These numbers form the manifest. An entry is added when a shard is first read. Each checkpoint contains the
-manifest, so that a resumed run does not have to read the shards that it has consumed before.
+The manifest stores these counts. A shard is added to it when it is first read. Each checkpoint
+contains the manifest, so a resumed run does not have to read the shards that it has already
+consumed.
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ class ShardEntry(NamedTuple):
     """Entry of a shard in the manifest of a stream.
 
     Attributes:
-        num_samples: Number of samples of the shard.
-        fingerprint: Beginning of the fingerprint of its tokens. Empty for a shard without text.
+        num_samples: Number of samples in the shard.
+        fingerprint: Prefix of the fingerprint of its tokens. Empty for a shard without text.
     """
 
     num_samples: int
@@ -61,22 +62,22 @@ class ShardEntry(NamedTuple):
 
 
 class StreamSamples(Samples):
-    """Samples of a stream. The index of sample *s* of shard *k* is ``k << 32 | s``.
+    """Samples of a stream. Sample *s* of shard *k* has the index ``k << 32 | s``.
 
     Args:
         name: Name of the source, used in error messages.
-        source: Source with the shards of the stream.
+        source: Source that provides the shards of the stream.
         job: Job that tokenizes a shard.
-        build_samples: Function that builds the samples of a shard from its tokens. It returns None if the
+        build_samples: Function that builds the samples of a shard from its tokens. Returns None if the
             shard is too short for one sample.
-        count_samples: Function that returns the number of samples of a shard without reading it, or None if
-            the shard must be read.
+        count_samples: Function that returns the number of samples in a shard without reading it.
+            Returns None if the shard must be read.
         seed: Seed of the sample order.
         window_shards: Number of shards per window.
-        limit_bytes: Maximum size of the tokens on disk in bytes. Tokens in use may exceed it. None if the
-            cache is not limited.
-        num_processes: Number of processes that tokenize the next shards. 0 if another process of the machine
-            tokenizes them and enforces the limit.
+        limit_bytes: Maximum size of the tokens on disk in bytes. Tokens in use may exceed it. None for
+            no limit.
+        num_processes: Number of processes that tokenize the next shards. 0 if another process on this
+            machine tokenizes them and enforces the limit.
     """
 
     def __init__(
@@ -129,9 +130,9 @@ class StreamSamples(Samples):
             self.padding_share = first.padding_share
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes without open shards, threads and locks, because a worker creates its own.
+        """Return the attributes without open shards, threads and locks, which a worker creates itself.
 
-        A worker process does not tokenize shards in advance and does not limit the cache.
+        A worker process neither tokenizes shards in advance nor limits the cache.
         """
         return {
             **self.__dict__,
@@ -147,12 +148,12 @@ class StreamSamples(Samples):
         self._lock = threading.RLock()
 
     def load_first_tokens(self) -> TokenCache:
-        """Load the tokens of the first shard, in the order of the stream, that has a sample.
+        """Load the tokens of the first shard in stream order that contains a sample.
 
-        Shards before it are tokenized, because this shows that they have no samples.
+        Also tokenizes the shards before it, to find out that they contain no samples.
 
         Raises:
-            UserError: If no shard has a sample.
+            UserError: If no shard contains a sample.
         """
         # Do not tokenize ahead, because a resumed run begins elsewhere.
         processes, self._processes = self._processes, 0
@@ -167,16 +168,16 @@ class StreamSamples(Samples):
         return get_epoch_permutation(len(self._shards), self._seed, epoch)(position)
 
     def _begin_epoch(self, epoch: int) -> None:
-        """Compute the order of the shards of an epoch. Does nothing if ``epoch`` is the current epoch."""
+        """Compute the order of the shards in an epoch. Does nothing if ``epoch`` is the current epoch."""
         if epoch != self._epoch:
             order = get_epoch_permutation(len(self._shards), self._seed, epoch)
             self._order = order.permute_array(np.arange(len(self._shards)))
             self._epoch, self._ends, self._read_ahead_window = epoch, [], -1
 
     def _extend_ends(self, number: int) -> None:
-        """Extend ``_ends`` up to the shard at position ``number`` in the order of the epoch, inclusive.
+        """Extend the cumulative sample counts of the epoch's shards, up to the shard at position ``number``.
 
-        Shards that are not in the manifest are read.
+        Reads the shards that are not in the manifest.
         """
         while len(self._ends) <= min(number, len(self._order) - 1):
             shard = int(self._order[len(self._ends)])
@@ -184,7 +185,7 @@ class StreamSamples(Samples):
             self._ends.append(before + self._get_num_samples(shard))
 
     def _get_num_samples(self, shard: int) -> int:
-        """Return the number of samples of a shard. Reads the shard if it is not in the manifest."""
+        """Return the number of samples in a shard. Reads the shard if it is not in the manifest."""
         entry = self._manifest.get(shard)
         if entry is None:
             self._load_shard_samples(shard)
@@ -192,10 +193,10 @@ class StreamSamples(Samples):
         return entry.num_samples
 
     def _count_epoch_samples(self) -> int | None:
-        """Return the number of samples of an epoch. None until all shards are in the manifest.
+        """Return the number of samples in an epoch. None until all shards are in the manifest.
 
         Raises:
-            UserError: If an epoch does not have samples.
+            UserError: If there are no samples in an epoch.
         """
         if self._total is None and len(self._manifest) == len(self._shards):
             self._total = sum(length for length, _ in self._manifest.values())
@@ -204,19 +205,19 @@ class StreamSamples(Samples):
         return self._total
 
     def locate_sample(self, position: int, seed: int) -> EpochIndex:
-        """Return epoch and index of the sample at a position of the stream.
+        """Return the epoch and index of the sample at a position of the stream.
 
-        See :meth:`Samples.locate_sample`. The argument ``seed`` is ignored, because the seed of the stream
-        determines the order. Shards may be tokenized, because their numbers of samples are needed.
+        See :meth:`Samples.locate_sample`. ``seed`` is ignored, because the seed of the stream determines
+        the order. May tokenize shards to count their samples.
         """
         with self._lock:
             return self._locate_position(position)
 
     def _locate_position(self, position: int) -> EpochIndex:
-        """Locate the sample at a position of the stream. The caller holds the lock.
+        """Locate the sample at a position of the stream. The caller must hold the lock.
 
-        Shards up to the end of the sample's window are tokenized or opened if they are not in the manifest.
-        The shards of later windows are requested from background processes.
+        Opens or tokenizes the shards up to the end of the sample's window, unless they are in the manifest.
+        Requests the shards of later windows from background processes.
         """
         total = self._count_epoch_samples()
         epoch, offset = (0, position) if total is None else divmod(position, total)
@@ -239,27 +240,27 @@ class StreamSamples(Samples):
         return EpochIndex(epoch, int(self._order[number]) << _INDEX_BITS | within)
 
     def _derive_window_seed(self, window: int) -> int:
-        """Derive the seed for the order of the samples of a window."""
+        """Derive the seed for the order of the samples in a window."""
         return derive_seed(f"window {window}", self._seed)
 
     def find_early_sample(self) -> EpochIndex:
-        """Return the first sample of the first epoch, because its shard is tokenized first."""
+        """Return the first sample of the first epoch. Its shard is tokenized first."""
         return self.locate_sample(0, self._seed)
 
     def count_epochs(self, num_samples: int) -> float | None:
         """Convert a number of samples to epochs.
 
         Returns:
-            Number of epochs, with a fraction. None until all shards are in the manifest.
+            Number of epochs, possibly fractional. None until all shards are in the manifest.
         """
         return None if self._total is None else num_samples / self._total
 
     # -- the shards -------------------------------------------------------------------------------------
 
     def _request_shards_ahead(self, epoch: int, window: int) -> None:
-        """Request that background processes tokenize the shards after a window, up to the limit of the cache.
+        """Request that background processes tokenize the shards after a window, within the cache limit.
 
-        Does nothing if this process does not tokenize in advance, or if this was the window of the last call.
+        Does nothing if this process does not tokenize in advance, or if the last call had the same window.
         """
         if not self._processes or window == self._read_ahead_window:
             return
@@ -279,13 +280,13 @@ class StreamSamples(Samples):
     def _load_shard_samples(self, shard: int) -> Samples | None:
         """Load the samples of a shard, and add the shard to the manifest.
 
-        The shard is tokenized if its tokens are not in the cache. The last used shards remain open.
+        Tokenizes the shard if its tokens are not in the cache. The most recently used shards stay open.
 
         Returns:
             The samples. None if the shard has no text or is too short for one sample.
 
         Raises:
-            RunError: If the tokens differ from the manifest, because the file has changed.
+            RunError: If the tokens differ from the manifest because the file has changed.
         """
         with self._lock:
             if shard in self._open:
@@ -313,7 +314,7 @@ class StreamSamples(Samples):
     # -- samples ----------------------------------------------------------------------------------------
 
     def build_arrays(self, indices: Sequence[EpochIndex]) -> Arrays:
-        """Build all columns of the samples. Loads (and tokenizes, if necessary) shards that are not open."""
+        """Build all columns of the samples. Loads (and tokenizes if necessary) shards that are not open."""
         rows: dict[int, list[int]] = {}
         for row, (_, index) in enumerate(indices):
             rows.setdefault(index >> _INDEX_BITS, []).append(row)
@@ -334,7 +335,7 @@ class StreamSamples(Samples):
         return out
 
     def list_document_numbers(self, index: int) -> Sequence[int]:
-        """List the numbers of a sample's documents, counted from 0 within the shard."""
+        """Return the numbers of the documents in a sample, counted from 0 within the shard."""
         samples = self._load_shard_samples(index >> _INDEX_BITS)
         assert samples is not None
         return samples.list_document_numbers(index & ((1 << _INDEX_BITS) - 1))
@@ -344,7 +345,7 @@ class StreamSamples(Samples):
         return self._get_shard_name(index >> _INDEX_BITS)
 
     def _get_shard_name(self, shard: int) -> str:
-        """Return the name of a shard's file, used in error messages."""
+        """Return the name of a shard's file. Used in error messages."""
         return self._shards[shard].open_source(self._job.settings).name
 
     # -- the manifest -----------------------------------------------------------------------------------
@@ -353,16 +354,16 @@ class StreamSamples(Samples):
         """Return the manifest for a checkpoint.
 
         Returns:
-            ``[shard, samples, fingerprint]`` of each known shard, keyed by source name.
+            A list of ``[shard, samples, fingerprint]`` for all known shards, keyed by source name.
         """
         manifest = dict(self._manifest)
         return {self._name: [[shard, *manifest[shard]] for shard in sorted(manifest)]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Add the manifest of a checkpoint to the manifest of this stream.
+        """Add the manifest in a checkpoint to the manifest of this stream.
 
         Args:
-            state: Manifests keyed by source name. Manifests of other sources are ignored.
+            state: Manifests, keyed by source name. Manifests of other sources are ignored.
 
         Raises:
             ValueError: If the manifest is invalid.
@@ -381,15 +382,15 @@ class StreamSamples(Samples):
                 )
 
     def close(self) -> None:
-        """Stop the processes that tokenize shards. Locating further samples starts them again."""
+        """Stop the processes that tokenize shards. They restart if further samples are located."""
         if self._ahead is not None:
             self._ahead.close()
         self._ahead, self._read_ahead_window = None, -1
 
     def compute_consumed_digest(self, position: int) -> str:
-        """Compute a digest of the manifest entries of all shards that are needed up to ``position``.
+        """Compute a digest of the manifest entries of all shards up to ``position``.
 
-        The digest is equal on all ranks, although some ranks may have read more shards than others.
+        The digest is equal on all ranks, even if some ranks have read more shards than others.
         """
         with self._lock:
             total = self._count_epoch_samples()
@@ -408,7 +409,7 @@ def _build_changed_error(source: str, file: str, since: str) -> RunError:
     Args:
         source: Name of the source.
         file: Name of the file.
-        since: Description of the previous state, which follows the word "since".
+        since: Description of the previous state, to follow the word "since".
     """
     return RunError(f"{source}: {file} has changed since {since}; restore the file, or start another run")
 
@@ -420,8 +421,8 @@ def _select_consumed_shards(
 
     Args:
         position: Number of samples in the first epoch.
-        manifest: Entries of shards, keyed by the shard's number.
-        order: Numbers of the shards in the order of the first epoch.
+        manifest: Entries of the shards, keyed by shard number.
+        order: Shard numbers in the order of the first epoch.
     """
     consumed, before = {}, 0
     for shard in order:
@@ -433,12 +434,11 @@ def _select_consumed_shards(
 
 
 class _TokenCacheLimiter:
-    """Limiter of the size of the tokens on disk. It removes the tokens that were unused for the longest time.
+    """Size limit for the tokens on disk. It evicts the least recently used tokens.
 
     Args:
         cache: Folder with one token cache per shard.
-        limit: Maximum size of all tokens in bytes. Tokens in use may exceed it. None if the cache is not
-            limited.
+        limit: Maximum size of all tokens in bytes. Tokens in use may exceed it. None for no limit.
         window: Number of shards per window.
     """
 
@@ -454,8 +454,8 @@ class _TokenCacheLimiter:
     def compute_num_shards_ahead(self) -> int:
         """Compute how many shards can be tokenized in advance, at least one.
 
-        This is the number of shards of mean size that fit into the limit, minus two windows for open shards.
-        Without a limit or open shards, it is :data:`_WINDOWS_AHEAD` windows.
+        This is the number of average-sized shards that fit into the limit, minus two windows for open
+        shards. Without a limit or open shards, it is :data:`_WINDOWS_AHEAD` windows.
         """
         sizes = [_compute_folder_bytes(folder) for folder in self.used_folders.values()]
         if self._limit is None or not sum(sizes):
@@ -465,15 +465,15 @@ class _TokenCacheLimiter:
     def add_prefetched_folder(self, folder: Path) -> None:
         """Protect the tokens of a shard that was tokenized in the background, and enforce the limit.
 
-        The threads of :class:`BackgroundTokenizer` call this method.
+        Called by the threads of :class:`BackgroundTokenizer`.
         """
         self._prefetched_folders.append(folder)
         self.enforce_limit(folder)
 
     def enforce_limit(self, folder: Path) -> None:
-        """Remove old tokens if the cache exceeds the limit after the tokens in ``folder`` were added.
+        """Evict old tokens if the cache exceeds the limit after tokens were added in ``folder``.
 
-        The size of all folders is computed only if the added tokens may exceed the limit.
+        Recomputes the size of all folders only if the added tokens may exceed the limit.
         """
         if self._limit is not None:
             self._free_bytes -= _compute_folder_bytes(folder)
@@ -481,14 +481,13 @@ class _TokenCacheLimiter:
                 self.remove_oldest_tokens(self._limit)
 
     def remove_oldest_tokens(self, limit: int) -> None:
-        """Remove the tokens that were unused for the longest time until all tokens fit into the limit.
+        """Evict the least recently used tokens until all tokens fit into the limit.
 
-        A little more is removed than necessary, so that the size of the cache, which may have many folders,
-        is not computed again soon. Open shards, shards that were tokenized in advance, and the newest folders
-        are not removed.
+        Evicts slightly more than necessary, so that the size of the cache, which may have many folders, is
+        not recomputed soon. Open shards, shards tokenized in advance, and the newest folders are kept.
 
         Args:
-            limit: Maximum size of all tokens in bytes. 0 to remove all tokens that are not in use.
+            limit: Maximum size of all tokens in bytes. 0 evicts all tokens that are not in use.
         """
         used = {*dict(self.used_folders).values(), *tuple(self._prefetched_folders)}
         folders = []
@@ -513,10 +512,10 @@ class _TokenCacheLimiter:
 
 
 def _load_shard_tokens(job: TokenizeJob, shard: SourceShard, limiter: _TokenCacheLimiter) -> TokenCache:
-    """Load the tokens of a shard, which is tokenized if its tokens are not in the cache.
+    """Load the tokens of a shard. Tokenizes it if its tokens are not in the cache.
 
-    If the disk is full, the tokens that are not in use are removed and the shard is tokenized again. The
-    folder of the tokens is marked as recently used.
+    If the disk is full, removes all tokens that are not in use, and tries again. Marks the folder of
+    the tokens as recently used.
     """
     try:
         tokens = job.tokenize_shard(shard)
@@ -533,7 +532,7 @@ def _load_shard_tokens(job: TokenizeJob, shard: SourceShard, limiter: _TokenCach
 
 
 def _compute_folder_bytes(folder: Path) -> int:
-    """Compute the size of the files in a folder in bytes. Returns 0 if the folder does not exist."""
+    """Return the total size of the files in a folder in bytes. 0 if the folder does not exist."""
     with suppress(OSError):
         return sum(file.stat().st_size for file in folder.iterdir())
     return 0

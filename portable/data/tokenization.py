@@ -1,4 +1,4 @@
-"""Tokenization of the sources of a run, and construction of samples from the tokens."""
+"""Tokenize the sources of a run, and build samples from the tokens."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ if TYPE_CHECKING:
 
 
 class SampleCounts(NamedTuple):
-    """Numbers of samples of a source.
+    """Sample counts of a source.
 
     Attributes:
-        train: Number of samples to train on.
+        train: Number of training samples.
         held_out: Number of samples held out for evaluation.
-        padding_share: Share of positions in training samples that are padding. None if complete documents are
-            not packed.
+        padding_share: Fraction of positions in training samples that are padding. None unless complete
+            documents are packed.
     """
 
     train: int
@@ -69,7 +69,7 @@ class SampleCounts(NamedTuple):
 
 
 class OpenedStream(NamedTuple):
-    """Samples of a stream, and the tokens of its first shard that has a sample."""
+    """Samples of a stream, and the tokens of the first shard that contains a sample."""
 
     samples: StreamSamples
     first_shard: TokenizedSource
@@ -84,16 +84,16 @@ class TokenizationContext:
 
     Attributes:
         task: Task of the model, one of ``TASKS``.
-        tokenizer: Tokenizer of transformers.
-        vocabulary: Special tokens and size of the tokenizer.
-        seed: Seed of the random masks, and of the sample order of streams.
+        tokenizer: Transformers tokenizer.
+        vocabulary: Vocabulary size and special tokens of the tokenizer.
+        seed: Seed for the random masks, and for the sample order of streams.
         decoder_start_token_id: First decoder input of seq2seq. See :class:`ModelDataHints`.
         label_shift: Function that returns the label shift for a tokenizer. See :class:`ModelDataHints`.
-        pad_left: Whether a classifier's texts are padded on the left.
-        keep_last_input: Whether the inputs of a causal model include the last token of a padded sample.
-        keep_last_input_if_room: Whether the inputs of a causal model include the last token of a text if the
+        pad_left: Whether to pad a classifier's texts on the left.
+        keep_last_input: Whether the last token of a padded sample is an input of a causal model.
+        keep_last_input_if_room: Whether the last token of a text is an input of a causal model if the
             text fits into ``data.seq_len``.
-        image_processor: Processor of the model for images. None if the run has no images.
+        image_processor: Image processor of the model. None if the run has no images.
     """
 
     task: str
@@ -108,12 +108,13 @@ class TokenizationContext:
     image_processor: ImageProcessor | None = None
 
     def build_frame(self, settings: SourceSettings) -> Frame:
-        """Build the special tokens around each text of a source.
+        """Return the special tokens to put around each text of a source.
 
-        For pairs of texts, there are none, because they are added after the pair is truncated.
+        Empty for text pairs, whose special tokens are added after truncation.
 
         Raises:
-            UserError: If the tokenizer lacks a token, does not support the languages or cannot encode pairs.
+            UserError: If the tokenizer lacks a token, does not support the languages, or cannot encode
+                pairs.
         """
         if settings.fields.pair is not None:
             self._build_pair_frame(settings)  # report errors before anything is tokenized
@@ -127,15 +128,15 @@ class TokenizationContext:
         )
 
     def build_target_frame(self, settings: SourceSettings) -> Frame | None:
-        """Build the special tokens around each target text. Returns None if the task is not seq2seq."""
+        """Return the special tokens to put around each target text. None if the task is not seq2seq."""
         frame = self.build_frame(settings)
         return (frame.target or frame) if self.task == SEQ2SEQ else None
 
     def _build_pair_frame(self, settings: SourceSettings) -> PairFrame:
-        """Build the special tokens around two texts, and check that ``data.seq_len`` has room for both.
+        """Return the special tokens to put around a text pair. Checks that ``data.seq_len`` has room for it.
 
         Raises:
-            UserError: If ``data.seq_len`` is too small, or the tokenizer does not concatenate two texts.
+            UserError: If ``data.seq_len`` is too small, or if the tokenizer does not concatenate two texts.
         """
         frame = PairFrame.from_tokenizer(self.tokenizer)
         if settings.data.seq_len < frame.num_special_tokens + 2:
@@ -161,10 +162,10 @@ class TokenizationContext:
         return self.vocabulary.mask_token
 
     def check_special_tokens(self, *, ends_texts: bool) -> None:
-        """Check that the tokenizer has the special tokens that the task and the model need.
+        """Check that the tokenizer has all special tokens that the task and the model require.
 
         Args:
-            ends_texts: Whether the model needs an end token in every text, because it classifies at this
+            ends_texts: Whether the model requires an end token in every text, because it classifies at this
                 token.
 
         Raises:
@@ -183,12 +184,12 @@ class TokenizationContext:
     def build_tokenize_job(self, settings: SourceSettings, cache: Path | None = None) -> TokenizeJob:
         """Build the job that tokenizes a source with these settings.
 
-        If ``data.chat_template`` is set, the template is also set in the tokenizer of this context, so that
+        If ``data.chat_template`` is set, also sets the template in the tokenizer of this context, so that
         exported models contain it.
 
         Args:
             settings: Settings of the source.
-            cache: Folder of the cache. None means the folder in the settings.
+            cache: Cache folder. None uses the folder in the settings.
         """
         frame = self.build_frame(settings)
         chat = self._build_conversation_encoder(settings, frame)
@@ -199,9 +200,9 @@ class TokenizationContext:
     def _build_conversation_encoder(
         self, settings: SourceSettings, frame: Frame
     ) -> ConversationEncoder | None:
-        """Build the encoder of conversations and completions. Returns None if the documents are plain text.
+        """Build the encoder for conversations and completions. None if the documents are plain text.
 
-        If ``data.chat_template`` is set, the template is also set in the tokenizer.
+        If ``data.chat_template`` is set, also sets the template in the tokenizer.
         """
         if not settings.has_conversations:
             return None
@@ -227,7 +228,7 @@ class TokenizationContext:
         )
 
     def tokenize_source(self, source: DataSource, *, progress: bool = False) -> TokenizedSource:
-        """Tokenize a source, or open its tokens if they are in the cache.
+        """Tokenize a source, or open its tokens if they are already in the cache.
 
         Args:
             source: Source to tokenize.
@@ -237,11 +238,11 @@ class TokenizationContext:
         return TokenizedSource(self, source, tokens)
 
     def open_cached_source(self, source: DataSource) -> TokenizedSource | None:
-        """Open the tokens of a source if they are in the cache, without writing or downloading.
+        """Open the tokens of a source if they are in the cache, without writing or downloading anything.
 
         Returns:
-            The source with its tokens. None if the tokens are not in the cache, if the source is a stream, or
-            if opening the source may download data.
+            The source and its tokens. None if the tokens are not in the cache, if the source is a stream,
+            or if opening the source may download data.
         """
         if source.downloads_to_open or isinstance(source, StreamSource):
             return None
@@ -249,11 +250,11 @@ class TokenizationContext:
         return None if tokens is None else TokenizedSource(self, source, tokens)
 
     def find_end_of_turn(self, source: DataSource) -> int | None:
-        """Find the token that ends an answer by encoding the first conversations of a source.
+        """Find the token that ends answers, by encoding the first conversations of a source.
 
         Returns:
-            The token. None if the source has no conversations, if no answer ends with such a token, or if the
-            source is already tokenized or cannot be read without a download.
+            The token. None if the source contains no conversations, if no answer ends with such a token, or
+            if the source is already tokenized or cannot be read without a download.
 
         Raises:
             UserError: If the first conversations cannot be encoded.
@@ -264,11 +265,11 @@ class TokenizationContext:
     def open_stream_source(self, source: StreamSource, name: str) -> OpenedStream:
         """Open the samples of a stream. Creates the cache folder, and tokenizes the first shard.
 
-        Only local rank 0 of each machine starts processes that tokenize the next shards, and limits the size
+        Only local rank 0 on each machine tokenizes the next shards in other processes, and limits the size
         of the tokens to ``data.cache_limit``. The default limit is half of the free disk space.
 
         Args:
-            source: Source with the shards of the stream.
+            source: Source that provides the shards of the stream.
             name: Name of the source in a mixture. Empty without a mixture.
 
         Raises:
@@ -311,12 +312,12 @@ class TokenizationContext:
 
 @dataclass(frozen=True)
 class TokenizedSource:
-    """Source with its tokens. For a stream, these are the tokens of only one shard.
+    """Source and its tokens. For a stream, the tokens of only one shard.
 
     Attributes:
         context: Tokenizer and task.
-        source: Source of the documents. For a stream, the complete stream.
-        tokens: Token cache of the documents of the source or shard.
+        source: Source of the documents. For a stream, the whole stream.
+        tokens: Token cache of the source or shard.
     """
 
     context: TokenizationContext
@@ -330,12 +331,12 @@ class TokenizedSource:
 
     @cached_property
     def frame(self) -> Frame:
-        """Special tokens around each text."""
+        """Special tokens put around each text."""
         return self.context.build_frame(self.settings)
 
     @property
     def end_of_turn_token(self) -> int | None:
-        """Token that ends an answer. None if the source has no conversations or there is no such token."""
+        """Token that ends answers. None if there is no such token, or if there are no conversations."""
         return self.tokens.meta.get("end_of_turn")
 
     @property
@@ -344,7 +345,7 @@ class TokenizedSource:
         return self.tokens.meta.get("trained_tokens")
 
     def count_truncated_tokens(self) -> int:
-        """Count the tokens that are cut off because their documents are longer than a sample.
+        """Count the tokens that truncation removes because documents are longer than a sample.
 
         The result is 0 if documents are concatenated. It is only valid for ``data.truncation: end``. For
         other values, use :attr:`truncation_stats`.
@@ -365,10 +366,10 @@ class TokenizedSource:
 
     @property
     def _num_blocks(self) -> int:
-        """Number of blocks of ``data.seq_len`` tokens if all documents are concatenated.
+        """Number of blocks of ``data.seq_len`` tokens in the concatenated documents.
 
         Raises:
-            UserError: If there are too few tokens for one sample.
+            UserError: If there are too few tokens for a sample.
         """
         shifted = self.settings.task == CAUSAL
         return count_packed_samples(self.tokens.num_tokens, self.settings.data.seq_len, shifted=shifted)
@@ -377,8 +378,8 @@ class TokenizedSource:
     def truncation_stats(self) -> TruncationStats | None:
         """Effect of ``data.truncation`` on the documents of a causal language model.
 
-        None if the task is not causal language modeling. Also None if all tokens contribute to the loss and
-        documents are concatenated or only cut off at the end, because no document is then excluded.
+        None for other tasks. Also None if no document can be excluded, because all tokens contribute to the
+        loss and documents are either concatenated or only truncated at the end.
         """
         tokens, data = self.tokens, self.settings.data
         if self.settings.task != CAUSAL:
@@ -392,13 +393,13 @@ class TokenizedSource:
         )
 
     def split_samples(self) -> TrainEvalSplit:
-        """Split the source into samples to train on and samples that are held out for evaluation.
+        """Split the source into training samples and samples that are held out for evaluation.
 
         A stream has no held-out samples.
 
         Returns:
-            Two ranges of preference pairs, of documents (if samples are padded or packed from complete
-            documents), or of blocks of concatenated documents.
+            Two ranges of sample numbers. A sample is a preference pair, a document (if samples are padded,
+            or packed from complete documents), or a block of concatenated documents.
         """
         data, packing = self.settings.data, self.settings.packing
         share = 0.0 if data.stream else data.eval_fraction
@@ -411,7 +412,7 @@ class TokenizedSource:
         return split_packed_blocks(self._num_blocks, share, left_out)
 
     def count_samples(self) -> SampleCounts:
-        """Count the samples to train on and the held-out samples, without writing any file."""
+        """Count the training samples and the held-out samples. Writes no files."""
         train, held_out = self.split_samples()
         if self.settings.packing != "documents":
             return SampleCounts(train.num_samples, held_out.num_samples, None)
@@ -428,7 +429,7 @@ class TokenizedSource:
     def check_end_of_turn_kept(self) -> None:
         """Check that truncation does not remove the ends of all answers.
 
-        Otherwise, the model would never learn to stop.
+        If it did, the model would never learn to stop.
 
         Raises:
             UserError: If truncation removes the end of every answer.
@@ -453,8 +454,8 @@ class TokenizedSource:
         """Build the dataset for a range of the samples.
 
         Args:
-            sample_range: Samples to include. None means all samples that are not held out.
-            classes: Mapping of the labels to the outputs of a classifier. None for other tasks.
+            sample_range: Samples to include. None includes all samples that are not held out.
+            classes: Mapping from the labels to the outputs of a classifier. None for other tasks.
         """
         samples = self._build_samples(
             self.split_samples().train if sample_range is None else sample_range, classes
@@ -464,7 +465,7 @@ class TokenizedSource:
         return samples
 
     def _build_samples(self, part: SampleRange, classes: LabelMapping | None) -> CacheSamples:
-        """Build the dataset of the task. Its batches do not contain the columns of ``data.columns`` yet."""
+        """Build the dataset for the task. Its batches do not contain the columns of ``data.columns`` yet."""
         context, tokens, data = self.context, self.tokens, self.settings.data
         if context.task != CAUSAL:
             return self._build_task_samples(part, classes)
@@ -501,7 +502,7 @@ class TokenizedSource:
         )
 
     def _build_task_samples(self, part: SampleRange, classes: LabelMapping | None) -> CacheSamples:
-        """Build the dataset of a masked, sequence-to-sequence or classification task."""
+        """Build the dataset for a masked, sequence-to-sequence or classification task."""
         from portable.data.samples.tasks import ClassificationSamples, MaskedLMSamples, Seq2SeqSamples
 
         context, tokens, data = self.context, self.tokens, self.settings.data
@@ -544,8 +545,8 @@ def _count_shard_samples(settings: SourceSettings, shard: SourceShard) -> int | 
     """Count the samples of a shard without reading its tokens.
 
     Returns:
-        Number of samples. None if it does not follow from the number of tokens, because this number is not
-        known, documents are not concatenated, or the source has conversations.
+        The count. None if it cannot be computed from the number of tokens, because that is not known,
+        documents are not concatenated, or the source contains conversations.
     """
     if shard.num_tokens is None or settings.data.packing is not True or settings.has_conversations:
         return None
@@ -555,11 +556,11 @@ def _count_shard_samples(settings: SourceSettings, shard: SourceShard) -> int | 
 def _build_shard_samples(
     context: TokenizationContext, source: DataSource, tokens: TokenCache
 ) -> Samples | None:
-    """Build the samples of a shard of a stream. Returns None if the shard is too short for one sample.
+    """Build the samples of a stream's shard. Returns None if the shard is too short for a sample.
 
     Args:
         context: Tokenizer and task.
-        source: The complete stream.
+        source: The whole stream.
         tokens: Token cache of the shard.
     """
     data = source.settings.data

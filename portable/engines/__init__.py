@@ -1,8 +1,8 @@
-"""Engines that torch supports on any device (DDP and FSDP2), and the backend on torch.distributed.
+"""Engines that support any torch device (DDP and FSDP2), and the backend on torch.distributed.
 
-The modules in this package call code of a specific device only through its record,
-:class:`portable.engines.package.TorchPackage`. The engine of DeepSpeed is in :mod:`portable.gpu.zero`. The
-packages of all engines are listed in :data:`portable.registry.ENGINE_PACKAGES`.
+The modules in this package call device-specific code only through the device's
+:class:`portable.engines.package.TorchPackage`. The DeepSpeed engine is in :mod:`portable.gpu.zero`.
+The packages of all engines are listed in :data:`portable.registry.ENGINE_PACKAGES`.
 """
 
 import os

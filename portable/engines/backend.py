@@ -35,10 +35,10 @@ COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=10)
 
 
 class TorchBackend:
-    """Ranks in one torch.distributed process group. Implements :class:`portable.backend.Backend`.
+    """Backend on a torch.distributed process group. Implements :class:`portable.backend.Backend`.
 
     Args:
-        torch_device: Record of the type of device that the ranks use.
+        torch_device: Description of the device type that the ranks use.
     """
 
     def __init__(self, torch_device: TorchDevice) -> None:
@@ -59,11 +59,11 @@ class TorchBackend:
         self.diagnostics = torch_device.build_diagnostics(self.device, self.rank, self.world_size)
 
     def start(self) -> None:
-        """Make the device current and, with several ranks, join the process group.
+        """Select the device and, if there are several ranks, join the process group.
 
         Raises:
-            UserError: If another program uses the port of the rendezvous.
-            RunError: If the ranks do not meet.
+            UserError: If another program uses the rendezvous port.
+            RunError: If the rendezvous fails.
         """
         self._torch_device.make_current(self.device)
         if self.world_size > 1:
@@ -81,7 +81,7 @@ class TorchBackend:
                 raise _build_rendezvous_error(error) from error
 
     def stop(self) -> None:
-        """Run the cleanup of the engine, destroy the process group, and restore torch's fp32 settings."""
+        """Run the engine's cleanup, destroy the process group, and restore torch's fp32 settings."""
         if self._previous_fp32_products is not None:
             _set_fp32_matmul_precision(*self._previous_fp32_products)
             self._previous_fp32_products = None
@@ -91,9 +91,9 @@ class TorchBackend:
             dist.destroy_process_group()
 
     def build_engine(self, model: nn.Module, config: RunConfig) -> Engine:
-        """Shard a model with the engine of ``config.strategy`` and build its optimizer.
+        """Shard a model with the engine for ``config.strategy``, and build its optimizer.
 
-        The precision of fp32 matrix products is also set in this process. All ranks have to call this method.
+        Also sets the precision of fp32 matrix products in this process. Must be called on all ranks.
 
         Args:
             model: The model on the meta device.
@@ -126,15 +126,16 @@ class TorchBackend:
         config: RunConfig,
         take_steps: Callable[[Engine], None],
     ) -> bool | None:
-        """Run steps on a temporary engine to check whether they fit in memory.
+        """Run training steps on a temporary engine to check whether they fit in memory.
 
         Args:
             build_meta_model: Function that builds the model on the meta device.
             config: Config of the run.
-            take_steps: Function that takes training steps with the engine.
+            take_steps: Function that takes training steps with the given engine.
 
         Returns:
-            Whether the steps fit. None, without running steps, if the device does not support a memory limit.
+            Whether the steps fit. None, without running steps, if the device does not support a memory
+            limit.
         """
         limit = self._torch_device.build_memory_limit(self.device, self.world_size)
         if limit is None:
@@ -144,7 +145,7 @@ class TorchBackend:
         return run_memory_trial(build_meta_model, config, self._build_rank_info(0), limit, take_steps)
 
     def is_out_of_memory(self, error: BaseException) -> bool:
-        """Return whether ``error`` means that the device or the host is out of memory."""
+        """Return whether ``error`` means that the device or the host has run out of memory."""
         from portable.engines.memory_trial import is_out_of_memory
 
         return is_out_of_memory(error)
@@ -152,8 +153,8 @@ class TorchBackend:
     def abandon_process_group(self) -> None:
         """Release the engine and the process groups, but keep the connections of the groups open.
 
-        Closing the connections would make collectives of the other ranks fail. The groups stay referenced
-        until the process exits.
+        Closing them would make collectives on the other ranks fail. The groups stay referenced until the
+        process exits.
         """
         self._engine = None
         self._detached_groups += torch_internals.detach_process_groups()
@@ -177,17 +178,17 @@ class TorchBackend:
 
     @property
     def devices_per_rank(self) -> int:
-        """Number of devices of each rank. Always 1."""
+        """Number of devices per rank. Always 1."""
         return 1
 
     def sum_host_numbers(self, count: float, *, stop: bool = False) -> Tensor:
-        """Sum a number and the stop requests of all ranks with one all-reduce on the device.
+        """Sum a number and the stop requests over all ranks, with a single all-reduce on the device.
 
-        The method does not sync with the host. In each tensor-parallel group, only one rank contributes its
+        Does not trigger a host-device sync. In each tensor-parallel group, only one rank contributes its
         number. In a single process, no collective is called and ``stop`` is ignored.
 
         Args:
-            count: Number of this rank.
+            count: Number to add from this rank.
             stop: Whether this rank requests a stop; see :meth:`is_stop_requested`.
 
         Returns:
@@ -210,12 +211,12 @@ class TorchBackend:
         The result is the same on all ranks. Waits for the all-reduce of that call.
 
         Args:
-            requested_by_rank: Whether this rank requested a stop, which is the result in a single process.
+            requested_by_rank: Whether this rank requests a stop. Returned directly in a single process.
         """
         return requested_by_rank if self.world_size == 1 else self._stop_requests.wait_for_value() > 0
 
     def sum_tensor_over_ranks(self, value: Tensor) -> Tensor:
-        """Sum a tensor over all ranks. Only one rank of each tensor-parallel group contributes.
+        """Sum a tensor over all ranks. In each tensor-parallel group, only one rank contributes.
 
         Returns:
             A new tensor, or ``value`` itself in a single process.
@@ -226,20 +227,20 @@ class TorchBackend:
         return value
 
     def read_to_host(self, values: Sequence[Tensor]) -> list[float]:
-        """Copy device tensors to the host in one sync, and return their values as one flat list."""
+        """Copy device tensors to the host with a single sync, and return their values as a flat list."""
         numbers: list[float] = torch.cat([value.detach().double().reshape(-1) for value in values]).tolist()
         return numbers
 
     def reduce_any(self, flag: bool) -> bool:
-        """Return whether ``flag`` is True on any rank. All ranks have to call this host collective."""
+        """Return whether ``flag`` is True on any rank. A host collective that must be called on all ranks."""
         return reduce_any(flag)
 
     def gather_text(self, text: str) -> list[str]:
-        """Return the ``text`` of every rank, in rank order. All ranks have to call this host collective."""
+        """Gather ``text`` from all ranks, in rank order. A host collective, to be called on all ranks."""
         return gather_text(text)
 
     def barrier(self) -> None:
-        """Block the host until all ranks have called this method. Does not wait for work on the devices."""
+        """Block the host until all ranks have called this method. Does not wait for device work."""
         self.reduce_any(False)  # over the host, because dist.barrier would also wait for the GPU
 
     def measure_memory(self) -> MemoryUsage:
@@ -247,11 +248,11 @@ class TorchBackend:
         return self._torch_device.measure_memory(self.device)
 
     def get_shape_multiple(self, precision: str) -> int | None:
-        """Return the number by which matrix dimensions should be divisible, or None if there is none."""
+        """Return the number that matrix dimensions should be a multiple of. None if any size is efficient."""
         return self._torch_device.get_shape_multiple(self.device, precision)
 
     def get_peak_flops(self, precision: str) -> float | None:
-        """Return the peak FLOP/s of this rank's device for a precision, or None if unknown."""
+        """Return the peak FLOP/s of this rank's device at a precision, or None if unknown."""
         return self._torch_device.get_peak_flops(self.device, precision)
 
     def get_metrics(self) -> dict[str, float]:
@@ -260,14 +261,14 @@ class TorchBackend:
 
 
 class AsyncHostCopy:
-    """Asynchronous copy of a device scalar to the host, which overlaps with other work of the device."""
+    """Asynchronous copy of a device scalar to the host, which overlaps with other device work."""
 
     def __init__(self) -> None:
         self._copy = torch.zeros(())
         self._copy_event: torch.Event | None = None
 
     def start_copy(self, value: Tensor) -> None:
-        """Enqueue the copy of ``value`` on the device's current stream. Does not wait for it."""
+        """Enqueue a copy of ``value`` on the device's current stream. Does not wait for it."""
         if value.device.type not in _DEVICES_WITH_EVENTS:
             self._copy = value  # `wait_for_value` copies it; it waits for the value and not for later work
             return
@@ -279,7 +280,7 @@ class AsyncHostCopy:
         self._copy_event.record()
 
     def wait_for_value(self) -> float:
-        """Wait for the latest copy and return its value. Does not wait for later work of the device."""
+        """Wait for the latest copy, and return its value. Does not wait for later device work."""
         if self._copy_event is not None:
             self._copy_event.synchronize()
         return float(self._copy)
@@ -292,7 +293,7 @@ def _set_fp32_matmul_precision(precision: str, tf32_convolutions: bool) -> None:
 
 
 def _build_rendezvous_error(error: Exception) -> UserError | RunError:
-    """Build the error for ranks of an external launcher that could not join the process group.
+    """Build the error for ranks of an external launcher that failed to join the process group.
 
     Args:
         error: Exception of ``init_process_group`` or of the rendezvous.

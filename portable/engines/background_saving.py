@@ -1,4 +1,4 @@
-"""Background saves: the state is copied to host memory, and a thread writes it while training continues."""
+"""Background saves: copy the state to host memory, and write it in a thread while training continues."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 class BackgroundWriteHandle:
-    """Handle for a write in the background. Implements :class:`portable.backend.SaveHandle`.
+    """Handle for a background write. Implements :class:`portable.backend.SaveHandle`.
 
     Args:
-        writing: Future of the writer thread. None if the files are already written.
+        writing: Future of the writer thread. None if the files have already been written.
     """
 
     def __init__(self, writing: Future[None] | None) -> None:
@@ -31,17 +31,16 @@ class BackgroundWriteHandle:
         return self._writing is None or self._writing.done()
 
     def wait(self) -> None:
-        """Block until the write has finished, and raise its exception if it failed."""
+        """Block until the write has finished. Raises its exception if it failed."""
         if self._writing is not None:
             self._writing.result()
 
 
 def copy_state_to_host(value: Any) -> Any:
-    """Copy a nested state of dicts, lists and tuples, with the copies of all tensors in host memory.
+    """Copy a nested state of dicts, lists and tuples, including all tensors, to host memory.
 
-    Tensors that share a storage share a copy of it, so that files do not become larger. The copy of a
-    ``DTensor`` is a ``DTensor`` with a copy of its local shard. The function returns after all copies are
-    complete.
+    Tensors that share a storage share its copy, so files do not become larger. A ``DTensor`` is copied
+    to a ``DTensor`` with a copy of its local shard. Returns after all copies are complete.
     """
     copier = _HostCopier()
     result = copier.copy_value(value)
@@ -50,16 +49,16 @@ def copy_state_to_host(value: Any) -> Any:
 
 
 class _HostCopier:
-    """Copier of nested values to host memory, which copies each storage once."""
+    """Copier of nested values to host memory. It copies each storage only once."""
 
     def __init__(self) -> None:
         self._storages: dict[int, torch.UntypedStorage] = {}
         self._devices: set[torch.device] = set()
 
     def copy_value(self, value: Any) -> Any:
-        """Copy a tensor, container or other value.
+        """Copy a tensor, a container or any other value.
 
-        The copies of tensors may not be complete before :meth:`wait_for_copies`.
+        Copies of tensors may be incomplete until :meth:`wait_for_copies` returns.
         """
         if isinstance(value, DTensor):
             return torch_internals.build_dtensor_like(value, self._copy_tensor(value.to_local()))
@@ -78,7 +77,7 @@ class _HostCopier:
 
     @torch.no_grad()
     def _copy_tensor(self, tensor: Tensor) -> Tensor:
-        """Copy the storage of a tensor, unless it was copied before, and return the same view of the copy."""
+        """Copy a tensor's storage, unless it was copied before. Return the corresponding view of the copy."""
         tensor = tensor.detach()
         storage = tensor.untyped_storage()
         number = torch_internals.get_storage_id(storage)
@@ -88,10 +87,7 @@ class _HostCopier:
         return view.set_(self._storages[number], tensor.storage_offset(), tensor.shape, tensor.stride())
 
     def _copy_storage(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
-        """Start the copy of a storage to host memory.
-
-        Uses pinned memory if the storage is on an accelerator.
-        """
+        """Start copying a storage to host memory, which is pinned if the storage is on an accelerator."""
         source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         # Pinned memory makes the copy asynchronous, and torch caches it for reuse. Without an accelerator,
         # pinning has no benefit.

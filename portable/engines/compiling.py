@@ -1,4 +1,4 @@
-"""``torch.compile`` per transformer layer. Layers of the same kind share their compiled code."""
+"""Apply ``torch.compile`` to each transformer layer. Layers of the same kind share compiled code."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ _GRAPHS_PER_LAYER = 4
 
 
 def check_compile_settings(config: RunConfig, world_size: int, device_compiler: str) -> None:
-    """Check the compiler and the mode of ``torch.compile``.
+    """Check that the compiler and mode of ``torch.compile`` are supported.
 
     Args:
         config: Config of the run.
         world_size: Number of ranks.
-        device_compiler: Default compiler of the device. It is always accepted, because it may be registered
+        device_compiler: Default compiler of the device. Always accepted, because it may be registered
             only after the device has been opened.
 
     Raises:
-        UserError: If the compiler is not registered, or the strategy does not support the mode.
+        UserError: If the compiler is not registered, or if the strategy does not support the mode.
     """
     if config.compile_backend not in ("inductor", device_compiler):
         compilers = torch.compiler.list_backends(exclude_tags=())
@@ -55,10 +55,10 @@ def check_compile_settings(config: RunConfig, world_size: int, device_compiler: 
 
 
 def compile_layers(model: nn.Module, config: RunConfig) -> None:
-    """Make each transformer layer of a model compile on its first call.
+    """Set up each transformer layer of a model to compile on its first call.
 
-    The chunked loss is compiled as well, but without CUDA graphs, because each chunk would overwrite the
-    memory of the graph.
+    The chunked loss is also compiled, but without CUDA graphs, because each chunk would overwrite the
+    graph's memory.
 
     Args:
         model: The transformers model. Its layers are changed in place.
@@ -75,11 +75,11 @@ def compile_layers(model: nn.Module, config: RunConfig) -> None:
 
 
 class CudaGraphMemory:
-    """Protection of gradients against CUDA graphs that overwrite their memory.
+    """Guard that keeps CUDA graphs from overwriting gradients.
 
-    A CUDA graph reuses the memory of its outputs in the next pass. By default, torch assumes that every call
-    of a compiled layer begins a new pass. This would overwrite accumulated gradients and, with recomputed
-    activations, the gradients of the running backward pass.
+    A CUDA graph reuses the memory of its outputs in the next pass. By default, torch assumes that every
+    call of a compiled layer begins a new pass. This would overwrite accumulated gradients and, with
+    activation checkpointing, the gradients of the current backward pass.
     """
 
     def __init__(self) -> None:
@@ -87,22 +87,23 @@ class CudaGraphMemory:
 
     @staticmethod
     def begin_pass() -> None:
-        """Mark the beginning of a pass, which consists of a forward and a backward pass.
+        """Mark the start of a pass: a forward and a backward pass.
 
-        Call this method before each forward pass, so that graphs reuse memory only from earlier passes.
+        Must be called before each forward pass, so that graphs reuse only the memory of earlier passes.
         """
         torch.compiler.cudagraph_mark_step_begin()
 
     def copy_gradients_out_of_graph_memory(self, parameters: Iterable[nn.Parameter], *, last: bool) -> None:
-        """Copy gradients out of the memory of the graphs, so that the next pass can add to them.
+        """Copy gradients out of the graphs' memory, so that the next pass can add to them.
 
-        Call this method after each backward pass. It copies only after the first of several micro-batches,
-        because autograd adds the gradients of later micro-batches to the copies in place.
+        Must be called after each backward pass. Copies gradients only after the first of several
+        micro-batches, because autograd then adds the gradients of later micro-batches to the copies in
+        place.
 
         Args:
-            parameters: Parameters with their gradients, which are replaced by copies.
-            last: Whether this was the last micro-batch of the step. If it was, nothing is copied, because no
-                further pass runs before the optimizer step.
+            parameters: Parameters whose gradients are replaced by copies.
+            last: Whether this was the last micro-batch of the step. If so, nothing is copied, because no
+                other pass runs before the optimizer step.
         """
         if self._is_first_pass and not last:
             for parameter in parameters:

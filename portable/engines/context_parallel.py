@@ -1,8 +1,8 @@
 """Context parallelism (``context_parallel_size``): attention over sequences that are split over ranks.
 
-Each rank has a part of the tokens of each sequence. Before the attention of every layer, an all-to-all
-exchanges tokens for heads, so that a rank attends over complete sequences with its share of the heads. A
-second all-to-all reverses the exchange. All other operations work on each token independently.
+Each rank holds a part of each sequence. Before the attention of every layer, an all-to-all trades
+sequence parts for heads, so that each rank attends over complete sequences with its share of the
+heads. A second all-to-all reverses this. All other operations process each token independently.
 
 Source: Jacobs et al., "DeepSpeed Ulysses", arXiv:2309.14509.
 """
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class _ContextParallelState:
-    """Context-parallel group of this process, which the patched functions of transformers read."""
+    """Context-parallel group of this process. The patched functions of transformers read it."""
 
     group: Any = None
     """Context-parallel process group of this rank. None if this rank has complete sequences."""
@@ -43,10 +43,11 @@ class _ContextParallelState:
 
 @contextmanager
 def use_context_parallel_group(group: Any) -> Iterator[None]:
-    """Set the context-parallel group within this context.
+    """Use a context-parallel group within this context.
 
     Args:
-        group: Ranks that share each sequence. None if every rank has complete sequences.
+        group: Process group of the ranks that share each sequence. None if every rank has complete
+            sequences.
     """
     previous_group, _ContextParallelState.group = _ContextParallelState.group, group
     try:
@@ -56,18 +57,18 @@ def use_context_parallel_group(group: Any) -> Iterator[None]:
 
 
 def enable_context_parallelism(model: Any, config: RunConfig, at_stop: ExitStack) -> None:
-    """Make the attention of a model work on sequences that are split over context-parallel ranks.
+    """Adapt the attention of a model to sequences that are split over context-parallel ranks.
 
-    The attention, mask and router loss functions of transformers are replaced in this process. The groups
-    consist of ``config.context_parallel_size`` consecutive ranks. All ranks have to call this function,
-    because it creates process groups.
+    Replaces the attention, mask and router loss functions of transformers in this process. Each group
+    consists of ``config.context_parallel_size`` consecutive ranks. Must be called on all ranks, because
+    it creates process groups.
 
     Args:
         model: Transformers model that has passed
-            :func:`portable.model.context_parallel_support.check_context_parallel_support`. Its ``generate``
-            method is replaced.
+            :func:`portable.model.context_parallel_support.check_context_parallel_support`. Its
+            ``generate`` method is replaced.
         config: Config of the run.
-        at_stop: Exit stack, which restores the replaced functions of transformers when it is closed.
+        at_stop: Exit stack that restores the replaced functions of transformers when it is closed.
     """
     at_stop.enter_context(use_context_parallel_group(dist.new_subgroups(config.context_parallel_size)[0]))
     model.generate = use_context_parallel_group(None)(model.generate)  # every rank has the complete prompt
@@ -85,7 +86,7 @@ def enable_context_parallelism(model: Any, config: RunConfig, at_stop: ExitStack
 
 
 class _AllToAll(torch.autograd.Function):
-    """Autograd function for an all-to-all that splits one dim over the ranks and concatenates another dim.
+    """Autograd function for an all-to-all that splits one dim over the ranks and concatenates another.
 
     Its backward pass is the reverse all-to-all.
     """
@@ -106,12 +107,12 @@ class _AllToAll(torch.autograd.Function):
 
 
 class _HeadShardedLayer:
-    """Proxy of an attention layer, with the number of query heads per key head on this rank.
+    """Proxy for an attention layer that overrides the number of query heads per key head.
 
-    Attention functions of transformers read this number from the layer to repeat keys.
+    The attention functions of transformers read this number from the layer to repeat the keys.
 
     Args:
-        layer: Attention layer, from which the proxy reads all other attributes.
+        layer: Attention layer that provides all other attributes.
         groups: Number of query heads per key head on this rank.
     """
 
@@ -126,8 +127,8 @@ class _HeadShardedLayer:
 def _wrap_attention_function(inner: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap an attention function of transformers with an all-to-all before and after it.
 
-    Without a context-parallel group, the wrapper only calls the function. ``torch.compile`` does not trace
-    it.
+    Without a context-parallel group, the wrapper only calls the function. ``torch.compile`` does not
+    trace the wrapper.
     """
 
     def attend(
@@ -153,8 +154,9 @@ def _wrap_attention_function(inner: Callable[..., Any]) -> Callable[..., Any]:
 def _wrap_mask_function(inner: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a mask function of transformers so that it builds masks for complete sequences.
 
-    Without a context-parallel group, the wrapper only calls the function. With a group, it multiplies the
-    lengths by the number of ranks, because a model computes them from this rank's part of the sequences.
+    The model computes the query and key lengths from this rank's part of the sequences, so the wrapper
+    multiplies them by the number of ranks in the group. Without a context-parallel group, the wrapper
+    only calls the function.
     """
 
     def build_mask(*, q_length: int, kv_length: int, **keywords: Any) -> Any:
@@ -168,10 +170,10 @@ def _wrap_mask_function(inner: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _wrap_router_loss(inner: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the router loss function of a model so that it computes the loss of complete sequences.
+    """Wrap the router loss function of a model so that it computes the loss over complete sequences.
 
-    The router logits are gathered from all ranks of the group. The loss is divided by the number of ranks, so
-    that the sum over the ranks equals the loss.
+    The router logits are gathered from all ranks of the group. The loss is divided by the number of
+    ranks, so that its sum over the ranks is correct.
     """
 
     def compute_loss(

@@ -1,4 +1,4 @@
-"""Interfaces between the backend on torch.distributed and its engines."""
+"""Interfaces between the torch.distributed backend and its engines."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ COMPUTE_DTYPES = {
 
 @dataclass(frozen=True)
 class RankInfo:
-    """Device, rank and world size of this process, for engines on torch.distributed."""
+    """Device, rank and world size of this process, for torch.distributed engines."""
 
     device: torch.device
     rank: int
@@ -45,7 +45,7 @@ class EngineWithMetrics(Engine, Protocol):
 
 
 class EngineModule(Protocol):
-    """Interface of the modules ``portable/engines/fsdp/engine.py`` and ``gpu/zero/engine.py``."""
+    """Interface that ``portable/engines/fsdp/engine.py`` and ``gpu/zero/engine.py`` implement."""
 
     def build_engine(
         self, model: nn.Module, config: RunConfig, rank_info: RankInfo, at_stop: ExitStack
@@ -56,8 +56,8 @@ class EngineModule(Protocol):
             model: Model on the meta device.
             config: Config of the run.
             rank_info: Device, rank and world size of this process.
-            at_stop: Exit stack that the backend closes before it destroys the process group. The function
-                adds its cleanup to the stack.
+            at_stop: Exit stack to which this function adds its cleanup. The backend closes it before it
+                destroys the process group.
 
         Returns:
             The engine. Its weights are still uninitialized.
@@ -67,7 +67,7 @@ class EngineModule(Protocol):
 def get_dist_backend(device: torch.device) -> str:
     """Return the ``backend`` argument of ``init_process_group`` for a device.
 
-    The result, such as ``cpu:gloo,cuda:nccl``, supports tensors on the device and on the host.
+    The result, such as ``cpu:gloo,cuda:nccl``, supports tensors on both the device and the host.
     """
     if device.type == "cpu":
         return "gloo"

@@ -1,11 +1,14 @@
-"""Zero gradients for the experts of a mixture of experts that no token of a forward pass has chosen.
+"""Zero gradients for experts that no token has chosen in a forward pass.
 
-If no token of a rank chooses an expert, the gradient of the expert is missing on this rank but not on others.
-Ranks that reduce gradients during the backward pass would then disagree on the tensors to send. Most models
-with all experts in one tensor do not have this problem, because autograd computes zeros for unused experts.
-The exception is a pass in which all tokens choose experts without parameters. This module adds gradients of
-zeros in all cases with missing gradients. It does so even for one rank, because an optimizer treats a zero
-gradient and a missing gradient differently, and results must not depend on the number of ranks.
+If no token on a rank chooses an expert, the expert's gradient is missing on this rank but not on
+others. Ranks that reduce gradients during the backward pass would then disagree on which tensors to
+send. Most models that keep all experts in one tensor do not have this problem, because autograd
+computes zeros for unused experts. The exception is a pass in which all tokens choose experts
+without parameters.
+
+This module adds zero gradients wherever they would be missing, even if there is only one rank. An
+optimizer treats a zero gradient and a missing gradient differently, and results must not depend on
+the number of ranks.
 """
 
 from __future__ import annotations
@@ -19,9 +22,11 @@ from torch import Tensor, nn
 def find_modules_with_unused_parameters(model: nn.Module) -> list[nn.Module]:
     """Find the modules whose forward pass may leave some of their parameters unused.
 
-    These are ModuleLists and ModuleDicts with a custom ``forward``, because it may call only some of their
-    modules, and modules that have all experts in one tensor and also experts without parameters, which return
-    their input (LongCat Flash).
+    There are two kinds:
+
+    - ModuleLists and ModuleDicts with a custom ``forward``, which may call only some of their modules.
+    - Modules with all experts in one tensor that also have experts without parameters, which return
+      their input (LongCat Flash).
     """
     default_forwards = (nn.ModuleList.forward, nn.ModuleDict.forward)
     experts_with_identity = [
@@ -35,10 +40,10 @@ def find_modules_with_unused_parameters(model: nn.Module) -> list[nn.Module]:
 
 
 def find_stacked_expert_modules(model: nn.Module) -> list[nn.Module]:
-    """Find the modules that have all experts in one tensor, and submodules without parameters.
+    """Find the modules that have all experts in one tensor, and whose submodules have no parameters.
 
-    ZeRO-3 has to treat such a module as one unit. Its submodules, such as activation functions, may run once
-    per chosen expert and therefore in a different order on each rank.
+    ZeRO-3 has to treat such a module as one unit. Its submodules, such as activation functions, may run
+    once per chosen expert, and therefore in a different order on each rank.
     """
     return [
         module
@@ -50,20 +55,20 @@ def find_stacked_expert_modules(model: nn.Module) -> list[nn.Module]:
 
 
 def register_zero_gradient_hooks(model: nn.Module) -> None:
-    """Install hooks that give unused parameters of expert modules a gradient of zeros in each backward pass.
+    """Register hooks that give unused parameters of expert modules a zero gradient in each backward pass.
 
-    Call this function before other forward hooks are registered, because its hooks need unsharded parameters
-    and have to run first. See :func:`find_modules_with_unused_parameters` for the modules.
+    Must be called before other forward hooks are registered: these hooks need unsharded parameters and
+    have to run first. For the modules, see :func:`find_modules_with_unused_parameters`.
 
     Args:
-        model: The transformers model. Its modules get forward hooks.
+        model: The transformers model. Forward hooks are added to its modules.
     """
     for module in find_modules_with_unused_parameters(model):
         module.register_forward_hook(_connect_parameters_to_output)
 
 
 def _connect_parameters_to_output(module: nn.Module, _: Any, output: Tensor) -> Tensor:
-    """Connect the trained parameters of a module to its output in the autograd graph. This is a forward hook.
+    """Connect a module's trained parameters to its output in the autograd graph. This is a forward hook.
 
     The value of the output does not change.
     """
@@ -73,7 +78,7 @@ def _connect_parameters_to_output(module: nn.Module, _: Any, output: Tensor) -> 
 
 
 class _ZeroGradients(torch.autograd.Function):
-    """Autograd function that returns its first argument. The gradients of the other arguments are zeros."""
+    """Autograd function that returns its first argument, and zero gradients for all others."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, *parameters: Tensor) -> Tensor:

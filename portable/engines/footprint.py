@@ -1,4 +1,4 @@
-"""Memory and traffic of the engines on torch.distributed, for the planner.
+"""Compute the memory and traffic of torch.distributed engines, for the planner.
 
 This module does not import torch.
 """
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def resolve_config(config: RunConfig, cluster: Cluster) -> RunConfig:
-    """Replace default settings by the values of the run's DeepSpeed JSON.
+    """Apply the settings in the run's DeepSpeed JSON to a config, replacing defaults.
 
     See :class:`portable.planner.memory_model.FootprintModule`. Returns ``config`` itself if it has no
     DeepSpeed JSON, or if its backend does not run DeepSpeed.
@@ -36,10 +36,10 @@ def resolve_config(config: RunConfig, cluster: Cluster) -> RunConfig:
 
 
 def iter_settings(config: RunConfig, cluster: Cluster) -> Iterator[StrategySetting]:
-    """Yield the strategies, with their offloading, that the planner compares on a cluster.
+    """Yield the strategies, with and without offloading, that the planner compares on a cluster.
 
-    See :class:`portable.planner.memory_model.FootprintModule`. Hybrid strategies are included only if there
-    are several full nodes.
+    See :class:`portable.planner.memory_model.FootprintModule`. Hybrid strategies are included only for
+    clusters of several full nodes.
     """
     yield StrategySetting("no_shard")
     yield from import_engine_module(ZERO_STRATEGIES[0], "footprint").iter_zero_settings(config)
@@ -63,10 +63,10 @@ def find_gathered_units(model: nn.Module, config: RunConfig) -> list[nn.Module]:
 
 
 def compute_footprint(model: ModelInventory, config: RunConfig, cluster: Cluster) -> Footprint:
-    """Compute the memory and traffic of a run with the formulas of its engine.
+    """Compute the memory and traffic of a run with the formulas for its engine.
 
     See :class:`portable.planner.memory_model.FootprintModule`. Without ZeRO, the formula for replicated
-    models applies to ``no_shard``, and to a single device that does not offload parameters.
+    models is used for ``no_shard``, and for a single device without parameter offloading.
     """
     if config.strategy in ZERO_STRATEGIES:
         zero: Any = import_engine_module(config.strategy, "footprint")

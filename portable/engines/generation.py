@@ -1,4 +1,4 @@
-"""Sampling of a continuation of a prompt from a model in training."""
+"""Sample a continuation of a prompt from a model during training."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def sample_continuation(
     is_collective: bool,
     image_columns: Batch,
 ) -> Tensor:
-    """Sample up to ``max_new_tokens`` tokens after ``prompt``. All ranks return the same text.
+    """Sample up to ``max_new_tokens`` tokens after ``prompt``. All ranks return the same tokens.
 
     The seed of torch's default generators is set and not restored.
 
@@ -33,10 +33,10 @@ def sample_continuation(
         device: Device of the model.
         max_new_tokens: Maximum number of tokens to sample.
         seed: Sampling seed.
-        is_collective: Whether each forward pass gathers parameters from all ranks. If it does, a rank that
-            has finished continues to run forward passes until all ranks have finished.
-        image_columns: Further arguments of the model for the images of the prompt, on the host, keyed by
-            name.
+        is_collective: Whether each forward pass gathers parameters from all ranks. If it does, a rank
+            that has finished continues to run forward passes until all ranks have finished.
+        image_columns: Additional model inputs for the images of the prompt, on the host, keyed by
+            argument name.
 
     Returns:
         Token ids of the prompt and its continuation, int64 ``[1, length + added]``, on the host.

@@ -1,8 +1,8 @@
 """Dynamic loss scaling for fp16: metrics, checkpoints, and the error at the lowest scale.
 
-The search follows DeepSpeed's rule under every strategy. The scale is doubled after ``loss_scale_window``
-updates without an overflow. An overflow halves the scale, except for the first ``hysteresis - 1`` overflows
-of the run and after each doubling.
+The search for the scale follows DeepSpeed's rule under every strategy. The scale is doubled after
+``loss_scale_window`` updates without an overflow. At the start of the run and after each doubling,
+the first ``hysteresis - 1`` overflows leave the scale unchanged. Every further overflow halves it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ STATE_NAMES = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 class LossScaleSearch(ABC):
-    """Search for the fp16 loss scale, in which an overflow lowers the scale and is not a failure.
+    """Dynamic search for the fp16 loss scale.
+
+    An overflow skips the update and may lower the scale. It counts as a failure only at the lowest
+    scale.
 
     Attributes:
         min_scale: Lowest scale of the search.
@@ -67,7 +70,7 @@ class LossScaleSearch(ABC):
         Does nothing if the checkpoint was not written by an fp16 run.
 
         Raises:
-            UserError: If the file with the state is damaged.
+            UserError: If the state file is damaged.
         """
         path = folder / _FILE
         if not path.exists():

@@ -1,4 +1,4 @@
-"""Advice for a run that is out of host memory."""
+"""Suggest settings for a run that is out of host memory."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ if TYPE_CHECKING:
 
 
 def format_host_memory_advice(config: RunConfig) -> str:
-    """Return one sentence that lists the settings which reduce the host memory of a run's ranks."""
+    """Return a sentence that lists settings to change, so that the ranks need less host memory."""
     return "to use less, set " + "; ".join(_iter_host_memory_remedies(config))
 
 
 def _iter_host_memory_remedies(config: RunConfig) -> Iterator[str]:
-    """Yield changes of settings that reduce host memory, as text such as ``data.num_workers lower``."""
+    """Yield setting changes that reduce host memory, as text such as ``data.num_workers lower``."""
     memory, zero3 = config.memory, config.strategy == "zero3"
     on_gpu = config.backend == "cuda"
     offload_targets = {

@@ -1,9 +1,9 @@
-"""Memory trial: a check in a single process whether training steps fit in the memory of the device.
+"""Memory trial: check in a single process whether training steps fit in device memory.
 
-A fake process group replaces the real one, and this process acts as rank 0 of the run's world size. The
-result is valid for all ranks, because communication buffers are allocated as usual, and the shards of rank 0
-are the largest. Every strategy runs without changes. Since no other rank takes part, an out-of-memory error
-does not leave other ranks waiting.
+A fake process group replaces the real one, and this process acts as rank 0 of the run's world size.
+The result is valid for all ranks, because communication buffers are allocated as usual, and rank 0
+has the largest shards. Every strategy runs without changes. An out-of-memory error does not leave
+other ranks waiting, because there are none.
 """
 
 from __future__ import annotations
@@ -66,15 +66,15 @@ def run_memory_trial(
 ) -> bool:
     """Run training steps on a temporary engine, and return whether they fit in memory.
 
-    See :meth:`portable.backend.Backend.run_memory_trial`. Afterwards, random states are restored, and cached
-    device memory is released. Errors other than out-of-memory errors are raised unchanged.
+    See :meth:`portable.backend.Backend.run_memory_trial`. Afterwards, random states are restored, and
+    cached device memory is released. Errors other than out-of-memory errors are raised unchanged.
 
     Args:
         build_model: Function that builds the model on the meta device.
         config: Config of the run.
         rank_info: Device of this process, rank 0, and the world size of the run.
-        memory_limit: Context in which an allocation raises an error if it exceeds the memory that a run can
-            use for tensors.
+        memory_limit: Context manager that makes allocations fail if they exceed the memory that a run
+            can use for tensors.
         run_steps: Function that takes training steps with the engine.
 
     Returns:
@@ -122,9 +122,9 @@ def start_fake_ranks(rank_info: RankInfo) -> Iterator[ExitStack]:
 
 @contextmanager
 def limit_host_memory() -> Iterator[None]:
-    """Lower the memory limits of this process by 64 MiB, as a reserve for allocations outside of tensors.
+    """Lower the memory limits of this process by 64 MiB, to reserve memory for non-tensor allocations.
 
-    The limits are restored when the context ends. An infinite limit does not change.
+    The limits are restored when the context ends. Infinite limits are left unchanged.
     """
     limits = {kind: resource.getrlimit(kind) for kind in _HOST_LIMITS}
     for kind, (soft, hard) in limits.items():

@@ -1,8 +1,8 @@
-"""Base class of the records of devices on torch.distributed, and the record of backend ``cpu``.
+"""Base class of the backend records for torch.distributed, and the record of backend ``cpu``.
 
-A record (:class:`portable.registry.BackendPackage`) describes a backend. This module does not import torch or
-DeepSpeed at module level, because records are read whenever a config is resolved, also by commands that need
-neither package.
+A record (:class:`portable.registry.BackendPackage`) describes a backend. This module does not
+import torch or DeepSpeed at module level, because records are read whenever a config is resolved,
+even by commands that need neither package.
 """
 
 from __future__ import annotations
@@ -39,21 +39,20 @@ _RANKS_PER_CORE = 4
 
 @dataclass(frozen=True)
 class TorchPackage(TorchDevice, BackendPackage):
-    """Record of a type of device that runs DDP and FSDP2 on torch.distributed, with one device per rank.
+    """Backend record of a device type that runs DDP and FSDP2 on torch.distributed, one device per rank.
 
-    The engines access a device only through this record and ``torch.accelerator``. To add a device, derive a
-    class from this class and add it to :data:`portable.registry.BACKENDS`. See
+    The engines access a device only through this record and ``torch.accelerator``. To add a device,
+    subclass this class and add the subclass to :data:`portable.registry.BACKENDS`. See
     :class:`portable.registry.BackendPackage` for the methods.
 
     Attributes:
         name: Name of the backend.
         extra: Extra of this distribution that installs the packages of the backend. None if no extra is
             needed.
-        typical_device: Device that a memory plan assumes if only the size of the memory is given.
+        typical_device: Device that a memory plan assumes if only the memory size is given.
         runs_cuda: Whether models run with CUDA's kernels and autocast rules.
         runs_zero: Whether DeepSpeed supports the device.
-        default_compile_backend: Backend of ``torch.compile`` that replaces the default of
-            ``compile_backend``.
+        default_compile_backend: Default of the setting ``compile_backend`` on this device.
     """
 
     name: str
@@ -87,10 +86,10 @@ class TorchPackage(TorchDevice, BackendPackage):
             yield from checks.check_fsdp(config)
 
     def adopt_engine_file(self, config: RunConfig, world: World) -> RunConfig:
-        """Replace default settings by the values of the DeepSpeed JSON in ``deepspeed.config``.
+        """Replace default settings with the values in the DeepSpeed JSON ``deepspeed.config``.
 
         Returns:
-            The changed config. ``config`` itself if it has no DeepSpeed JSON, or if the device does not run
+            The updated config, or ``config`` itself if it has no DeepSpeed JSON or the device does not run
             ZeRO.
         """
         if config.deepspeed.config is None or not self.runs_zero:
@@ -165,7 +164,7 @@ class TorchPackage(TorchDevice, BackendPackage):
             yield "memory.offload_params cpu" + ("" if config.strategy == sharded else f" with {sharded}")
 
     def get_host_memory_advice(self, config: RunConfig) -> str:
-        """Return one sentence for an error message that lists settings which need less host memory."""
+        """Return a sentence for an error message that lists settings that reduce host memory."""
         from portable.engines.memory_advice import format_host_memory_advice
 
         return format_host_memory_advice(config)
@@ -180,7 +179,7 @@ class TorchPackage(TorchDevice, BackendPackage):
         return footprint
 
     def compile_graphs(self, config: RunConfig, target: CompileTarget) -> CompiledRun:
-        """Raise UserError, because these devices have no compiler that works without the device."""
+        """Raise UserError, because compiling for these devices requires the device itself."""
         raise UserError(
             f"--compile: backend {self.name} has no compiler that works without the device; specify a TPU "
             "with --device"
@@ -249,7 +248,7 @@ class CpuPackage(TorchPackage):
     def build_memory_limit(
         self, device: torch.device, world_size: int
     ) -> AbstractContextManager[None] | None:
-        """Return a context that limits host memory, or None if the process has no ``ulimit``."""
+        """Return a context that limits host memory, or None if the process has no memory limit."""
         from portable.engines import memory_trial
 
         return memory_trial.limit_host_memory() if memory_trial.has_host_memory_limit() else None

@@ -1,6 +1,6 @@
-"""Device of a rank on torch.distributed.
+"""Device operations of a rank on torch.distributed.
 
-This module does not import torch at module level, because records of backends derive from
+This module does not import torch at module level, because backend records derive from
 :class:`TorchDevice` (see :mod:`portable.engines.package`).
 """
 
@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 
 class TorchDevice:
-    """Operations of a type of device that a rank on torch.distributed uses. Each rank has one device."""
+    """Device operations of a rank on torch.distributed, implemented with ``torch.accelerator``.
+
+    Each rank has one device. Subclasses override the operations that depend on the device type.
+    """
 
     name: str
     """Name of the backend."""
@@ -60,7 +63,7 @@ class TorchDevice:
     def build_memory_limit(
         self, device: torch.device, world_size: int
     ) -> AbstractContextManager[None] | None:
-        """Return a context in which allocations beyond the memory of a rank raise an error.
+        """Return a context that makes allocations fail if they exceed a rank's share of the memory.
 
         Args:
             device: Device of the rank.

@@ -54,12 +54,13 @@ class TransformInputs:
 
 @dataclass(frozen=True)
 class Transform:
-    """Change of a transformers model.
+    """Change that a run makes to a transformers model.
 
     Attributes:
         name: Name that ``--dry-run`` prints.
-        is_needed: Function of the model and the config that returns whether a run applies the transform.
-        apply: Function that changes a model in place. Its result is ignored.
+        is_needed: Function that returns whether a run needs the transform, given the model and the
+            config.
+        apply: Function that changes the model in place. Its result is ignored.
     """
 
     name: str
@@ -200,15 +201,15 @@ def list_needed_transforms(model: nn.Module, config: RunConfig) -> list[Transfor
 
 
 def describe_transforms(model: PreTrainedModel, config: RunConfig) -> list[str]:
-    """Describe the changes of a run to its model, for ``--dry-run``.
+    """List the changes that a run makes to its model, for ``--dry-run``.
 
     Args:
         model: The transformers model with its adapter, on the meta device.
         config: Config of the run.
 
     Returns:
-        Names in the order of application: first the changes during the construction of the model, then the
-        transforms.
+        Names of the changes in the order of application: first the changes made while the model is
+        built, then the transforms.
     """
     built = {
         "frozen parameters": any(not parameter.requires_grad for parameter in model.parameters()),

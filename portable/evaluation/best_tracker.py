@@ -1,4 +1,4 @@
-"""Selection of the best checkpoints, and early stopping."""
+"""Select the best checkpoints, and decide when to stop early."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ MAX_LOGGED_CLASSES = 100
 
 @dataclass
 class EvalHistory:
-    """Best evaluation results and the early-stopping counter, which :class:`BestTracker` updates.
+    """State of :class:`BestTracker`: the best evaluation results and the early-stopping counter.
 
-    Checkpoints contain the history, so that a resumed run makes the same decisions as an uninterrupted run.
+    Checkpoints contain the history, so that a resumed run makes the same decisions as an uninterrupted
+    run.
 
     Attributes:
-        metric: Name of the metric that the results belong to.
+        metric: Name of the compared metric.
         mode: ``max`` if higher values of the metric are better, or ``min`` if lower values are better.
-        step: Step of the last evaluation that was counted. 0 before the first evaluation.
-        best: Step and value of each evaluation whose checkpoint is kept, the best evaluation first.
+        step: Step of the last counted evaluation. 0 before the first evaluation.
+        best: Step and value of each evaluation whose checkpoint is kept, best first.
         mark: Best value so far. None before the first finite value.
-        waited: Number of consecutive evaluations that did not improve ``mark`` by more than the threshold.
-            This is the early-stopping counter of transformers.
+        waited: Number of consecutive evaluations that did not improve ``mark`` by more than the
+            threshold. This is the early-stopping counter of transformers.
     """
 
     metric: str = ""
@@ -69,7 +70,7 @@ class EvalHistory:
 
 @dataclass(frozen=True)
 class EvalDecision:
-    """Decisions that :class:`BestTracker` makes after an evaluation.
+    """Decisions of :class:`BestTracker` after an evaluation.
 
     Attributes:
         save: Whether to save a checkpoint of this step, because it is one of the best.
@@ -82,16 +83,16 @@ class EvalDecision:
 
 @dataclass(frozen=True)
 class BestTracker:
-    """Tracker that compares evaluations, to select the best checkpoints and to stop early.
+    """Tracker of evaluation results that selects the best checkpoints and decides when to stop early.
 
     Attributes:
-        metric: Name of the value to compare, as in ``metrics.jsonl``.
+        metric: Name of the metric to compare, as in ``metrics.jsonl``.
         mode: ``max`` if higher values are better, or ``min`` if lower values are better.
         keep_best: Number of best checkpoints to keep.
-        patience: Number of consecutive evaluations without an improvement after which the run ends. None
-            disables early stopping.
-        threshold: A value only counts as an improvement if it is better than the best previous value by more
-            than this difference.
+        patience: Number of consecutive evaluations without an improvement after which the run ends.
+            None disables early stopping.
+        threshold: Margin by which a value has to beat the best previous value to count as an
+            improvement. A difference equal to the margin does not count.
     """
 
     metric: str
@@ -103,14 +104,15 @@ class BestTracker:
     def __call__(self, eval_history: EvalHistory, step: int, values: Mapping[str, Any]) -> EvalDecision:
         """Add an evaluation to ``eval_history``, and decide whether to save a checkpoint and whether to stop.
 
-        An evaluation at a step that was already counted, for example after a resume, does not change the
-        history. Its decision is not to save, and to stop if early stopping has already ended the run.
+        An evaluation may be repeated, for example after a resume. If its step was already counted, the
+        history does not change, no checkpoint is saved, and the run stops only if early stopping has
+        already ended it.
 
         Args:
-            eval_history: History that is updated in place. It is reset first if it belongs to another metric
-                or mode.
+            eval_history: History to update in place. It is reset first if it belongs to another metric or
+                mode.
             step: Step of the evaluation.
-            values: Values of the evaluation by name.
+            values: Values of the evaluation, keyed by name.
 
         Returns:
             The decision.
@@ -145,7 +147,7 @@ class BestTracker:
         return EvalDecision(save, self.should_end_run(eval_history))
 
     def should_end_run(self, eval_history: EvalHistory) -> bool:
-        """Return whether the last ``patience`` evaluations in a row did not improve the value.
+        """Return whether the metric has not improved in the last ``patience`` evaluations.
 
         False if early stopping is disabled, or if the history belongs to another metric or mode.
         """

@@ -1,4 +1,4 @@
-"""Built-in metrics for each task, which ``train.metrics`` selects by name."""
+"""Built-in metrics of each task. ``train.metrics`` selects them by name."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Perplexity:
     names = ("perplexity",)
 
     def sums(self, outputs: Outputs, batch: Batch) -> dict[str, Tensor]:
-        """Return no sums, because the perplexity is computed from the total loss."""
+        """Return an empty dict, because the perplexity is computed from the total loss."""
         return {}
 
     def values(self, totals: Totals) -> dict[str, float]:
@@ -77,7 +77,7 @@ class Accuracy:
     names = ("accuracy",)
 
     def sums(self, outputs: Outputs, batch: Batch) -> dict[str, Tensor]:
-        """Count the correct predictions of a micro-batch as ``right``."""
+        """Count the correct predictions of a micro-batch, under the key ``right``."""
         labels = batch["labels"]
         assert outputs.predictions is not None
         return {"right": ((outputs.predictions == labels) & (labels != IGNORED_LABEL)).sum()}
@@ -88,7 +88,7 @@ class Accuracy:
 
 
 class _ConfusionCounts:
-    """Base class of metrics that are computed from a confusion matrix, for single-label classification."""
+    """Base class of single-label classification metrics that are computed from a confusion matrix."""
 
     needs = "predictions"
 
@@ -174,18 +174,18 @@ def _compute_f1(
 
 
 class SubsetAccuracy:
-    """Accuracy metric for multi-label classification: the fraction of texts whose classes are all correct."""
+    """Accuracy metric for multi-label classification: the fraction of texts with no wrong class."""
 
     needs = "logits"
     higher_is_better = True
     names = ("accuracy",)
 
     def sums(self, outputs: Outputs, batch: Batch) -> dict[str, Tensor]:
-        """Count the texts with labels, and the texts for which all predictions are correct.
+        """Count the labeled texts, and the labeled texts for which all predictions are correct.
 
         Returns:
-            ``rows``, the number of texts with labels, and ``right``, the number of texts among them for which
-            the model predicts exactly the labeled classes. Classes without a label do not count.
+            ``rows``, the number of labeled texts, and ``right``, the number of labeled texts for which the
+            model predicts exactly the labeled classes. Missing labels are ignored.
         """
         predictions, targets, valid = _compare_multilabel(outputs, batch)
         rows = valid.any(dim=-1)
@@ -215,10 +215,10 @@ class MultilabelF1:
         return ("f1_micro", "f1_macro", *(f"f1.{name}" for name in self.classes))
 
     def sums(self, outputs: Outputs, batch: Batch) -> dict[str, Tensor]:
-        """Count the correct predictions, predictions and labels of each class.
+        """Count the correct predictions, all predictions, and the labels of each class.
 
         Returns:
-            ``right``, ``predicted`` and ``present``, int64 ``[classes]`` each.
+            ``right``, ``predicted`` and ``present``, each int64 ``[classes]``.
         """
         predictions, targets, valid = _compare_multilabel(outputs, batch)
         return {
@@ -238,12 +238,12 @@ class MultilabelF1:
 
 
 class _MultilabelDecisions(NamedTuple):
-    """Predictions and labels for each class of each text, bool ``[texts, classes]``.
+    """Predictions and labels of each text and class, bool ``[texts, classes]``.
 
     Attributes:
         predictions: Whether the classifier predicts the class for the text.
         targets: Whether the text is labeled with the class.
-        valid: Whether the text has a label for the class. If not, the other two values must not count.
+        valid: Whether the text has a label for the class. If not, ignore the other two values.
     """
 
     predictions: Tensor
@@ -264,18 +264,19 @@ def _compare_multilabel(outputs: Outputs, batch: Batch) -> _MultilabelDecisions:
 
 
 class _RegressionErrorSums:
-    """Base class of regression metrics, which are computed from sums of errors and labels.
+    """Base class of regression metrics that are computed from sums of errors and labels.
 
-    Each sum is a tensor ``[numbers]`` with one element for each number that the model predicts for a text.
+    Each sum is a tensor ``[numbers]`` with one element for each number that the model predicts for a
+    text.
     """
 
     needs = "logits"
 
     def sums(self, outputs: Outputs, batch: Batch) -> dict[str, Tensor]:
-        """Compute sums over a micro-batch: of the errors, the labels, the squared labels, and their count.
+        """Sum the errors, the labels and the squared labels of a micro-batch, and count the labels.
 
-        The squared labels are split into two float64 sums, high and low parts, because the variance of the
-        labels would otherwise lose its precision.
+        Each squared label is split into a high and a low part, which are summed separately in float64. With
+        a single sum, the variance of the labels would lose precision.
         """
         assert outputs.logits is not None
         labels = batch["labels"].double()
@@ -298,7 +299,7 @@ class _RegressionErrorSums:
 
 
 class MeanSquaredError(_RegressionErrorSums):
-    """Mean-squared-error metric, which is averaged over all texts and predicted numbers."""
+    """Mean-squared-error metric, averaged over all texts and predicted numbers."""
 
     higher_is_better = False
     names = ("mse",)
@@ -309,7 +310,7 @@ class MeanSquaredError(_RegressionErrorSums):
 
 
 class MeanAbsoluteError(_RegressionErrorSums):
-    """Mean-absolute-error metric, which is averaged over all texts and predicted numbers."""
+    """Mean-absolute-error metric, averaged over all texts and predicted numbers."""
 
     higher_is_better = False
     names = ("mae",)
@@ -322,9 +323,9 @@ class MeanAbsoluteError(_RegressionErrorSums):
 class R2(_RegressionErrorSums):
     """Coefficient of determination (R2): the fraction of the label variance that the model explains.
 
-    If a model predicts several numbers, their coefficients are averaged. Degenerate cases have the same
-    values as in scikit-learn: if the labels do not vary, 1.0 for exact predictions and 0.0 otherwise. NaN for
-    fewer than two labels.
+    If a model predicts several numbers, their coefficients are averaged. Degenerate cases follow
+    scikit-learn. If all labels are equal, the coefficient is 1.0 for exact predictions and 0.0
+    otherwise. With fewer than two labels, it is NaN.
     """
 
     higher_is_better = True
@@ -345,11 +346,12 @@ def _compute_r2(squared: float, count: float, total: float, high: float, low: fl
         count: Number of labels.
         total: Sum of the labels.
         high: Sum of the high parts of the squared labels.
-        low: Sum of the low parts of the squared labels. ``high + low`` is the sum of the squared labels.
+        low: Sum of the low parts of the squared labels. ``high + low`` is the sum of the squared
+            labels.
 
     Returns:
-        The coefficient. NaN if there are fewer than two labels, or if a sum is not finite. If all labels are
-        equal, 1 if all errors are 0, otherwise 0.
+        The coefficient. NaN if there are fewer than two labels, or if a sum is not finite. If all
+        labels are equal, the result is 1 for exact predictions and 0 otherwise.
     """
     if count < 2 or not all(map(math.isfinite, (squared, total, high, low))):
         return math.nan
@@ -397,7 +399,8 @@ def build_metrics(names: Sequence[str] | None, settings: MetricSettings) -> Metr
         The metrics.
 
     Raises:
-        UserError: If a name is not a metric of the task, or if an import path does not lead to a metric.
+        UserError: If a name is not a metric of the task, or if an import path does not refer to a
+            metric.
     """
     builders = {
         name: make

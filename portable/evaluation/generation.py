@@ -1,9 +1,10 @@
 """Metrics of generated text, for encoder-decoder models.
 
-Texts are decoded greedily and without a key-value cache, by fixed-point iteration. Each forward pass predicts
-the token at every position from a guess of the preceding tokens, and the predictions become the next guess.
-After ``n`` passes, the first ``n`` tokens are final, so at most one pass per token is needed. Each pass has
-the shapes of an ordinary evaluation pass, so generation works on every engine.
+Texts are decoded greedily by fixed-point iteration, without a key-value cache. Each forward pass
+takes a guess of all target tokens and predicts the token at every position. The predictions become
+the next guess. After ``n`` passes, the first ``n`` tokens are final, so at most one pass per token
+is needed. Each pass has the shapes of an ordinary evaluation pass, so generation works on every
+engine.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _WORD = re.compile(r"[^\W_]+")
 
 
 def compute_exact_match(text: str, target: str) -> float:
-    """Return 1.0 if a generated text equals its target apart from surrounding whitespace, otherwise 0.0."""
+    """Return 1.0 if a generated text equals its target up to surrounding whitespace, otherwise 0.0."""
     return float(text.strip() == target.strip())
 
 
@@ -70,7 +71,7 @@ The value of the metric is the mean score over all texts. Higher values are bett
 
 @dataclass(frozen=True)
 class TextMetrics:
-    """Metrics of the text that the model in training generates.
+    """Metrics of text that the model generates during training.
 
     Attributes:
         names: Names of the metrics, which are keys of :data:`TEXT_METRICS`.
@@ -112,7 +113,7 @@ class TextMetrics:
 
 
 class _PredictionReader:
-    """Measure that returns the most likely token at each position of an evaluation pass as ``guess``.
+    """Callable that returns the most likely token at each position, under the key ``guess``.
 
     Implements :class:`portable.model.loss.MicroBatchMeasure`.
     """
@@ -130,22 +131,22 @@ def generate_greedily(
 ) -> Tensor:
     """Generate a target text for each row of a micro-batch with greedy decoding.
 
-    Requires that :meth:`portable.backend.Backend.read_to_host` returns only the rows of this rank. On several
-    XLA hosts, it returns the rows of all hosts, so backend ``xla`` refuses these metrics there.
+    The decoder starts from the first token of ``decoder_input_ids``. Must be called on all ranks,
+    because all of them run the same number of passes.
 
-    The decoder starts from the first token of ``decoder_input_ids``. Must be called on all ranks, because
-    they run the same number of passes.
+    Requires that :meth:`portable.backend.Backend.read_to_host` returns only the rows of this rank. On
+    several XLA hosts, it returns the rows of all hosts, so backend ``xla`` refuses these metrics there.
 
     Args:
         backend: Backend of the run.
         engine: Engine with the model.
         batch: Micro-batch on the host.
         device_batch: The same micro-batch on the device.
-        end_token: Id of the end-of-sequence token. After its first occurrence in a row, the rest of the row
-            is filled with it. None if the tokenizer has no such token.
+        end_token: Id of the end-of-sequence token. It also fills each row after its first occurrence.
+            None if the tokenizer has no such token.
 
     Returns:
-        Token ids, int64 ``[rows, tokens]`` on the host. The shape is the same as of the labels.
+        Token ids with the shape of the labels, int64 ``[rows, tokens]`` on the host.
     """
     guess = torch.zeros_like(batch["labels"])
     for _ in range(guess.shape[1]):

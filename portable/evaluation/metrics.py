@@ -1,9 +1,9 @@
-"""Evaluation of a model, and metrics that are computed from sums over the evaluation set.
+"""Evaluate a model, and define metrics as sums over the evaluation set.
 
-A metric computes sums for each micro-batch, for example the number of correct predictions. The sums of all
-micro-batches and ranks are added up, and the metric computes its values from these totals. Therefore, the
-values do not depend on the number of ranks, the size of a micro-batch, or the padding. Since the sums stay on
-the device until the end, an evaluation reads from the device only once.
+A metric computes sums for each micro-batch, for example the number of correct predictions. The sums
+of all micro-batches and ranks are added up, and the metric computes its values from these totals.
+Therefore, the values do not depend on the number of ranks, the micro-batch size, or the padding.
+The sums stay on the device until the end, so an evaluation reads from the device only once.
 """
 
 from __future__ import annotations
@@ -49,9 +49,10 @@ class Metric(Protocol):
 
     A metric may also have these attributes:
 
-    - ``needs``: Outputs of the model that :meth:`sums` reads: ``"predictions"``, ``"logits"`` (the default),
-      or None. Predictions are the most likely class at each position, and require no more memory than the
-      loss. With ``"logits"``, all logits of a micro-batch are in memory at the same time.
+    - ``needs``: Outputs of the model that :meth:`sums` reads: ``"predictions"``, ``"logits"`` (the
+      default), or None. Predictions are the most likely classes at each position, and need no more
+      memory than the loss. With ``"logits"``, all logits of a micro-batch are in memory at the same
+      time.
     - ``higher_is_better``: Whether higher values are better. ``checkpoint.best_mode: auto`` reads it.
     - ``names``: Names of the values that :meth:`values` returns.
     """
@@ -59,9 +60,8 @@ class Metric(Protocol):
     def sums(self, outputs: Outputs, batch: Batch) -> Mapping[str, Tensor]:
         """Compute the sums of a micro-batch.
 
-        This method runs on the device, and must not copy values to the host. Rows that only fill up a
-        micro-batch, and positions without a target, have the label -100 (NaN if labels are floats) and must
-        not count.
+        This method runs on the device and must not copy values to the host. It must ignore positions with
+        the label -100 (NaN for float labels): padding rows, and positions without a target.
 
         Args:
             outputs: Outputs of the model that ``needs`` names.
@@ -86,17 +86,17 @@ class Metric(Protocol):
 
 @dataclass(frozen=True)
 class RatioMetric:
-    """Metric that calls a custom function for each micro-batch, and divides a sum by a count.
+    """Metric that calls a custom function for each micro-batch, and divides the total sum by the total count.
 
     Attributes:
-        function: Function of the outputs and a micro-batch. It returns a sum and its count for each value of
-            the metric, keyed by the name of the value.
+        function: Function that is called with the outputs and a micro-batch. For each value of the
+            metric, it returns a sum and a count, keyed by the name of the value.
     """
 
     function: Callable[[Outputs, Batch], Mapping[str, tuple[Tensor, Tensor]]]
 
     def sums(self, outputs: Outputs, batch: Batch) -> dict[str, Tensor]:
-        """Call the function, and return the sums and counts under separate names.
+        """Call the function on a micro-batch, and return its sums and counts under separate names.
 
         Args:
             outputs: Outputs of the model.
@@ -120,7 +120,7 @@ class RatioMetric:
         return sums | {f"count of {name}": pair[1] for name, pair in pairs.items()}
 
     def values(self, totals: Totals) -> dict[str, float]:
-        """Return the total sum divided by the total count for each name."""
+        """Return the ratio of the total sum to the total count, keyed by name."""
         names = [key.removeprefix("sum of ") for key in totals if key.startswith("sum of ")]
         return {name: float(totals[f"sum of {name}"] / totals[f"count of {name}"]) for name in names}
 
@@ -153,7 +153,7 @@ class MetricSet:
             batch: Micro-batch on the device.
 
         Returns:
-            Sums, keyed by ``METRIC/NAME``, where ``NAME`` is the metric's own name for the sum.
+            Sums, keyed by ``METRIC/NAME``, where ``NAME`` is the key that the metric uses for the sum.
         """
         return {
             f"{name}/{key}": value
@@ -165,9 +165,9 @@ class MetricSet:
         """Compute the values of all metrics from the totals.
 
         Args:
-            totals: Totals on the host, keyed by the names from :meth:`__call__`. Also contains ``labels``,
-                ``loss``, and optionally ``weights``, the sums that a custom loss logs, and the sums of
-                generated texts.
+            totals: Totals on the host, with the keys that :meth:`__call__` returns, and ``labels`` and
+                ``loss``. May also contain ``weights``, sums that a custom loss logs, and sums of
+                generated-text metrics.
 
         Returns:
             Values, keyed by their names in ``metrics.jsonl``. The mean loss is first.
@@ -198,13 +198,14 @@ class MetricSet:
         return results
 
     def get_better_direction(self, value_name: str) -> Literal["min", "max"] | None:
-        """Return whether lower or higher values are better.
+        """Return whether lower or higher values of a result are better.
 
         Args:
             value_name: Name of a value in the result of an evaluation, such as ``f1`` or ``f1.CLASS``.
 
         Returns:
-            ``min`` if lower values are better, or ``max``. None if the metric does not define it.
+            ``min`` if lower values are better, or ``max`` if higher values are better. None if the metric
+            does not define a direction.
         """
         higher = {"loss": False} | dict.fromkeys(() if self.texts is None else self.texts.names, True)
         for name, metric in self._metrics.items():
@@ -235,12 +236,12 @@ def load_user_metric(path: str) -> Metric:
             :class:`RatioMetric`.
 
     Returns:
-        A wrapper of the metric that converts exceptions of the custom code to a UserError about
-        ``train.metrics``.
+        Wrapper of the metric. If the custom code raises an exception, the wrapper raises a UserError
+        about ``train.metrics``.
 
     Raises:
-        UserError: If the path does not lead to a metric, or if the value of the attribute ``needs`` is not
-            supported.
+        UserError: If the path does not refer to a metric, or if its ``needs`` attribute has an
+            unsupported value.
     """
     key = f"train.metrics: {path}"
     target: Any = plugins.load_plugin("train.metrics", path)
@@ -264,10 +265,11 @@ def load_user_metric(path: str) -> Metric:
 class _UserMetric:
     """Wrapper of a custom metric that converts exceptions of its methods to a UserError.
 
-    Sums are moved to the device of the batch, and scalar tensors among the values become numbers.
+    The wrapper also moves sums to the device of the batch, and converts scalar tensors among the values
+    to numbers.
 
     Args:
-        key: Setting and import path, with which the error message begins.
+        key: Setting and import path at the beginning of error messages.
         metric: Custom metric.
     """
 
@@ -295,7 +297,10 @@ def compute_exp_or_inf(exponent: float) -> float:
 
 
 def divide_or_zero(numerator: Tensor, denominator: Tensor) -> Tensor:
-    """Divide elementwise. If a denominator is 0, its quotient is 0. Denominators must not be negative."""
+    """Divide elementwise. The quotient is 0 if the denominator is 0.
+
+    Denominators must not be negative.
+    """
     return torch.where(denominator > 0, numerator / denominator.clamp(min=1e-300), 0.0)
 
 

@@ -1,4 +1,4 @@
-"""Functions with which engines add up the sums of an evaluation's micro-batches on the device."""
+"""Helpers that accumulate evaluation totals on the device."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 
 def build_zero_totals(sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Build totals that are 0, as initial totals for :func:`compute_new_totals`.
+    """Build zero-valued initial totals for :func:`compute_new_totals`.
 
     Args:
-        sums: Sums of a micro-batch, which determine the names, the shapes, and whether a total is an integer.
+        sums: Sums of a micro-batch, which determine the names, shapes and dtypes of the totals.
 
     Returns:
         Totals on the host, int64 or float64, keyed by name.
@@ -27,14 +27,15 @@ def build_zero_totals(sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def compute_new_totals(totals: Mapping[str, Tensor], sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the totals after the sums of a micro-batch have been added. The arguments are not changed.
+    """Add the sums of a micro-batch to the totals, and return the new totals.
 
     Args:
         totals: Totals of the previous micro-batches, on the device. Empty for the first micro-batch.
+            Not modified.
         sums: Sums of a micro-batch, on the device.
 
     Returns:
-        New totals, keyed by name: int64 for sums of integers, float64 for sums of floats.
+        New totals, keyed by name: int64 for integer sums, float64 for floating-point sums.
     """
     wide = {name: value.detach().to(_get_accumulation_dtype(value)) for name, value in sums.items()}
     return {name: totals[name] + value if name in totals else value for name, value in wide.items()}

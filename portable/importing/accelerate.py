@@ -1,7 +1,7 @@
-"""Table of the keys of an ``accelerate config`` file, and of the variables that ``accelerate launch`` sets.
+"""Tables of the keys of ``accelerate config`` files, and of the variables that ``accelerate launch`` sets.
 
-The file defines launch and sharding, but not the model, the data or the training. As in Accelerate, the
-sections for FSDP and DeepSpeed only apply if ``distributed_type`` names them.
+Such a file defines the launch and the sharding, but not the model, the data or the training. As in
+Accelerate, the sections for FSDP and DeepSpeed only apply if ``distributed_type`` selects them.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ ONLY_LAYERS_WRAPPED = (
 
 
 def get_distributed_type(file: ForeignFile) -> str:
-    """Return ``distributed_type`` of a file in capitals, or ``NO`` if it is not set."""
+    """Return the ``distributed_type`` of a file in upper case, or ``NO`` if it is not set."""
     return str(file.values.get("distributed_type", "NO")).upper()
 
 
@@ -71,8 +71,8 @@ def uses_deepspeed_json(file: ForeignFile) -> bool:
 def get_zero_stage(file: ForeignFile) -> int:
     """Return the ZeRO stage of a file. The default is 2.
 
-    Returns 3, the stage that allows the most settings, if the stage is in a DeepSpeed JSON, because the JSON
-    is not read here.
+    If the file refers to a DeepSpeed JSON, its stage is not read here. The result is then 3, the stage
+    that allows the most settings.
     """
     stage = str(file.get_value("deepspeed_config.zero_stage", 2))
     return int(stage) if stage in "0123" and not uses_deepspeed_json(file) else 3
@@ -81,7 +81,7 @@ def get_zero_stage(file: ForeignFile) -> int:
 def parse_quoted_number(value: Any) -> Any:
     """Convert a string that contains a number to the number. Other values are returned unchanged.
 
-    Accelerate accepts such strings, because it passes all values in environment variables.
+    Accelerate accepts such strings, because it passes all values through environment variables.
     """
     try:
         number = float(value) if isinstance(value, str) else value
@@ -92,7 +92,9 @@ def parse_quoted_number(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class TpuLauncherKey(CounterpartlessKey):
-    """A key with which Accelerate starts TPU hosts. It is refused for TPUs, and otherwise has no effect.
+    """Entry for a key that configures how Accelerate starts TPU hosts.
+
+    The key is refused in files for TPUs, and ignored in other files.
 
     Attributes:
         advice: Advice at the end of the error message for TPUs.
@@ -101,11 +103,11 @@ class TpuLauncherKey(CounterpartlessKey):
     advice: str
 
     def convert(self, value: Any, file: ForeignFile) -> ConvertedSettings:
-        """Raise an exception, because no value can be converted.
+        """Raise the exception that refuses or ignores the key, because no value can be converted.
 
         Raises:
             NoCounterpart: If the file is for TPUs.
-            NoEffect: If it is not.
+            NoEffect: If the file is not for TPUs.
         """
         if is_for_xla(file):
             raise NoCounterpart(f"{format_short_value(value)} is not supported: {self.advice}")
@@ -118,13 +120,13 @@ class TpuLauncherKey(CounterpartlessKey):
 
 
 def convert_sharding_strategy(value: Any, file: ForeignFile) -> Any:
-    """Convert ``fsdp_sharding_strategy`` (FSDP1) or ``fsdp_reshard_after_forward`` (FSDP2) to the strategy.
+    """Convert ``fsdp_sharding_strategy`` (FSDP1) or ``fsdp_reshard_after_forward`` (FSDP2).
 
     Returns:
-        Value of ``strategy``. None if the value is empty.
+        Value of the setting ``strategy``. None if the value is empty.
 
     Raises:
-        NoEffect: If Accelerate does not read the key with the ``fsdp_version`` of the file.
+        NoEffect: If Accelerate ignores the key under the ``fsdp_version`` of the file.
         NoCounterpart: If the value is unknown.
     """
     version = str(file.get_value("fsdp_config.fsdp_version", file.get_value("fsdp_version", 1)))
@@ -138,7 +140,10 @@ def convert_sharding_strategy(value: Any, file: ForeignFile) -> Any:
 
 
 def note_unused_use_orig_params(value: Any, _: ForeignFile) -> None:
-    """Raise ``NoEffect`` if ``fsdp_use_orig_params`` is false, because FSDP2 always keeps the parameters."""
+    """Raise ``NoEffect`` if ``fsdp_use_orig_params`` is false.
+
+    The key has no effect, because FSDP2 always keeps the original parameters.
+    """
     if parse_boolean_word(value) not in (True, *EMPTY_VALUES):
         raise NoEffect(
             f"{format_short_value(value)} has no effect: FSDP2 always keeps the original parameters"
@@ -146,16 +151,16 @@ def note_unused_use_orig_params(value: Any, _: ForeignFile) -> None:
 
 
 def convert_group_size(value: Any, _: ForeignFile) -> Any:
-    """Convert the number of context-parallel or tensor-parallel ranks. Returns None for 1, the default."""
+    """Convert the number of context-parallel or tensor-parallel ranks. Return None for 1, the default."""
     size = parse_quoted_number(value)
     return None if size == 1 else size
 
 
 def convert_use_cpu(value: Any, file: ForeignFile) -> str | None:
-    """Convert ``use_cpu`` to the backend. Returns None if it is false.
+    """Convert ``use_cpu`` to the backend. Return None if it is false.
 
     Raises:
-        NoEffect: If ``distributed_type`` is ``MULTI_GPU``, because Accelerate then uses GPUs nevertheless.
+        NoEffect: If ``distributed_type`` is ``MULTI_GPU``, because Accelerate then runs on GPUs anyway.
     """
     if not parse_flag(value):
         return None
@@ -168,8 +173,8 @@ def convert_dynamo_backend(value: Any, file: ForeignFile) -> dict[str, Any]:
     """Convert ``dynamo_backend``, the backend of torch.compile.
 
     Returns:
-        The settings ``compile`` and ``compile_backend``. Compilation is off if the value is ``NO``. Empty if
-        the value is empty.
+        The settings ``compile`` and ``compile_backend``. Compilation is off for ``NO``. An empty value
+        results in an empty dict.
 
     Raises:
         NoEffect: If the distributed type is ``DEEPSPEED``, because Accelerate then ignores the key.
@@ -184,14 +189,14 @@ def convert_dynamo_backend(value: Any, file: ForeignFile) -> dict[str, Any]:
 
 
 def store_gpu_ids(value: Any, file: ForeignFile) -> None:
-    """Store the ids of the GPUs to use in ``file.result.gpu_ids``, because they are not a setting of a run.
+    """Store the ids of the GPUs to use in ``file.result.gpu_ids``, because a run has no such setting.
 
     Args:
-        value: List of ids, or text with ids and commas.
-        file: The file.
+        value: List of ids, or a comma-separated string of ids.
+        file: File that contains the key.
 
     Raises:
-        NoEffect: Always. Its text becomes a note about the environment variable that will be set.
+        NoEffect: Always. Its message becomes a note about the environment variable that will be set.
     """
     ids = ",".join(str(item) for item in value) if isinstance(value, list) else str(value)
     file.result.gpu_ids = ids.replace(" ", "")
@@ -199,7 +204,7 @@ def store_gpu_ids(value: Any, file: ForeignFile) -> None:
 
 
 def convert_old_fp16(value: Any, file: ForeignFile) -> str | None:
-    """Convert ``fp16``, the switch that older versions of Accelerate have instead of ``mixed_precision``.
+    """Convert ``fp16``, the flag that ``mixed_precision`` replaced in newer versions of Accelerate.
 
     Returns:
         ``fp16`` or ``fp32``. None if the value is empty, or if ``mixed_precision`` is set as well.
@@ -210,7 +215,7 @@ def convert_old_fp16(value: Any, file: ForeignFile) -> str | None:
 
 
 def convert_class_names(value: Any, _: ForeignFile) -> list[str] | None:
-    """Convert the class names of the layers to wrap, which are a list or a string with commas.
+    """Convert the class names of the layers to wrap, from a list or a comma-separated string.
 
     Returns None if there are no names.
     """
@@ -220,7 +225,7 @@ def convert_class_names(value: Any, _: ForeignFile) -> list[str] | None:
 def convert_min_num_params(value: Any, file: ForeignFile) -> Any:
     """Convert ``fsdp_min_num_params``, the minimum size of a module for size-based wrapping.
 
-    Returns None for other wrap policies, because Accelerate writes the key into files with any policy.
+    Returns None for other wrap policies, because Accelerate writes the key under every policy.
     """
     policy = str(file.get_value("fsdp_config.fsdp_auto_wrap_policy", "")).upper()
     return parse_quoted_number(value) if policy == "SIZE_BASED_WRAP" else None
@@ -283,14 +288,14 @@ def convert_xla_compute_dtype(value: Any, file: ForeignFile) -> str:
 
 
 def convert_xla_buffer_dtype(value: Any, _: ForeignFile) -> str:
-    """Convert the name of a dtype, such as ``torch.bfloat16``, to ``bfloat16``."""
+    """Remove the prefix from the name of a torch dtype: ``torch.bfloat16`` becomes ``bfloat16``."""
     return str(value).removeprefix("torch.")
 
 
 def convert_accumulation_steps(value: Any, file: ForeignFile) -> dict[str, Any] | None:
     """Convert the number of gradient accumulation steps in the section ``deepspeed_config``.
 
-    The number becomes a key of a DeepSpeed JSON, because the section is an abbreviation of such a JSON.
+    The number becomes a key of a DeepSpeed JSON, because the section is a short form of such a JSON.
 
     Returns:
         Content of the JSON. None if the value is 1 or ``auto``.
@@ -312,7 +317,7 @@ def convert_accumulation_steps(value: Any, file: ForeignFile) -> dict[str, Any] 
 
 
 def convert_deepspeed_json_path(value: Any, file: ForeignFile) -> Any:
-    """Convert the path of a DeepSpeed JSON. Returns None if the value is empty or ``none``.
+    """Convert the path of a DeepSpeed JSON. Return None if the value is empty or ``none``.
 
     Raises:
         NoCounterpart: If the JSON does not exist.
@@ -544,13 +549,13 @@ RENAMED_SETTINGS: ForeignKeys = {
 
 
 def normalize_accelerate_file(file: ForeignFile) -> None:
-    """Bring a file into the form that the table of keys expects, in place.
+    """Normalize a file in place to the layout that the table of keys expects.
 
-    Removes sections that Accelerate does not read with this ``distributed_type``. Adds the prefixes ``fsdp_``
-    and ``dynamo_`` to keys in the corresponding sections that do not have them.
+    Removes the sections that Accelerate ignores under the file's ``distributed_type``. In the FSDP and
+    dynamo sections, adds the missing prefixes ``fsdp_`` and ``dynamo_`` to the keys.
 
     Args:
-        file: A file whose keys have not been converted yet.
+        file: File whose keys have not been converted yet.
     """
     values = file.values
     for section, prefix in (("fsdp_config", "fsdp_"), ("dynamo_config", "dynamo_")):
@@ -622,13 +627,13 @@ DISTRIBUTED_TYPES = {
 
 @dataclass(frozen=True)
 class LaunchVariable:
-    """Meaning of an environment variable that ``accelerate launch`` sets for each rank.
+    """Config file key that corresponds to an environment variable of ``accelerate launch``.
 
     Attributes:
-        key: Dotted key of a config file that corresponds to the variable. A star is replaced by the rest of
-            the variable's name in lower case.
-        values_without_meaning: Values in lower case that are ignored, because the launcher sets the variable
-            to its default even if the user has not set it.
+        key: Dotted key of a config file. A star is replaced by the rest of the variable's name in lower
+            case.
+        values_without_meaning: Lower-case values that are ignored, because the launcher also sets them
+            as a default if the user has not set the variable.
     """
 
     key: str
@@ -668,14 +673,15 @@ LAUNCH_VARIABLES: dict[str, LaunchVariable] = {
 
 
 def find_variable_key(variable_name: str, value: str) -> str:
-    """Find the key of a config file that corresponds to an environment variable.
+    """Find the config file key that corresponds to an environment variable.
 
     Args:
         variable_name: Name of the variable.
         value: Value of the variable.
 
     Returns:
-        The dotted key. Empty if the value is ignored, or if Accelerate does not set such a variable.
+        Dotted key. An empty string if the value is ignored, or if Accelerate does not set such a
+        variable.
     """
     if variable_name in LAUNCH_VARIABLES:
         entry = LAUNCH_VARIABLES[variable_name]
@@ -690,8 +696,8 @@ class LaunchEnvironment(NamedTuple):
     """Environment variables of ``accelerate launch``, converted to the content of a config file.
 
     Attributes:
-        values: Content of the file.
-        variables: Names of the environment variables, by the path of the key in ``values``.
+        values: Content of the config file.
+        variables: Names of the environment variables, keyed by the path of the key in ``values``.
     """
 
     values: dict[str, Any]
@@ -702,7 +708,7 @@ def parse_launch_variables(environment: Mapping[str, str]) -> LaunchEnvironment:
     """Convert the variables of ``accelerate launch`` to the content of a config file.
 
     Args:
-        environment: Environment of a process that the launcher has started.
+        environment: Environment of a process that was started by the launcher.
     """
     values: dict[str, Any] = {}
     variables: dict[KeyPath, str] = {}

@@ -1,6 +1,6 @@
-"""Table of the keys of axolotl that the Trainer does not have, and their converters.
+"""Table of the config keys that axolotl has in addition to the Trainer's keys, and their converters.
 
-A converter is a function of the value of a key and the file, which returns settings. See
+A converter is a function that takes the value of a key and the file, and returns settings. See
 :mod:`portable.importing.foreign_keys`.
 """
 
@@ -76,9 +76,10 @@ TURN_END = "the token that ends a trained turn is trained, and no other; remove 
 
 
 def convert_trained_roles(value: Any, _: ForeignFile) -> list[str] | None:
-    """Convert ``roles_to_train``, a role or a list of roles, in which ``human`` and ``gpt`` are translated.
+    """Convert ``roles_to_train``, a role or a list of roles.
 
-    Returns None if the list only contains the assistant, because this is the default.
+    The role ``human`` becomes ``user``, and ``gpt`` becomes ``assistant``. Returns None if only the
+    assistant is trained, because this is the default.
     """
     names = {"human": "user", "gpt": "assistant"}
     roles = [names.get(role, role) for role in map(str, value if isinstance(value, list) else [value])]
@@ -87,7 +88,9 @@ def convert_trained_roles(value: Any, _: ForeignFile) -> list[str] | None:
 
 
 def check_role_names(value: Any, _: ForeignFile) -> None:
-    """Check ``roles``, a mapping from roles to their names in the records, which must be the usual names.
+    """Check that ``roles`` contains only role names that this project recognizes.
+
+    The key maps each role to its names in the records.
 
     Raises:
         NoCounterpart: If a name is not in :data:`ROLE_NAMES`.
@@ -119,12 +122,15 @@ def note_or_refuse_plugins(value: Any, file: ForeignFile) -> None:
 
 
 def convert_wandb_project(value: Any, _: ForeignFile) -> dict[str, Any]:
-    """Convert ``wandb_project`` to the project, and select W&B as tracker. Empty if there is no project."""
+    """Convert ``wandb_project`` to the project, and select W&B as the tracker.
+
+    Returns an empty dict if the project is empty.
+    """
     return {"log.project": value, "log.trackers": ["wandb"]} if value else {}
 
 
 def convert_pair_loss(value: Any, file: ForeignFile) -> dict[str, Any]:
-    """Convert ``rl``, the name of a loss on preference pairs, with its beta to ``train.loss``.
+    """Convert ``rl``, the name of a preference loss, and its beta to ``train.loss``.
 
     Raises:
         NoCounterpart: If the loss is not supported.
@@ -156,13 +162,13 @@ def convert_datasets(value: Any, file: ForeignFile) -> dict[str, Any]:
 def _convert_dataset(entry: dict[str, Any], number: int, file: ForeignFile) -> dict[str, Any]:
     """Convert one entry of ``datasets`` to the settings of a source, without the prefix ``data.``.
 
-    Notes and refusals are added to the file, and ``data.chat_template`` is set there, because it is not a
-    setting of a source. Values of settings that are not set are None.
+    Notes and refusals are added to the result of the file. ``data.chat_template`` is also set in this
+    result, because a source has no such setting. Settings without a value are None.
 
     Args:
-        entry: Keys of the entry.
-        number: Position of the entry in its list, counted from 1, used in error messages.
-        file: File of the list.
+        entry: Keys of the entry, with their values.
+        number: One-based position of the entry in its list, used in error messages.
+        file: File that contains the list.
     """
     kind = entry.get("type")
     if isinstance(kind, dict):  # a custom prompter
@@ -199,7 +205,7 @@ class RecordFormat(NamedTuple):
 
     Attributes:
         name: Value of ``data.format``.
-        columns: Value of ``data.columns``: names of the fields in the records, keyed by the names that the
+        columns: Value of ``data.columns``: field names in the records, keyed by the names that the
             format expects.
     """
 
@@ -208,11 +214,11 @@ class RecordFormat(NamedTuple):
 
 
 def convert_record_format(kind: str, entry: Mapping[str, Any]) -> RecordFormat:
-    """Convert ``type`` of an entry of ``datasets``, and the keys of the entry with names of fields.
+    """Convert the ``type`` of an entry of ``datasets``, and the entry's keys that contain field names.
 
     Args:
         kind: Value of ``type``, such as ``alpaca`` or ``chat_template``.
-        entry: Keys of the entry.
+        entry: Keys of the entry, with their values.
 
     Raises:
         NoCounterpart: If no value of ``data.format`` corresponds to such records.
@@ -237,12 +243,12 @@ def _convert_message_format(entry: Mapping[str, Any], *, is_sharegpt: bool) -> R
     """Convert the keys of an entry of ``datasets`` whose records are conversations.
 
     Args:
-        entry: Keys of the entry.
-        is_sharegpt: Whether the entry has a type for which messages have the keys ``from`` and ``value`` by
-            default.
+        entry: Keys of the entry, with their values.
+        is_sharegpt: Whether the type of the entry makes ``from`` and ``value`` the default keys of a
+            message.
 
     Raises:
-        NoCounterpart: If the messages have other keys than ``role`` and ``content``, or ``from`` and
+        NoCounterpart: If the keys of messages are neither ``role`` and ``content`` nor ``from`` and
             ``value``.
     """
     mapping = entry.get("message_property_mappings") or {}
@@ -482,7 +488,7 @@ def complete_axolotl_settings(file: ForeignFile, num_devices: int) -> None:
 
     Args:
         file: A file whose keys have been converted.
-        num_devices: Number of devices among which a batch is divided. 0 if it is unknown.
+        num_devices: Number of devices over which a batch is divided. 0 if it is unknown.
     """
     if file.result.values.get("hub.repo") is not None:
         file.set_default_setting("hub.push", convert_push_time(True, file), "axolotl pushes to hub_model_id")

@@ -1,4 +1,4 @@
-"""Parser for the command line of another trainer's script, which returns the content of a config file."""
+"""Parse the command line of another trainer's script into the content of a config file."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ PROCESS_COUNT_OPTIONS = ("nproc_per_node", "num_processes", "num_gpus", "nproc")
 
 
 class LaunchedScript(NamedTuple):
-    """A command line, after the launcher and its options have been removed.
+    """Command line of a script, without the launcher and its options.
 
     Attributes:
-        num_processes: Number of processes per machine. None if the options of the launcher do not specify it.
+        num_processes: Number of processes per machine. None if the launcher's options do not specify
+            it.
         words: The script and its arguments. The complete command line if it does not contain a script.
     """
 
@@ -46,7 +47,7 @@ def split_launcher_and_script(words: list[str]) -> LaunchedScript:
 
 
 def build_script_error(path: str, prefix: str = "") -> UserError:
-    """Build the error for a Python script without arguments, because settings in its code cannot be read.
+    """Build the error for a Python script without arguments. Settings in its code cannot be read.
 
     Args:
         path: Path of the script.
@@ -63,11 +64,12 @@ def parse_script_arguments(words: list[str]) -> dict[str, Any]:
     """Parse the arguments of a script, such as ``--bf16 --learning_rate 1e-5``.
 
     Args:
-        words: Words of the command line. Words before the first argument, such as the script, are ignored.
+        words: Words of the command line. Words before the first argument, such as the script, are
+            ignored.
 
     Returns:
-        Values, keyed by the name of the argument with underscores, as in a config file. An argument without a
-        value is True, and several values form a list.
+        Values, keyed by argument name with underscores, as in a config file. An argument without a
+        value is True, and an argument with several values is a list.
 
     Raises:
         UserError: If there are no arguments.

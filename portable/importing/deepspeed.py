@@ -1,7 +1,8 @@
-"""Table of the keys of a DeepSpeed JSON that correspond to settings, have no effect, or are refused.
+"""Table of the DeepSpeed JSON keys that correspond to settings, have no effect, or are refused.
 
-All other keys are passed on to DeepSpeed in the setting ``deepspeed.config``. DeepSpeed itself checks these
-keys when a run starts (:mod:`portable.gpu.zero.config`), so this module works without DeepSpeed.
+All other keys are passed through to DeepSpeed in the setting ``deepspeed.config``. DeepSpeed itself
+checks them when a run starts (:mod:`portable.gpu.zero.config`), so this module works without
+DeepSpeed.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ def parse_deepspeed_json(text: str, file_name: str) -> dict[str, Any]:
 
 
 def _build_unique_dict(pairs: list[tuple[str, Any]], name: str) -> dict[str, Any]:
-    """Build a mapping from pairs of keys and values. A hook of the JSON parser.
+    """Build a dict from the key-value pairs of a JSON object, as a hook of the JSON parser.
 
     Args:
         pairs: Keys and values of a JSON object.
@@ -107,7 +108,7 @@ def _build_unique_dict(pairs: list[tuple[str, Any]], name: str) -> dict[str, Any
 
 
 def _remove_comments_and_nulls(values: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of a nested mapping without comments, and without keys whose value is null."""
+    """Return a copy of a nested mapping without comments and null values."""
     return {
         key: _remove_comments_and_nulls(value) if isinstance(value, dict) else value
         for key, value in values.items()
@@ -121,13 +122,13 @@ def _is_comment(key: object) -> bool:
 
 
 def normalize_deepspeed_file(file: ForeignFile) -> None:
-    """Bring a file into the form that the table of keys expects, in place.
+    """Normalize a file in place to the layout that the table of keys expects.
 
-    Removes comments and null values. Renames deprecated keys that DeepSpeed's own config classes do not
-    rename, and adds a note about each renamed key.
+    Removes comments and null values. Renames deprecated keys if DeepSpeed's own config classes do not
+    rename them, and adds a note about each renamed key.
 
     Args:
-        file: A file whose keys have not been converted yet.
+        file: File whose keys have not been converted yet.
     """
     file.values = values = _remove_comments_and_nulls(file.values)
     zero = values.get("zero_optimization")
@@ -160,9 +161,9 @@ def normalize_deepspeed_file(file: ForeignFile) -> None:
 
 
 def parse_switch(value: Any) -> Any:
-    """Convert a value such as ``"yes"`` or 1 to a boolean, with the rules of pydantic that DeepSpeed uses.
+    """Convert a value such as ``"yes"`` or 1 to a boolean, with the pydantic rules that DeepSpeed uses.
 
-    Values that are not booleans by these rules are returned unchanged.
+    Returns the value unchanged if these rules do not accept it as a boolean.
     """
     try:
         return _BOOLEAN.validate_python(value)
@@ -171,20 +172,20 @@ def parse_switch(value: Any) -> Any:
 
 
 def get_zero_stage(file: ForeignFile) -> Any:
-    """Return the ZeRO stage in a file, which may be ``auto``. None if the file does not set it."""
+    """Return the ZeRO stage in a file, which may be ``auto``, or None if the file does not set it."""
     return file.get_value("zero_optimization.stage")
 
 
 def pass_key_to_deepspeed(file: ForeignFile, value: Any) -> None:
-    """Add the key that is being converted to ``deepspeed.config`` in the result.
+    """Pass a key through to DeepSpeed, by adding it to ``deepspeed.config`` in the result.
 
     Args:
-        file: The file. ``file.path`` is the path of the key.
+        file: File that is being converted. ``file.path`` is the path of the key.
         value: Value of the key.
 
     Raises:
-        NoCounterpart: If the key is in the section ``optimizer`` or ``scheduler``, because the run builds
-            optimizer and scheduler itself instead of DeepSpeed.
+        NoCounterpart: If the key is in the section ``optimizer`` or ``scheduler``, because the run
+            builds both itself instead of passing them to DeepSpeed.
     """
     if file.path[0] in ("optimizer", "scheduler"):
         raise NoCounterpart(f"{format_short_value(value)} is not supported; remove the key")
@@ -199,11 +200,12 @@ def pass_key_to_deepspeed(file: ForeignFile, value: Any) -> None:
 
 @dataclass(frozen=True)
 class PassThroughKey(ForeignKey):
-    """A key that is passed on to DeepSpeed, except for some values.
+    """Key that is passed through to DeepSpeed, except for some values.
 
     Attributes:
-        check_value: Function that raises ``NoEffect`` or ``NoCounterpart`` for a value that is not passed on.
-        docs_text: Text about the key in docs/keys.md.
+        check_value: Function that raises ``NoEffect`` or ``NoCounterpart`` for values that must not be
+            passed through.
+        docs_text: Description of the key in docs/keys.md.
     """
 
     check_value: Callable[[Any, ForeignFile], None]
@@ -211,7 +213,7 @@ class PassThroughKey(ForeignKey):
     converts_empty_values: bool = field(default=True, kw_only=True)
 
     def has_no_effect(self, value: Any, file: ForeignFile) -> bool:
-        """Return False, so that no value is ignored, because DeepSpeed interprets the values."""
+        """Return False, because DeepSpeed interprets the values, so none of them may be ignored."""
         return False
 
     def convert(self, value: Any, file: ForeignFile) -> ConvertedSettings:
@@ -227,12 +229,16 @@ class PassThroughKey(ForeignKey):
 
     @property
     def remedy(self) -> str:
-        """Text about the key in docs/keys.md."""
+        """Description of the key in docs/keys.md."""
         return self.docs_text
 
 
 def keep_value(value: Any, _: ForeignFile) -> Any:
-    """Return ``value`` unchanged, including negative numbers. A converter for :class:`SettingKey`."""
+    """Return ``value`` unchanged.
+
+    This is the converter for keys whose negative values and ``auto`` must be kept. The default
+    converter, :func:`drop_unset_value`, drops them.
+    """
     return value
 
 
@@ -240,8 +246,9 @@ def convert_precision(value: Any, file: ForeignFile) -> str | None:
     """Convert ``bf16.enabled`` or ``fp16.enabled`` to the precision.
 
     Returns:
-        The name of the section, ``bf16`` or ``fp16``, if it is enabled. ``fp32`` if it is disabled, and the
-        other section is neither enabled nor ``auto``. Otherwise None, so that the value is not converted.
+        ``bf16`` or ``fp16``, the name of the section, if the section is enabled. ``fp32`` if the
+        section is disabled and the other section is neither enabled nor ``auto``. None in all other
+        cases.
 
     Raises:
         NoCounterpart: If both sections are enabled.
@@ -257,9 +264,9 @@ def convert_precision(value: Any, file: ForeignFile) -> str | None:
 
 
 def convert_loss_scale_param(value: Any, file: ForeignFile) -> Any:
-    """Convert a param of the dynamic loss scale in the section ``fp16``.
+    """Convert a parameter of dynamic loss scaling in the section ``fp16``.
 
-    If ``fp16.enabled`` is not true, the param is also passed on to DeepSpeed.
+    If ``fp16.enabled`` is not true, the parameter is also passed through to DeepSpeed.
 
     Returns:
         The value. None if fp16 is disabled or not set.
@@ -271,7 +278,7 @@ def convert_loss_scale_param(value: Any, file: ForeignFile) -> Any:
 
 
 def check_fixed_loss_scale(value: Any, file: ForeignFile) -> None:
-    """Raise ``NoEffect`` for a fixed loss scale at ZeRO stage 0, because it is always dynamic there."""
+    """Raise ``NoEffect`` for a fixed loss scale at ZeRO stage 0, which always uses a dynamic scale."""
     if value and parse_switch(file.get_value("fp16.enabled")) is True and get_zero_stage(file) == 0:
         raise NoEffect("has no effect without ZeRO: the loss scale is dynamic")
 
@@ -279,7 +286,7 @@ def check_fixed_loss_scale(value: Any, file: ForeignFile) -> None:
 def convert_gradient_clipping(value: Any, _: ForeignFile) -> dict[str, Any]:
     """Convert the maximum gradient norm to ``train.max_grad_norm``.
 
-    Zero becomes None, which disables clipping. Returns no settings for ``auto`` and null.
+    Zero becomes None, which disables clipping. Returns an empty dict for ``auto`` and null.
     """
     return {} if value in (None, AUTO) else {"train.max_grad_norm": float(value) or None}
 
@@ -289,8 +296,8 @@ def build_offload_device_converter(
 ) -> ValueConverter:
     """Build a converter for the device to which the optimizer state or the parameters are offloaded.
 
-    The converter raises ``NoEffect`` if the ZeRO stage of the file does not support this offloading. At the
-    stages 1 and 2, it converts ``nvme`` to ``cpu``, like DeepSpeed, and adds a note.
+    The converter raises ``NoEffect`` if the ZeRO stage of the file does not support this kind of
+    offloading. At stages 1 and 2, it converts ``nvme`` to ``cpu``, like DeepSpeed, and adds a note.
 
     Args:
         offloaded_state: ``optimizer`` or ``params``.
@@ -315,10 +322,10 @@ def build_offload_device_converter(
 
 
 def build_cpu_offload_converter(offloaded_state: str) -> ValueConverter:
-    """Build a converter for the switch that old versions of DeepSpeed have instead of an offload device.
+    """Build a converter for ``cpu_offload`` or ``cpu_offload_param``, boolean keys of old DeepSpeed versions.
 
-    The switches are ``cpu_offload`` and ``cpu_offload_param``. The converter returns ``cpu`` if the switch is
-    true, and otherwise None.
+    Newer versions specify an offload device instead. The converter returns ``cpu`` if the key is true,
+    otherwise None.
 
     Args:
         offloaded_state: ``optimizer`` or ``params``.
@@ -330,11 +337,11 @@ def build_cpu_offload_converter(offloaded_state: str) -> ValueConverter:
 def build_nvme_path_converter(
     device_key: str, stage_getter: Callable[[ForeignFile], Any]
 ) -> Callable[[Any, ForeignFile], None]:
-    """Build a converter for the folder on an NVMe disk, which sets ``memory.nvme_path`` in the file's result.
+    """Build a converter that stores the path of an NVMe disk as ``memory.nvme_path`` in the file's result.
 
-    The converter does nothing unless the offload device is ``nvme`` and the ZeRO stage may be 3. It marks the
-    setting as assumed, so that the user's config can override it, because folders differ between machines. It
-    raises ``NoCounterpart`` if the file already names a different folder.
+    The converter does nothing unless the offload device is ``nvme`` and the ZeRO stage may be 3. It
+    marks the setting as assumed, so that the user's config can override it, because paths differ
+    between machines. It raises ``NoCounterpart`` if the file already contains a different NVMe path.
 
     Args:
         device_key: Dotted key of the offload device in the file.
@@ -354,7 +361,7 @@ def build_nvme_path_converter(
 
 
 def convert_optimizer_type(value: Any, _: ForeignFile) -> str:
-    """Convert the type of the optimizer, in any case, to ``adamw`` or ``sgd``.
+    """Convert the optimizer type to ``adamw`` or ``sgd``, ignoring case.
 
     Raises:
         NoCounterpart: If the optimizer is not supported.
@@ -373,7 +380,7 @@ def convert_optimizer_rate(value: Any, file: ForeignFile) -> Any:
     """Return the learning rate of the optimizer unchanged.
 
     Raises:
-        NoEffect: If a param of the scheduler overrides the learning rate.
+        NoEffect: If a scheduler parameter overrides the learning rate.
     """
     rate = find_scheduler_rate_param(file)
     if rate is not None:
@@ -382,10 +389,10 @@ def convert_optimizer_rate(value: Any, file: ForeignFile) -> Any:
 
 
 def find_scheduler_rate_param(file: ForeignFile) -> str | None:
-    """Find the param of the scheduler that sets the learning rate, including params with their defaults.
+    """Find the scheduler parameter that sets the learning rate, either explicitly or by its default.
 
     Returns:
-        Name of the param. None if the optimizer sets the learning rate.
+        Name of the parameter. None if the optimizer sets the learning rate.
     """
     params = {
         **SCHEDULER_DEFAULTS.get(str(file.get_value("scheduler.type")), {}),
@@ -395,27 +402,27 @@ def find_scheduler_rate_param(file: ForeignFile) -> str | None:
 
 
 def get_params(file: ForeignFile, section: str) -> dict[str, Any]:
-    """Return the params of the section ``optimizer`` or ``scheduler`` of a file. Empty if there are none."""
+    """Return the params in the section ``optimizer`` or ``scheduler`` of a file, or an empty dict."""
     params = file.get_value(f"{section}.params")
     return params if isinstance(params, dict) else {}
 
 
 def convert_momentum_to_betas(value: Any, _: ForeignFile) -> list[Any]:
-    """Convert the momentum of SGD to ``train.betas``, whose first value is the momentum of SGD."""
+    """Convert SGD's momentum to ``train.betas``, whose first value is SGD's momentum."""
     return [value, 0.95]
 
 
 def check_adam_w_mode(value: Any, file: ForeignFile) -> None:
     """Raise ``NoCounterpart`` if ``adam_w_mode`` is false, because Adam with L2 decay is not supported.
 
-    Does nothing if the type of the optimizer is AdamW, because DeepSpeed then ignores the switch.
+    Does nothing if the optimizer type is AdamW, because DeepSpeed then ignores ``adam_w_mode``.
     """
     if parse_switch(value) is False and str(file.get_value("optimizer.type")).lower() != "adamw":
         raise NoCounterpart(f"{format_short_value(value)}: {UNSUPPORTED_UPDATE}")
 
 
 def convert_scheduler_type(value: Any, _: ForeignFile) -> Any:
-    """Return the type of the scheduler unchanged, because ``train.schedule`` has the same names.
+    """Return the scheduler type unchanged, because ``train.schedule`` uses the same names.
 
     Raises:
         NoCounterpart: If the scheduler is not supported.
@@ -430,10 +437,10 @@ def convert_scheduler_type(value: Any, _: ForeignFile) -> Any:
 
 
 def convert_scheduler_param(value: Any, _: ForeignFile) -> Any:
-    """Return the value of a param of the scheduler unchanged.
+    """Return the value of a scheduler parameter unchanged.
 
     Raises:
-        NoCounterpart: If it is a list with one value for each parameter group.
+        NoCounterpart: If the value is a list with one element per parameter group.
     """
     if isinstance(value, list):
         raise NoCounterpart("a list with a value per parameter group is not supported; give one number")
@@ -441,13 +448,13 @@ def convert_scheduler_param(value: Any, _: ForeignFile) -> Any:
 
 
 def convert_to_schedule_params(value: Any, file: ForeignFile) -> dict[str, Any]:
-    """Add the param of the scheduler that is being converted to the previous ``train.schedule_params``.
+    """Add the current scheduler parameter to the parameters that were already converted.
 
     Returns:
-        The setting ``train.schedule_params`` with all params that have been converted so far.
+        The setting ``train.schedule_params`` with all parameters converted so far.
 
     Raises:
-        NoCounterpart: If the value is a list with one value for each parameter group.
+        NoCounterpart: If the value is a list with one element per parameter group.
     """
     params = file.result.values.get("train.schedule_params", {})
     return {"train.schedule_params": {**params, file.path[-1]: convert_scheduler_param(value, file)}}
@@ -456,10 +463,10 @@ def convert_to_schedule_params(value: Any, file: ForeignFile) -> dict[str, Any]:
 def convert_recomputation(value: Any, file: ForeignFile) -> str | None:
     """Convert ``cpu_checkpointing``, which implies activation checkpointing.
 
-    Adds a note to the file at ZeRO stage 0, because nothing is then offloaded to the CPU.
+    At ZeRO stage 0, adds a note that nothing is offloaded to the CPU.
 
     Returns:
-        ``full``, or None if the switch is off.
+        ``full`` if the value is true, otherwise None.
     """
     if value is True and get_zero_stage(file) == 0:
         file.add_note(
@@ -469,9 +476,9 @@ def convert_recomputation(value: Any, file: ForeignFile) -> str | None:
 
 
 def build_implied_recomputation_converter(reason: str) -> ValueConverter:
-    """Build a converter for a switch that implies activation checkpointing, but has another effect as well.
+    """Build a converter for a boolean key that implies activation checkpointing and also has another effect.
 
-    The converter returns ``full`` if the switch is on, and adds a note that the other effect is not
+    If the value is true, the converter returns ``full`` and adds a note that the other effect is not
     supported.
 
     Args:
@@ -487,7 +494,7 @@ def build_implied_recomputation_converter(reason: str) -> ValueConverter:
 
 
 def note_full_weights_export(value: Any, file: ForeignFile) -> None:
-    """Add a note at ZeRO stage 3 that the switch has no effect: the full weights are always exported."""
+    """Add a note at ZeRO stage 3 that the key has no effect, because full weights are always exported."""
     if value is True and get_zero_stage(file) == 3:
         file.add_note(
             file.path,
@@ -498,7 +505,7 @@ def note_full_weights_export(value: Any, file: ForeignFile) -> None:
 def check_is_step_count(value: Any, _: ForeignFile) -> None:
     """Check that the number of gradient accumulation steps is a positive integer.
 
-    The number is not converted, but :meth:`ForeignFile.set_global_batch_size` uses it later.
+    The number is not converted here. :meth:`ForeignFile.set_global_batch_size` uses it later.
 
     Raises:
         NoCounterpart: If the value is not a positive integer.
@@ -511,7 +518,7 @@ def check_gradient_scaling(value: Any, file: ForeignFile) -> None:
     """Check ``prescale_gradients`` or ``gradient_predivide_factor``.
 
     Raises:
-        NoCounterpart: If the value scales gradients, and ZeRO reduces them with reduce-scatter.
+        NoCounterpart: If the value scales gradients and ZeRO reduces them with reduce-scatter.
     """
     scatters = get_zero_stage(file) != 0 and file.get_value("zero_optimization.reduce_scatter") is not False
     if scatters and (value is True or value not in (None, AUTO, False, 1)):
@@ -522,7 +529,7 @@ def check_gradient_scaling(value: Any, file: ForeignFile) -> None:
 
 
 def check_accumulation_dtype(value: Any, file: ForeignFile) -> None:
-    """Raise ``NoCounterpart`` if gradients are to be accumulated in fp32 with bf16 at ZeRO stage 1."""
+    """Raise ``NoCounterpart`` for fp32 gradient accumulation in bf16 training at ZeRO stage 1."""
     if value == "fp32" and get_zero_stage(file) == 1 and parse_switch(file.get_value("bf16.enabled")) is True:
         raise NoCounterpart(
             "fp32 is supported at stages 2 and 3, where gradients are sharded; use zero_optimization.stage 2"
@@ -723,8 +730,8 @@ def complete_deepspeed_settings(file: ForeignFile, num_devices: int) -> None:
     At ZeRO stage 0, also add a note about the keys that have no effect there.
 
     Args:
-        file: A file whose keys have been converted.
-        num_devices: Number of devices among which a batch is divided. 0 if it is unknown.
+        file: File whose keys have been converted.
+        num_devices: Number of devices over which a batch is divided. 0 if it is unknown.
     """
     reason = "default of DeepSpeed"
     kind, scheduler = str(file.get_value("optimizer.type", "")).lower(), str(file.get_value("scheduler.type"))
@@ -763,9 +770,10 @@ def complete_deepspeed_settings(file: ForeignFile, num_devices: int) -> None:
 
 
 def _turns_something_on(value: Any) -> bool:
-    """Return whether the value of a key or section turns something on.
+    """Return whether the value of a key or section enables a feature.
 
-    In a section, ``enabled`` decides. If a section does not have this key, any of its values may turn it on.
+    For a section, the value of its key ``enabled`` decides. A section without this key counts as
+    enabled if any of its values enables a feature.
     """
     if isinstance(value, dict):
         return (

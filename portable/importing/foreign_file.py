@@ -1,8 +1,9 @@
-"""Classes for the config file of another trainer and for its conversion to settings of a run, key by key.
+"""Classes that represent another trainer's config file and convert it key by key to settings of a run.
 
-:meth:`ForeignFile.convert_keys` looks up each key of a file in the table of the program
-(:class:`ForeignProgram`). The entry of the table (a :class:`ForeignKey`) converts the value to settings, or
-raises :class:`NoEffect` or :class:`NoCounterpart`. The result is an :class:`ImportedRun`.
+:meth:`ForeignFile.convert_keys` looks up each key of a file in the table of its trainer
+(:class:`ForeignProgram`). The entry of the table (a :class:`ForeignKey`) converts the value to
+settings, or raises :class:`NoEffect` or :class:`NoCounterpart`. The result is an
+:class:`ImportedRun`.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ EMPTY_VALUES: tuple[Any, ...] = (None, "", {}, [])
 
 
 class NoEffect(Exception):  # noqa: N818  (not an error)
-    """Exception that a converter raises if a value has no effect in a run. Its text becomes a note."""
+    """Exception raised by a converter if a value has no effect in a run. Its message becomes a note."""
 
 
 class NoCounterpart(ValueError):  # noqa: N818
-    """Exception that a converter raises if a run has no equivalent of a value.
+    """Exception raised by a converter if a run has no equivalent of a value.
 
-    Its text, which ends with advice, becomes a refusal. See :attr:`ImportedRun.refusals`.
+    Its message ends with advice, and becomes a refusal. See :attr:`ImportedRun.refusals`.
     """
 
 
@@ -45,15 +46,16 @@ def is_off_or_empty(value: Any) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class ForeignKey:
-    """Base class of entries in a table of keys. An entry converts the values of one key of another trainer.
+    """Base class of table entries. An entry converts the values of one key of another trainer.
 
-    By default, null, false and empty values of a key are ignored.
+    By default, null, false and empty values are ignored.
 
     Attributes:
-        unless: Further values to ignore, such as the default of the program.
-        converts_empty_values: Whether null, false and empty values are passed to :meth:`convert` instead.
-        hint: Advice for the error message if a user writes this key into the config of a run. Empty if the
-            message should only name the settings in :attr:`targets`.
+        unless: Further values to ignore, such as the trainer's default.
+        converts_empty_values: Whether null, false and empty values are passed to :meth:`convert`
+            instead of being ignored.
+        hint: Advice for the error message if a user writes this key into the config of a run. If it is
+            empty, the message only lists the settings in :attr:`targets`.
     """
 
     unless: Sequence[Any] = ()
@@ -63,7 +65,7 @@ class ForeignKey:
     def has_no_effect(self, value: Any, file: ForeignFile) -> bool:
         """Return whether ``value`` is ignored without a note.
 
-        This is the case for values that mean "not set" in the program, and for the values in ``unless``.
+        This is the case for values that mean "not set" in the trainer, and for the values in ``unless``.
         """
         silent = (*self.unless, *file.program.unset_values)
         if value in silent or parse_boolean_word(value) in silent or str(value) in map(str, silent):
@@ -98,7 +100,7 @@ class ForeignKey:
 
     @property
     def summary(self) -> str:
-        """Text about the key in docs/keys.md. Empty if the key has no effect and needs no replacement."""
+        """Description of the key in docs/keys.md. Empty if the key has no effect and needs no replacement."""
         return self.remedy
 
 
@@ -113,17 +115,17 @@ class ImportedRun:
     """Settings that were converted from files of other trainers.
 
     Attributes:
-        values: Settings of a run, by dotted key.
+        values: Settings of a run, keyed by dotted key.
         origins: Origin (file, line and foreign key) of each setting in ``values``.
-        assumed_keys: Settings in ``values`` that are not in the files, but are defaults of the program.
-            Settings in the user's own config take precedence over them.
+        assumed_keys: Keys of settings in ``values`` that do not come from the files, but from the
+            trainer's defaults. The user's own config takes precedence over them.
         notes: Messages about keys that are ignored or have a different meaning in a run.
         refusals: Messages about keys that have no counterpart, with advice.
-        differences: Sentences about differences between a run and the original program that remain although
-            all keys were converted.
-        differing_programs: Names of the programs that ``differences`` are about.
+        differences: Sentences about differences between a run and the original trainer that remain
+            after all keys were converted.
+        differing_programs: Names of the trainers to which ``differences`` refers.
         num_processes: Number of local ranks to start. None if a launcher or the backend determines it.
-        gpu_ids: Value for ``CUDA_VISIBLE_DEVICES``. None to keep its value.
+        gpu_ids: Value of ``CUDA_VISIBLE_DEVICES``. None to leave the variable unchanged.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
@@ -137,10 +139,10 @@ class ImportedRun:
     gpu_ids: str | None = None
 
     def raise_first_refusal(self) -> ImportedRun:
-        """Raise an error if a key has no counterpart. Otherwise, return this object.
+        """Raise an error about the first key without a counterpart, or return this object if there is none.
 
         Raises:
-            UserError: With the message of the first refusal.
+            UserError: If there is a refusal. The error has its message.
         """
         if self.refusals:
             raise UserError(self.refusals[0])
@@ -153,8 +155,9 @@ class ProgramDifference:
 
     Attributes:
         text: Sentence about the difference, which is shown to the user.
-        setting: Dotted key of a setting. The difference is only shown if the imported run sets the setting to
-            a value that is not empty, false or 0. If ``setting`` is empty, the difference is always shown.
+        setting: Dotted key of a setting. The difference is only shown if the imported run sets it to a
+            value other than false, 0 or an empty value. If ``setting`` is empty, the difference is
+            always shown.
     """
 
     text: str
@@ -162,14 +165,14 @@ class ProgramDifference:
 
 
 def refuse_unknown_key(file: ForeignFile, value: Any) -> None:
-    """Handle a key that is not in the table of the program, by refusing most values.
+    """Refuse a key that is not in the trainer's table, unless its value can be ignored.
 
-    Null is ignored. False and empty values are also ignored, because a later release of the program may have
-    added a key that is off by default. However, if the table contains a similar name, they are refused,
-    because the key may be misspelled.
+    Null is always ignored. False and empty values are ignored because the key may be a new option of a
+    later release that is off by default. However, they are refused if the table contains a similar
+    name, because the key may then be misspelled.
 
     Args:
-        file: The file. ``file.path`` is the path of the key.
+        file: File that is being converted. ``file.path`` is the path of the key.
         value: Value of the key.
 
     Raises:
@@ -187,11 +190,11 @@ def refuse_unknown_key(file: ForeignFile, value: Any) -> None:
 
 
 def _keep_file(file: ForeignFile) -> None:
-    """Do nothing. This function is the default of :attr:`ForeignProgram.normalize_file`."""
+    """Do nothing. Default of :attr:`ForeignProgram.normalize_file`."""
 
 
 def _keep_settings(file: ForeignFile, num_devices: int) -> None:
-    """Do nothing. This function is the default of :attr:`ForeignProgram.complete_settings`."""
+    """Do nothing. Default of :attr:`ForeignProgram.complete_settings`."""
 
 
 @dataclass(frozen=True)
@@ -199,23 +202,23 @@ class ForeignProgram:
     """Another trainer whose files can be imported, with the table of its keys.
 
     Attributes:
-        name: Name of the program in messages.
+        name: Name of the trainer in messages.
         keys: Table of the keys in its files.
-        unique_keys: Top-level keys that identify a file of the program, because no other program has them.
-        usual_keys: Further top-level keys that its files usually have.
-        title: Name of the program in the list of programs, if it differs from ``name``. Otherwise empty.
-        defaults: Defaults of the program that differ from the defaults of a run, by dotted key of the
+        unique_keys: Top-level keys that only this trainer has, so that they identify its files.
+        usual_keys: Further top-level keys that its files usually contain.
+        title: Name in the list of trainers, if it differs from ``name``. Otherwise empty.
+        defaults: Defaults of the trainer that differ from the defaults of a run, keyed by dotted
             setting.
-        differences: Differences in behavior that remain although all keys were converted.
-        unset_values: Values that are ignored for all keys, because they mean "not set" in the program.
-        unknown_key_message: Message about an unknown key, in which ``{value}`` is replaced by the value of
-            the key.
+        differences: Differences in behavior that remain after all keys were converted.
+        unset_values: Values that mean "not set" in the trainer. They are ignored for all keys.
+        unknown_key_message: Message about an unknown key, in which ``{value}`` is replaced by the key's
+            value.
         convert_unknown_key: Function that handles a key that is not in the table.
-        normalize_file: Function that is called before the conversion, and brings a file into the form that
-            the table expects.
-        complete_settings: Function that is called after all keys have been converted, and adds the settings
-            that depend on several keys. Its second argument is the number of devices among which a batch is
-            divided, or 0 if it is unknown.
+        normalize_file: Function that is called before the conversion, and changes a file to the layout
+            that the table expects.
+        complete_settings: Function that is called after all keys have been converted, and adds the
+            settings that depend on several keys. Its second argument is the number of devices over
+            which a batch is divided, or 0 if it is unknown.
     """
 
     name: str
@@ -232,20 +235,20 @@ class ForeignProgram:
     complete_settings: Callable[[ForeignFile, int], None] = _keep_settings
 
     def is_program_of(self, file_content: Mapping[str, object], *, is_foreign_file: bool) -> bool:
-        """Return whether a file is probably a config file of this program.
+        """Return whether a file is probably a config file of this trainer.
 
-        The file must contain at least two of the program's unique and usual keys.
+        The file must contain at least two of the trainer's unique and usual keys.
 
         Args:
             file_content: Content of the file.
-            is_foreign_file: Whether it is known that the file belongs to one of the programs. If so, a single
+            is_foreign_file: Whether the file certainly belongs to one of the trainers. If so, a single
                 unique key is sufficient.
         """
         present = {*self.unique_keys, *self.usual_keys} & file_content.keys()
         return len(present) > 1 or (is_foreign_file and not present.isdisjoint(self.unique_keys))
 
     def find_key_entry(self, dotted_key: str) -> ForeignKey | None:
-        """Call :func:`find_key_entry` with the table of this program."""
+        """Find the entry of a dotted key in this trainer's table. See :func:`find_key_entry`."""
         return find_key_entry(self.keys, dotted_key)
 
 
@@ -253,8 +256,8 @@ def find_key_entry(keys: ForeignKeys, dotted_key: str) -> ForeignKey | None:
     """Find the entry of a dotted key in a table.
 
     Returns:
-        The entry of exactly this key. If there is none, the first entry with a star that matches the key.
-        None if no entry matches.
+        The entry for exactly this key, otherwise the first entry with a star that matches the key. None
+        if no entry matches.
     """
     if dotted_key in keys:
         return keys[dotted_key]
@@ -265,12 +268,12 @@ def find_key_entry(keys: ForeignKeys, dotted_key: str) -> ForeignKey | None:
 
 
 class ForeignValue(NamedTuple):
-    """Key in a file of another trainer that is converted as a unit, and its value.
+    """Key and value in another trainer's file that are converted as a unit.
 
     Attributes:
         path: Path of the key.
-        value: Value of the key. It is only a mapping if the table has no entries for the keys inside the
-            mapping, or if it also has an entry for the mapping itself.
+        value: Value of the key. It is a mapping only if the table has no entries for the mapping's
+            keys, or also has an entry for the mapping itself.
     """
 
     path: KeyPath
@@ -282,9 +285,9 @@ class ForeignFile:
     """Config file of another trainer, and the state of its conversion.
 
     Attributes:
-        program: The program whose file it is.
+        program: Trainer to which the file belongs.
         values: Content of the file.
-        build_origin: Function that takes the path of a key, and returns its origin.
+        build_origin: Function that returns the origin of a key, given its path.
         result: Settings, notes and refusals from the keys that have been converted so far.
         path: Path of the key that is being converted.
     """
@@ -308,7 +311,7 @@ class ForeignFile:
         return default if value is None else value
 
     def set_setting(self, source_path: KeyPath, setting: str, value: Any) -> None:
-        """Set a setting in the result, and record the key of the file that it results from.
+        """Set a setting in the result, and record the key of the file from which it was converted.
 
         Args:
             source_path: Path of the key in the file, which becomes the origin of the setting.
@@ -336,12 +339,12 @@ class ForeignFile:
     def set_global_batch_size(self, num_devices: int) -> None:
         """Set the global batch size, unless the file has set it.
 
-        Other programs multiply micro-batch size, accumulation steps and number of data-parallel devices when
-        a run starts. In this project, the product is a setting, which does not change with the number of
-        devices. Nothing is set if one of the factors is unknown.
+        Other trainers compute it when a run starts, as the product of the micro-batch size, the
+        accumulation steps and the number of data-parallel devices. In this project, it is a setting that
+        does not change with the number of devices. Nothing is set if one of the factors is unknown.
 
         Args:
-            num_devices: Number of devices among which a batch is divided. 0 if it is unknown.
+            num_devices: Number of devices over which a batch is divided. 0 if it is unknown.
         """
         micro = self.result.values.get("train.micro_batch_size")
         steps = self.get_value("gradient_accumulation_steps", 1)
@@ -355,7 +358,7 @@ class ForeignFile:
             self.set_default_setting("train.global_batch_size", micro * steps * num_devices, reason)
 
     def add_note(self, path: KeyPath, message: str) -> None:
-        """Add a note about a key to the result, after the origin of the key.
+        """Add a note about a key to the result. The note begins with the origin of the key.
 
         Args:
             path: Path of the key.
@@ -364,7 +367,7 @@ class ForeignFile:
         self.result.notes.append(to_one_line(f"{self.build_origin(path).text}: {message}"))
 
     def add_refusal(self, path: KeyPath, message: str) -> None:
-        """Add a message to the result that a key is not supported, after the origin of the key.
+        """Add a refusal of a key to the result. Its message begins with the origin of the key.
 
         Args:
             path: Path of the key.
@@ -392,10 +395,10 @@ class ForeignFile:
                 )
 
     def _iter_key_values(self, values: Mapping[str, Any], section: KeyPath) -> Iterator[ForeignValue]:
-        """Yield the keys to convert. The keys inside a section are yielded instead of the section itself.
+        """Yield the keys to convert. For a section, yield the keys inside it instead of the section itself.
 
-        A mapping counts as a section if the table has entries for keys inside of it. If the value of a
-        section is not a mapping, a refusal is added, unless the value is off or empty.
+        A mapping counts as a section if the table has entries for keys inside it. If the table expects a
+        section but the value is not a mapping, a refusal is added, unless the value is off or empty.
 
         Args:
             values: Mapping from keys to values.
@@ -413,7 +416,7 @@ class ForeignFile:
                 yield ForeignValue(path, value)
 
     def _convert_key(self, path: KeyPath, value: Any) -> None:
-        """Convert one key with its entry in the table, or with ``convert_unknown_key`` if it has no entry."""
+        """Convert one key with its entry in the table, or with ``convert_unknown_key`` if it has none."""
         key = self.program.find_key_entry(".".join(path))
         if key is None:
             self.program.convert_unknown_key(self, value)

@@ -1,7 +1,7 @@
-"""Types of entries in the tables of other trainers' keys. An entry converts the values of one key.
+"""Entry types for the tables of other trainers' keys. An entry converts the values of one key.
 
-A table maps keys of another program to entries. A nested key is written with dots. A key that ends with a
-star matches all keys with this prefix that have no separate entry::
+A table maps keys of another trainer to entries. A nested key is written with dots. A key that ends
+with a star matches all keys with this prefix that have no separate entry::
 
     KEYS: ForeignKeys = {
         "learning_rate": SettingKey("train.learning_rate"),
@@ -54,7 +54,7 @@ def parse_flag(value: Any) -> bool:
 
 
 def parse_name_list(value: Any) -> list[str]:
-    """Convert a list of names, or a string with names and commas, to a list without empty names."""
+    """Convert a list of names, or a comma-separated string, to a list without empty names."""
     names = value.split(",") if isinstance(value, str) else value
     return [name for name in (str(name).strip() for name in names) if name]
 
@@ -63,11 +63,11 @@ def translate_word(value: Any, meanings: Mapping[str, Any]) -> Any:
     """Look up the meaning of a word, ignoring case.
 
     Args:
-        value: The word, a boolean, or None.
+        value: Word to look up, a boolean, or None.
         meanings: Meanings, keyed by word.
 
     Returns:
-        The meaning. None if ``value`` is None and there is no word ``null``.
+        The meaning. None if ``value`` is None and ``meanings`` has no key ``null``.
 
     Raises:
         NoCounterpart: If ``value`` is not a key of ``meanings``. The message lists the keys.
@@ -79,9 +79,9 @@ def translate_word(value: Any, meanings: Mapping[str, Any]) -> Any:
 
 
 def find_matching_word(value: Any, words: Mapping[str, Any]) -> str | None:
-    """Find the key of ``words`` that equals ``value``, ignoring case. Returns None if there is no such key.
+    """Find the key of ``words`` that equals ``value``, ignoring case. Return None if none matches.
 
-    A boolean, or a word such as ``yes`` or ``off``, also matches the key ``true`` or ``false``.
+    Booleans, and words such as ``yes`` or ``off``, also match the keys ``true`` and ``false``.
     """
     by_upper_case = {word.upper(): word for word in words}
     for item in (value, parse_boolean_word(value)):
@@ -93,7 +93,7 @@ def find_matching_word(value: Any, words: Mapping[str, Any]) -> str | None:
 
 @dataclass(frozen=True)
 class SingleTargetKey(ForeignKey):
-    """Base class of entries for a key whose values are converted to values of a single setting.
+    """Base class of entries that convert the values of a key to values of a single setting.
 
     Attributes:
         target: Dotted key of the setting.
@@ -103,12 +103,12 @@ class SingleTargetKey(ForeignKey):
 
     @property
     def targets(self) -> tuple[str, ...]:
-        """Dotted key of the setting, as the only element."""
+        """Tuple that contains only the dotted key of the setting."""
         return (self.target,)
 
     @property
     def summary(self) -> str:
-        """Dotted key of the setting. The hint is left out, because it only explains the values."""
+        """Dotted key of the setting. The hint is omitted, because it only explains the values."""
         return self.target
 
 
@@ -123,7 +123,7 @@ class WordKey(ForeignKey):
     words: Mapping[str, Any]
 
     def has_no_effect(self, value: Any, file: ForeignFile) -> bool:
-        """Return whether ``value`` is ignored. False for every key of :attr:`words`, such as ``false``."""
+        """Return whether ``value`` is ignored. False for all keys of :attr:`words`, such as ``false``."""
         return find_matching_word(value, self.words) is None and super().has_no_effect(value, file)
 
 
@@ -145,9 +145,9 @@ class SettingKey(SingleTargetKey):
 
 @dataclass(frozen=True)
 class WordSettingKey(WordKey, SingleTargetKey):
-    """Entry for a key with a fixed set of values, each of which has a corresponding value of one setting.
+    """Entry for a key with a fixed set of values that correspond to values of one setting.
 
-    The setting is not set if the meaning of a value in :attr:`words` is None.
+    If the meaning of a value in :attr:`words` is None, the setting is not set.
     """
 
     def convert(self, value: Any, file: ForeignFile) -> ConvertedSettings:
@@ -158,39 +158,39 @@ class WordSettingKey(WordKey, SingleTargetKey):
 
 @dataclass(frozen=True)
 class PresetKey(WordKey):
-    """Entry for a key with a fixed set of values, each of which selects values of several settings.
+    """Entry for a key with a fixed set of values, each of which sets several settings.
 
-    The meanings in :attr:`words` are mappings from dotted keys to values.
+    The meanings in :attr:`words` are dicts that map dotted keys to values.
     """
 
     def convert(self, value: Any, file: ForeignFile) -> ConvertedSettings:
-        """Return the settings that a value selects."""
+        """Return the settings that correspond to a value."""
         settings: ConvertedSettings = translate_word(value, self.words)
         return settings
 
     @property
     def targets(self) -> tuple[str, ...]:
-        """Dotted keys of all settings that any value selects."""
+        """Dotted keys of all settings that at least one value of the key sets."""
         return tuple(dict.fromkeys(key for settings in self.words.values() for key in settings))
 
     @property
     def remedy(self) -> str:
-        """Hint of the entry, because the names of the settings alone do not determine the values to write."""
+        """Hint of the entry, because the setting names by themselves do not show which values to write."""
         return self.hint
 
 
 @dataclass(frozen=True)
 class SwitchKey(ForeignKey):
-    """Entry for a switch that selects values of settings if it is true, ``auto`` or ``full``.
+    """Entry for a boolean key that sets settings if its value is true, ``auto`` or ``full``.
 
     Attributes:
-        settings: Values that are set if the switch is true, by dotted key.
+        settings: Values to set if the key is true, keyed by dotted setting.
     """
 
     settings: Mapping[str, str]
 
     def convert(self, value: Any, file: ForeignFile) -> ConvertedSettings:
-        """Return the settings if the switch is true, and no settings if it is false."""
+        """Return the settings if the value of the key is true, otherwise no settings."""
         settings_if_true = self.settings
         settings: ConvertedSettings = translate_word(
             value, {"true": settings_if_true, "auto": settings_if_true, "full": settings_if_true, "false": {}}
@@ -209,7 +209,7 @@ class SwitchKey(ForeignKey):
 
     @property
     def summary(self) -> str:
-        """Instruction to set the settings, after the condition ``if true``."""
+        """Instruction to set the settings, prefixed with the condition ``if true``."""
         return f"if true: {self.remedy}"
 
 
@@ -219,7 +219,8 @@ class MultiSettingKey(ForeignKey):
 
     Attributes:
         possible_settings: Dotted keys of the settings that the converter may return.
-        converter: Function of the value and the file. It returns settings, or None for no settings.
+        converter: Function that converts the value, given the value and the file. It returns settings,
+            or None for no settings.
     """
 
     possible_settings: tuple[str, ...]
@@ -237,7 +238,7 @@ class MultiSettingKey(ForeignKey):
 
 @dataclass(frozen=True)
 class CompanionKey(ForeignKey):
-    """Entry for a key that is not converted by itself, because the converter of another key reads its value.
+    """Entry for a key that is not converted itself. The converter of another key reads its value.
 
     Attributes:
         advice: Replacement for the key in the config of a run: a setting, or a sentence with advice.
@@ -257,7 +258,10 @@ class CompanionKey(ForeignKey):
 
 @dataclass(frozen=True)
 class CounterpartlessKey(ForeignKey):
-    """Base class of entries for a key without an equivalent in a run. Values that turn it off are ignored."""
+    """Base class of entries for keys without an equivalent in a run.
+
+    Values that turn the key off are ignored.
+    """
 
     def has_no_effect(self, value: Any, file: ForeignFile) -> bool:
         """Return whether ``value`` is ignored because it turns the key off, such as zero or ``no``."""
@@ -269,7 +273,7 @@ class IgnoredKey(CounterpartlessKey):
     """Entry for a key that has no effect in a run.
 
     Attributes:
-        reason: Reason or advice for the note about the key. If it is empty, there is no note.
+        reason: Reason or advice for the note about the key. If it is empty, no note is added.
     """
 
     reason: str = ""
@@ -291,13 +295,13 @@ class IgnoredKey(CounterpartlessKey):
 
     @property
     def summary(self) -> str:
-        """Reason or advice, after ``no effect``. Empty for a key that is ignored without a note."""
+        """Reason or advice, prefixed with ``no effect``. Empty for a key that is ignored without a note."""
         return self.reason and f"no effect: {self.reason}"
 
 
 @dataclass(frozen=True)
 class RefusedKey(CounterpartlessKey):
-    """Entry for a key that has no counterpart, and is an error unless its value turns it off.
+    """Entry for a key that has no counterpart. The key is an error unless its value turns it off.
 
     Attributes:
         advice: Advice at the end of the error message.
@@ -316,23 +320,23 @@ class RefusedKey(CounterpartlessKey):
 
     @property
     def summary(self) -> str:
-        """Advice for the user, after ``refused``."""
+        """Advice for the user, prefixed with ``refused``."""
         return f"refused: {self.advice}"
 
 
 @dataclass(frozen=True)
 class NeverFalseKey(ForeignKey):
-    """Entry for a switch whose effect cannot be turned off in a run.
+    """Entry for a boolean key whose effect cannot be turned off in a run.
 
     Attributes:
-        reason: Reason and advice for the error message if the switch is off.
+        reason: Reason and advice for the error message if the value is false.
     """
 
     reason: str
     converts_empty_values: bool = field(default=True, kw_only=True)
 
     def convert(self, value: Any, file: ForeignFile) -> ConvertedSettings:
-        """Return no settings for a switch that is on or not set.
+        """Return no settings if the value is true or not set.
 
         Raises:
             NoCounterpart: If the value is false or zero.
@@ -343,10 +347,10 @@ class NeverFalseKey(ForeignKey):
 
     @property
     def remedy(self) -> str:
-        """Reason and advice, after ``never false``."""
+        """Reason and advice, prefixed with ``never false``."""
         return self.summary
 
     @property
     def summary(self) -> str:
-        """Reason and advice, after ``never false``."""
+        """Reason and advice, prefixed with ``never false``."""
         return f"never false: {self.reason}"

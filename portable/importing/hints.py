@@ -1,6 +1,6 @@
-"""Names and values used by other trainers, for error messages about unknown keys and values in a config.
+"""Names and values from other trainers, used in error messages about unknown keys and values in a config.
 
-:mod:`portable.command_line` imports this module only when there is such an error.
+:mod:`portable.command_line` imports this module only when such an error occurs.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 
 
 def _find_program_title(values: Mapping[str, object]) -> str:
-    """Return the name of the program that a config file belongs to. Empty if it is unknown."""
+    """Return the name of the trainer that a config file belongs to, or an empty string if it is unknown."""
     program = programs.detect_program(values)
     return "" if program is None else program.title or program.name
 
 
 def _build_foreign_meaning(key: ForeignKey) -> ForeignNameMeaning:
-    """Convert an entry of a table of keys to its meaning in error messages.
+    """Convert an entry of a key table to the meaning that error messages show.
 
-    The meaning is a setting if the remedy of the entry is the dotted key of a setting. Otherwise, it is
+    The meaning is a setting if the entry's remedy is the dotted key of a setting. Otherwise, it is
     advice.
     """
     is_setting = key.remedy in keys.get_setting_fields(RunConfig)

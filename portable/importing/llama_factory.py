@@ -1,4 +1,4 @@
-"""Table of the keys of LLaMA-Factory that the Trainer does not have, and their converters."""
+"""Table of the keys that LLaMA-Factory adds to the keys of transformers' Trainer, and their converters."""
 
 from __future__ import annotations
 
@@ -46,9 +46,10 @@ if TYPE_CHECKING:
 
 
 def convert_dataset_names(value: Any, file: ForeignFile) -> dict[str, Any]:
-    """Convert ``dataset``, the names of datasets, to data sources if they are datasets on the hub.
+    """Convert ``dataset``, a list of dataset names, to data sources. Only hub datasets are supported.
 
-    The names are hub datasets if all of them contain a slash, and ``dataset_dir`` is ``ONLINE`` or not set.
+    The names refer to hub datasets if all of them contain a slash and ``dataset_dir`` is ``ONLINE`` or
+    not set.
 
     Raises:
         NoCounterpart: If the names refer to LLaMA-Factory's ``dataset_info.json``.
@@ -63,7 +64,7 @@ def convert_dataset_names(value: Any, file: ForeignFile) -> dict[str, Any]:
 
 
 def convert_stage(value: Any, file: ForeignFile) -> dict[str, Any]:
-    """Convert ``stage``: training on conversations (``sft``), text (``pt``), or preference pairs (``dpo``).
+    """Convert ``stage``, which selects conversations (``sft``), text (``pt``), or preference pairs (``dpo``).
 
     Returns:
         Settings. Empty for ``sft``, because it is the default for conversations.
@@ -169,8 +170,8 @@ def complete_llama_factory_settings(file: ForeignFile, num_devices: int) -> None
     The default of ``adapter.alpha`` is twice the rank.
 
     Args:
-        file: A file whose keys have been converted.
-        num_devices: Number of devices among which a batch is divided. 0 if it is unknown.
+        file: File whose keys have been converted.
+        num_devices: Number of devices over which a batch is divided. 0 if it is unknown.
     """
     rank = file.result.values.get("adapter.r", DEFAULTS["adapter.r"])
     if file.result.values.get("adapter.type") is not None and isinstance(rank, int):

@@ -1,4 +1,4 @@
-"""Table of the keys of ms-swift that the Trainer does not have, or that have a different meaning there."""
+"""Table of the keys of ms-swift that transformers' Trainer lacks or interprets differently."""
 
 from __future__ import annotations
 
@@ -51,10 +51,11 @@ _DATASET = re.compile(r"(?:(?P<hub>hf|ms)::)?(?P<name>[^:#]+)(?::(?P<subsets>[^#
 
 
 def convert_datasets(value: Any, file: ForeignFile) -> dict[str, Any]:
-    """Convert ``dataset``, one or several datasets with optional subsets and numbers of samples.
+    """Convert ``dataset``, one or more datasets with optional subsets and numbers of samples.
 
-    An example is ``name:subset1/subset2#500``. Each subset becomes a separate source. Adds a note to the file
-    for each number of samples, because a run uses the first samples instead of random samples.
+    An example is ``name:subset1/subset2#500``. Each subset becomes a separate source. For each number
+    of samples, a note is added to the file, because a run uses the first samples instead of random
+    ones.
 
     Raises:
         NoCounterpart: If a name cannot be parsed.
@@ -82,7 +83,7 @@ def convert_datasets(value: Any, file: ForeignFile) -> dict[str, Any]:
 
 
 def convert_pair_loss(value: Any, file: ForeignFile) -> dict[str, Any]:
-    """Convert ``rlhf_type``, the name of a loss on preference pairs, with its arguments to ``train.loss``.
+    """Convert ``rlhf_type``, the name of a preference loss, and its arguments to ``train.loss``.
 
     Raises:
         NoCounterpart: If the loss is not supported, or combines several formulas.
@@ -102,9 +103,10 @@ def convert_pair_loss(value: Any, file: ForeignFile) -> dict[str, Any]:
 
 
 def convert_deepspeed_name(value: Any, _: ForeignFile) -> dict[str, Any]:
-    """Convert ``deepspeed``: the name of a config in ms-swift, such as ``zero3_offload``, or a path.
+    """Convert ``deepspeed``, the path of a DeepSpeed config or the name of a config in ms-swift.
 
-    A name is converted to the strategy and the offloading. A path becomes ``deepspeed.config``.
+    A name, such as ``zero3_offload``, is converted to the strategy and the offload settings. A path
+    becomes ``deepspeed.config``.
     """
     match = re.fullmatch(r"zero([0-3])(_offload)?", str(value))
     if match is None:
@@ -118,7 +120,7 @@ def convert_deepspeed_name(value: Any, _: ForeignFile) -> dict[str, Any]:
 
 
 def convert_environment(value: Any, _: ForeignFile) -> dict[str, Any]:
-    """Convert ``ENV``, variables of the environment by name. Only ``MAX_PIXELS`` is supported.
+    """Convert ``ENV``, a mapping of environment variables. Only ``MAX_PIXELS`` is supported.
 
     Raises:
         NoCounterpart: If there are other variables.
@@ -272,8 +274,8 @@ def complete_ms_swift_settings(file: ForeignFile, num_devices: int) -> None:
     """Add the defaults of ms-swift that depend on other keys, and call :func:`complete_run_settings`.
 
     Args:
-        file: A file whose keys have been converted.
-        num_devices: Number of devices among which a batch is divided. 0 if it is unknown.
+        file: File whose keys have been converted.
+        num_devices: Number of devices over which a batch is divided. 0 if it is unknown.
     """
     values = file.result.values
     if file.get_value("tuner_type", file.get_value("train_type", "lora")) == "lora":

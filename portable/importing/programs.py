@@ -1,4 +1,4 @@
-"""List of the programs whose files can be imported, and functions that detect and convert their files."""
+"""List the trainers whose config files can be imported, and detect and convert these files."""
 
 from __future__ import annotations
 
@@ -102,15 +102,15 @@ FOREIGN_PROGRAMS = (TORCHTUNE, AXOLOTL, LLAMA_FACTORY, ACCELERATE, MS_SWIFT, TRL
 def detect_program(
     file_content: Mapping[str, object], *, is_foreign_file: bool = False
 ) -> ForeignProgram | None:
-    """Find the program to which a config file belongs, by the keys in the file.
+    """Find the trainer that a config file belongs to, based on the keys in the file.
 
     Args:
         file_content: Content of the file.
-        is_foreign_file: Whether it is known that the file belongs to one of the programs. If so, fewer keys
-            are sufficient to identify the program.
+        is_foreign_file: Whether the file certainly belongs to one of the trainers. If so, fewer keys
+            are sufficient to identify the trainer.
 
     Returns:
-        The program. None if the file does not seem to belong to any of them.
+        The trainer. None if the file does not seem to belong to any of them.
     """
     return next(
         (
@@ -123,23 +123,24 @@ def detect_program(
 
 
 def format_program_names() -> str:
-    """Return the names of all programs for a message, separated by commas."""
+    """Return the names of all supported trainers, separated by commas, for a message."""
     return ", ".join(program.title or program.name for program in FOREIGN_PROGRAMS)
 
 
 def convert_foreign_file(document: YamlDocument, file_name: str, *, num_devices: int = 1) -> ImportedRun:
-    """Detect the program of a config file, and convert the file.
+    """Detect the trainer of a config file, and convert the file.
 
     Args:
         document: Content of the file, with the line numbers of its keys.
         file_name: Name of the file, used in messages.
-        num_devices: Number of devices among which a batch is divided.
+        num_devices: Number of devices over which a batch is divided.
 
     Returns:
-        The settings, notes and refusals. Keys without a counterpart do not raise an error.
+        Settings, notes and refusals. Keys without a counterpart become refusals and do not raise an
+        error.
 
     Raises:
-        UserError: If the file does not belong to any of the programs.
+        UserError: If the file does not belong to any supported trainer.
     """
     program = (
         detect_program(document.value, is_foreign_file=True) if isinstance(document.value, dict) else None
@@ -156,7 +157,7 @@ def convert_foreign_file(document: YamlDocument, file_name: str, *, num_devices:
 
 
 def convert_accelerate_file(document: YamlDocument, file_name: str) -> ImportedRun:
-    """Convert a file that ``accelerate config`` has written.
+    """Convert a file that was written by ``accelerate config``.
 
     Args:
         document: Content of the file, with the line numbers of its keys.
@@ -173,7 +174,7 @@ def convert_accelerate_file(document: YamlDocument, file_name: str) -> ImportedR
 
 
 def convert_accelerate_environment(environment: Mapping[str, str]) -> ImportedRun:
-    """Convert the environment variables with which ``accelerate launch`` has started this process.
+    """Convert the environment variables that ``accelerate launch`` has set for this process.
 
     Args:
         environment: Environment variables of the process.
@@ -192,19 +193,20 @@ def convert_accelerate_environment(environment: Mapping[str, str]) -> ImportedRu
 
 
 def build_deepspeed_file(values: Mapping[str, Any], name: str) -> ForeignFile:
-    """Build the file for :func:`convert_deepspeed_file` from the content of a DeepSpeed JSON.
+    """Build the input of :func:`convert_deepspeed_file` from the content of a DeepSpeed JSON.
 
-    Deprecated keys are renamed in the file, so the caller can read its values before the conversion.
+    Deprecated keys are already renamed in the returned file, so the caller can read its values before
+    the conversion.
 
     Args:
         values: Content of the JSON.
-        name: Name of the JSON file, or of the setting with the content, used in messages.
+        name: Name of the JSON file, or of the setting that contains the JSON, used in messages.
     """
     return _build_normalized_file(DEEPSPEED, values, lambda path: Origin(f"{name}: {'.'.join(path)}", 0))
 
 
 def convert_deepspeed_file(file: ForeignFile) -> ImportedRun:
-    """Convert the file of a DeepSpeed JSON. See :func:`build_deepspeed_file`.
+    """Convert a DeepSpeed JSON that was prepared by :func:`build_deepspeed_file`.
 
     The global batch size is only set if the JSON contains it, because the number of ranks is unknown.
     """
@@ -212,10 +214,10 @@ def convert_deepspeed_file(file: ForeignFile) -> ImportedRun:
 
 
 def _build_origin_finder(document: YamlDocument, file_name: str) -> Callable[[KeyPath], Origin]:
-    """Return a function that takes the path of a key, and returns its origin with the line in the file.
+    """Return a function that maps the path of a key to its origin: the file and the line of the key.
 
-    The function also finds a key to which :func:`accelerate.normalize_accelerate_file` has added the prefix
-    ``fsdp_``.
+    The function also finds keys to which :func:`accelerate.normalize_accelerate_file` has added the
+    prefix ``fsdp_``.
     """
 
     def build_origin(path: KeyPath) -> Origin:
@@ -228,12 +230,12 @@ def _build_origin_finder(document: YamlDocument, file_name: str) -> Callable[[Ke
 def _build_normalized_file(
     program: ForeignProgram, values: Mapping[str, Any], build_origin: Callable[[KeyPath], Origin]
 ) -> ForeignFile:
-    """Build a file, and bring it into the form that the table of its program expects.
+    """Build a file and normalize it to the layout that its trainer's table expects.
 
     Args:
-        program: The program whose file it is.
+        program: Trainer to which the file belongs.
         values: Content of the file.
-        build_origin: Function that takes the path of a key, and returns its origin.
+        build_origin: Function that returns the origin of a key, given its path.
     """
     file = ForeignFile(program, dict(values), build_origin)
     program.normalize_file(file)
@@ -252,10 +254,10 @@ def _convert_file(file: ForeignFile, *, num_devices: int = 1) -> ImportedRun:
 def resolve_references(values: dict[str, Any]) -> dict[str, Any]:
     """Replace references to top-level values of the same file, such as ``${output_dir}/logs``.
 
-    A reference to an unknown value, such as an environment variable, is not replaced.
+    References to unknown values, such as environment variables, are not replaced.
 
     Args:
-        values: Content of the file, which is not changed.
+        values: Content of the file. Not modified.
     """
 
     def resolve_value(value: Any, depth: int = 0) -> Any:

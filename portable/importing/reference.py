@@ -1,7 +1,7 @@
-"""Command that generates docs/keys.md, the page about other trainers' keys, from the tables of keys.
+"""Generate docs/keys.md, the page about other trainers' keys, from the tables of keys.
 
-``python -m portable.importing.reference`` writes the page. With ``--check``, it only checks that the page is
-up to date.
+``python -m portable.importing.reference`` writes the page. With ``--check``, it only checks that
+the page is up to date.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TABLE_BY_CHAPTER: dict[str, ForeignKeys] = {
 
 
 def build_foreign_keys_page() -> str:
-    """Build the text of docs/keys.md from the existing page, by replacing the rows of all tables."""
+    """Build the text of docs/keys.md by replacing the rows of all tables in the existing page."""
     head, *chapters = PAGE_PATH.read_text("utf-8").split("\n## ")
     parts = [head]
     for chapter in chapters:
@@ -46,8 +46,8 @@ def build_foreign_keys_page() -> str:
 def build_table_rows(keys: ForeignKeys) -> list[str]:
     """Build the rows of a Markdown table. Keys with the same meaning share a row.
 
-    Two types of keys are skipped: keys with the same name as their setting, ignoring sections, and keys that
-    have no effect and do not need a replacement.
+    Two kinds of keys are skipped: keys that have the same name as their setting (without sections), and
+    keys that have no effect and need no replacement.
     """
     names_by_text: dict[str, list[str]] = {}
     for name, key in keys.items():
@@ -63,10 +63,10 @@ def main(argv: list[str]) -> int:
     """Write the page, or check that it is up to date.
 
     Args:
-        argv: Arguments of the command, without the name of the program.
+        argv: Command-line arguments, without the program name.
 
     Returns:
-        Exit code: 1 if the page is out of date, 2 for wrong arguments, otherwise 0.
+        Exit code: 1 if the page is out of date, 2 for invalid arguments, otherwise 0.
     """
     if argv not in ([], ["--check"]):
         print("usage: python -m portable.importing.reference [--check]", file=sys.stderr)

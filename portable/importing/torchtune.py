@@ -1,4 +1,4 @@
-"""Table of the keys in the configs of torchtune's recipes, and their converters."""
+"""Table of the config keys of torchtune's recipes, with their converters."""
 
 from __future__ import annotations
 
@@ -58,24 +58,24 @@ def get_component_name(component: Any) -> str:
 
 
 def check_checkpointer(value: Any, _: ForeignFile) -> None:
-    """Raise ``NoCounterpart`` for a checkpointer that reads Meta's own format of weights."""
+    """Raise ``NoCounterpart`` for a checkpointer that reads Meta's original weight format."""
     if "Meta" in str(value):
         raise NoCounterpart("reads Meta's own files; set model.name_or_path to a folder of transformers'")
 
 
 def convert_model_builder(value: Any, _: ForeignFile) -> dict[str, Any]:
-    """Convert the model builder, such as ``lora_llama3_8b``, to the settings of the adapter.
+    """Convert the model builder, such as ``lora_llama3_8b``, to adapter settings.
 
-    Empty if the builder does not use an adapter.
+    Returns an empty dict if the builder does not use an adapter.
     """
     kind, _underscore, model = get_component_name(value).partition("_")
     return ADAPTERS.get(kind, {}) if model else {}
 
 
 def convert_adapted_modules(value: Any, file: ForeignFile) -> list[str]:
-    """Convert ``lora_attn_modules``, names of attention modules with an adapter, to transformers' names.
+    """Convert ``lora_attn_modules``, the attention modules with an adapter, to their names in transformers.
 
-    The modules of the MLP are added if ``apply_lora_to_mlp`` is true.
+    If ``apply_lora_to_mlp`` is true, the MLP modules are added.
     """
     names = ["o_proj" if name == "output_proj" else name for name in value or ()]
     adapts_mlp = file.get_value("model.apply_lora_to_mlp") is True
@@ -83,7 +83,7 @@ def convert_adapted_modules(value: Any, file: ForeignFile) -> list[str]:
 
 
 def convert_dataset_builder(value: Any, file: ForeignFile) -> dict[str, Any]:
-    """Convert the dataset builder and its arguments to the settings of the source.
+    """Convert the dataset builder and its arguments to settings of a data source.
 
     Raises:
         NoCounterpart: If the builder is not supported.
@@ -113,37 +113,40 @@ def convert_dataset_builder(value: Any, file: ForeignFile) -> dict[str, Any]:
 
 
 def convert_optimizer_class(value: Any, file: ForeignFile) -> Any:
-    """Convert the dotted path of an optimizer's class to a value of ``train.optimizer``."""
+    """Convert the dotted path of an optimizer class to a value of ``train.optimizer``."""
     return translate_setting_word("train.optimizer", get_component_name(value).lower(), file)
 
 
 def convert_schedule_function(value: Any, _: ForeignFile) -> str:
-    """Convert the dotted path of the function that builds the schedule to a value of ``train.schedule``.
+    """Convert the dotted path of a function that builds a schedule to a value of ``train.schedule``.
 
-    Only the name of torchtune's cosine schedule is translated. Other names are returned unchanged, so that
-    the validation of the config reports unknown names.
+    Only torchtune's cosine schedule is renamed. Other names are returned unchanged, so that the config
+    validation reports unknown names.
     """
     name = get_component_name(value)
     return "cosine" if name == "get_cosine_schedule_with_warmup" else name
 
 
 def convert_loss_class(value: Any, _: ForeignFile) -> str | None:
-    """Convert the dotted path of a loss class to ``train.loss``. None if it is not a preference loss."""
+    """Convert the dotted path of a preference loss to ``train.loss``. Return None for other losses."""
     return LOSSES.get(get_component_name(value))
 
 
 def convert_metric_logger(value: Any, _: ForeignFile) -> dict[str, Any]:
-    """Convert the dotted path of the logger's class to ``log.trackers``. Empty for loggers other than W&B."""
+    """Convert the dotted path of the logger class to ``log.trackers``.
+
+    Only the W&B logger is converted. Returns an empty dict for other loggers.
+    """
     return {"log.trackers": ["wandb"]} if "WandB" in str(value) else {}
 
 
 def convert_to_bool(value: Any, _: ForeignFile) -> bool:
-    """Convert any value to a boolean, including null."""
+    """Convert any value, including null, to a boolean."""
     return bool(value)
 
 
 def convert_to_lower_case(value: Any, _: ForeignFile) -> str:
-    """Convert a value to text in lower case."""
+    """Convert a value to a lower-case string."""
     return str(value).lower()
 
 

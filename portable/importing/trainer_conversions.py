@@ -1,4 +1,4 @@
-"""Converters and messages that the tables of TRL, axolotl, LLaMA-Factory, ms-swift and torchtune share."""
+"""Converters and messages shared by the tables of TRL, axolotl, LLaMA-Factory, ms-swift and torchtune."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ NO_LIGER = "Liger kernels are not used; remove the key (memory.loss_chunk_tokens
 
 
 def convert_module_names(value: Any, _: ForeignFile) -> Any:
-    """Convert a list of module names, or text with names and commas, to ``adapter.target_modules``.
+    """Convert a list or comma-separated string of module names to ``adapter.target_modules``.
 
     The name ``all`` becomes ``all-linear``. Returns None if there are no names.
     """
@@ -46,10 +46,10 @@ def convert_module_names(value: Any, _: ForeignFile) -> Any:
 
 
 def convert_eval_fraction(value: Any, _: ForeignFile) -> Any:
-    """Convert the fraction of the records to hold out for evaluation. Null becomes 0.
+    """Convert the fraction of records to hold out for evaluation. Null becomes 0.
 
     Raises:
-        NoCounterpart: If the value is a number of records.
+        NoCounterpart: If the value is a number of records instead of a fraction.
     """
     if value and value >= 1:
         raise NoCounterpart(
@@ -62,11 +62,11 @@ def convert_chat_template(value: Any, _: ForeignFile) -> str | None:
     """Convert the name of a chat template.
 
     Returns:
-        ``chatml`` for this name. None for ``tokenizer_default``, because the tokenizer's template is the
-        default.
+        ``chatml`` for ``chatml``. None for ``tokenizer_default``, because the tokenizer's template is
+        the default.
 
     Raises:
-        NoEffect: For any other name, because it refers to a template that is part of the other program.
+        NoEffect: For any other name, because it refers to a template of the other trainer.
     """
     if value == "chatml":
         return "chatml"
@@ -83,14 +83,14 @@ def build_interval_converter(
 ) -> Callable[[Any, ForeignFile], dict[str, Any]]:
     """Build a converter for the Trainer's ``eval_steps`` or ``save_steps``.
 
-    The value is an interval: a number of steps, or a fraction of all steps. A fraction is converted to steps
-    if ``max_steps`` is set, and otherwise to epochs.
+    The value is a number of steps or a fraction of all steps. A fraction is converted to steps if
+    ``max_steps`` is set, otherwise to epochs.
 
     Args:
         steps_setting: Setting for the interval in steps.
         epochs_setting: Setting for the interval in epochs.
-        unit_key: Key of the file with the unit of the interval. The interval is ignored if the unit is not
-            ``steps``.
+        unit_key: Key in the file that contains the unit of the interval. The interval is ignored if the
+            unit is not ``steps``.
     """
 
     def convert_interval(value: Any, file: ForeignFile) -> dict[str, Any]:
@@ -108,7 +108,7 @@ def build_interval_converter(
 
 
 def convert_events_per_epoch(value: Any, _: ForeignFile) -> float | None:
-    """Convert a number of events per epoch to the interval in epochs. Returns None for 0 and null."""
+    """Convert a number of events per epoch to an interval in epochs. Return None for 0 and null."""
     return 1 / value if value else None
 
 
@@ -123,10 +123,11 @@ def convert_push_time(value: Any, file: ForeignFile) -> str | None:
 
 
 def format_pair_loss(kind: Any, beta: Any, sft: Any = None) -> str:
-    """Format the value of ``train.loss`` for a loss on preference pairs.
+    """Format the value of ``train.loss`` for a preference loss.
 
     Args:
-        kind: Name of the loss in other programs: ``orpo``, ``simpo``, or a type of DPO loss. None means DPO.
+        kind: Name of the loss in other trainers: ``orpo``, ``simpo``, or a type of DPO loss. None for
+            plain DPO.
         beta: Argument ``beta`` of the loss. None selects the default. Ignored for ORPO.
         sft: Weight of an additional cross-entropy on the chosen answer. None or 0 for no cross-entropy.
             Ignored for ORPO and SimPO.
@@ -151,7 +152,7 @@ def convert_dataset_entry(
     Args:
         entry: Keys and values of the entry.
         keys: Table of the keys of such an entry.
-        entry_number: Position of the entry in the list, counted from 1, used in messages.
+        entry_number: One-based position of the entry in the list, used in messages.
         file: File that contains the list. ``file.path`` is the path of the list.
 
     Returns:
@@ -170,17 +171,17 @@ def convert_dataset_entry(
 
 
 def build_source_settings(sources: list[dict[str, Any]]) -> dict[str, Any]:
-    """Build the settings for one source, or for a mixture of several sources.
+    """Build the settings for a single source, or for a mixture of several sources.
 
-    The sources of a mixture have no weights, so each source is read once per epoch. They are named after the
-    last part of their paths, with a number if a name occurs twice.
+    The sources of a mixture get no weights, so each source is read once per epoch. Each source is named
+    after the last part of its path, with a number appended to duplicate names.
 
     Args:
         sources: Settings of each source, without the prefix ``data.``. Settings with the value None are
             skipped.
 
     Returns:
-        Settings, by dotted key. Empty if there are no sources.
+        Settings, keyed by dotted key. Empty if there are no sources.
     """
     sources = [{key: value for key, value in entry.items() if value is not None} for entry in sources]
     if len(sources) == 1:
@@ -209,15 +210,15 @@ _EXCLUDED_BY = {
 
 
 def complete_run_settings(file: ForeignFile, num_devices: int) -> None:
-    """Add the defaults of the program, the global batch size and the differences to the result of a file.
+    """Add the trainer's defaults, the global batch size and the differences to the result of a file.
 
-    Settings that would have no effect are removed: the section ``adapter`` if there is no adapter, the
-    section ``hub`` if nothing is pushed, evaluation intervals if nothing is held out for evaluation, and
-    settings that another setting replaces.
+    Settings that would have no effect are removed. These are the section ``adapter`` without an
+    adapter, the section ``hub`` if nothing is pushed, and evaluation intervals without evaluation data.
+    Settings that another setting replaces are also removed.
 
     Args:
-        file: A file whose keys have been converted.
-        num_devices: Number of devices among which a batch is divided. 0 if it is unknown.
+        file: File whose keys have been converted.
+        num_devices: Number of devices over which a batch is divided. 0 if it is unknown.
     """
     values, program = file.result.values, file.program
     if "train.loss" in values:

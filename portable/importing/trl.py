@@ -1,7 +1,7 @@
-"""Table of the keys of the Trainer, of TRL, and of transformers' example scripts, and their converters.
+"""Table of the keys of transformers' Trainer and example scripts and of TRL, with their converters.
 
-The files of axolotl and LLaMA-Factory also contain these keys, because both programs pass most arguments on
-to the Trainer.
+The files of axolotl and LLaMA-Factory also contain these keys, because both trainers pass most
+arguments to transformers' Trainer.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ SCRIPT_ARGUMENTS = {
 
 
 def build_betas_converter(default_second_beta: float) -> ValueConverter:
-    """Build a converter for ``adam_beta1`` or ``adam_beta2``, which returns ``train.betas`` with both values.
+    """Build a converter for ``adam_beta1`` or ``adam_beta2`` that sets both values of ``train.betas``.
 
     Args:
         default_second_beta: Value of the second beta if the file does not set ``adam_beta2``.
@@ -73,20 +73,20 @@ def build_betas_converter(default_second_beta: float) -> ValueConverter:
 
 
 def convert_logging_steps(value: Any, _: ForeignFile) -> int:
-    """Convert ``logging_steps``, the interval of logs in steps. A fraction of all steps becomes 1."""
+    """Convert ``logging_steps``, the logging interval in steps. A fraction of all steps becomes 1."""
     return max(1, int(value))
 
 
 def convert_tf32(value: Any, file: ForeignFile) -> str | None:
-    """Convert the switch ``tf32`` to the precision. Returns None if it is off, or if ``bf16`` is set."""
+    """Convert the boolean ``tf32`` to the precision. Return None if it is false or ``bf16`` is set."""
     return "tf32" if parse_boolean_word(value) is True and not file.get_value("bf16") else None
 
 
 def convert_scheduler_arguments(value: Any, file: ForeignFile) -> dict[str, Any]:
     """Convert ``lr_scheduler_kwargs`` to ``train.min_learning_rate_ratio``.
 
-    Only ``min_lr``, the lowest learning rate, and ``min_lr_rate``, its ratio to the learning rate, are
-    supported.
+    The supported arguments are ``min_lr``, the minimum learning rate, and ``min_lr_rate``, its ratio to
+    the learning rate.
 
     Raises:
         NoCounterpart: If there are other arguments.
@@ -100,7 +100,7 @@ def convert_scheduler_arguments(value: Any, file: ForeignFile) -> dict[str, Any]
 
 
 def convert_warmup(value: Any, _: ForeignFile) -> dict[str, Any]:
-    """Convert ``warmup_steps``, which is a number of steps, or a fraction of all steps if it is below 1."""
+    """Convert ``warmup_steps``, a number of steps or, if it is below 1, a fraction of all steps."""
     return {"train.warmup_ratio" if 0 < value < 1 else "train.warmup_steps": value}
 
 
@@ -116,9 +116,10 @@ def convert_trackers(value: Any, _: ForeignFile) -> list[str] | None:
 
 
 def convert_trained_tokens(_: Any, file: ForeignFile) -> dict[str, Any]:
-    """Convert TRL's switches ``assistant_only_loss`` and ``completion_only_loss`` to ``data.train_on``.
+    """Convert TRL's ``assistant_only_loss`` and ``completion_only_loss`` to ``data.train_on``.
 
-    If both switches are on, ``assistant_only_loss`` takes precedence. Returns no settings if neither is set.
+    If both are true, ``assistant_only_loss`` takes precedence. If neither is true, the result is
+    ``all`` if ``completion_only_loss`` is false, or an empty dict if it is not set.
     """
     if parse_boolean_word(file.get_value("assistant_only_loss")) is True:
         return {"data.train_on": "assistant"}
@@ -132,7 +133,10 @@ def convert_trained_tokens(_: Any, file: ForeignFile) -> dict[str, Any]:
 
 
 def convert_max_length(value: Any, file: ForeignFile) -> Any:
-    """Return ``max_length``. If it is null, as in scripts for images, add a note and return None."""
+    """Return ``max_length``. If it is null, as in scripts for images, add a note and return None.
+
+    The note recommends setting ``data.seq_len``.
+    """
     if value is None:
         file.add_note(
             file.path,
@@ -153,9 +157,10 @@ def convert_mixture(value: Any, file: ForeignFile) -> dict[str, Any]:
 
 
 def convert_mixture_entries(entries: Any, file: ForeignFile) -> dict[str, Any]:
-    """Convert the list of datasets in TRL's ``dataset_mixture`` to data sources.
+    """Convert the dataset list in TRL's ``dataset_mixture`` to data sources.
 
-    A fraction of the samples below 1 becomes a slice of the split, such as ``train[:10%]``.
+    If an entry uses only a fraction of its samples, the fraction becomes a slice of the split, such as
+    ``train[:10%]``.
     """
     sources = []
     for number, entry in enumerate(entries, start=1):
@@ -481,9 +486,9 @@ _LAUNCH: ForeignKeys = {
 
 
 def _build_fsdp_config_keys() -> dict[str, ForeignKey]:
-    """Build the table of the keys in the Trainer's ``fsdp_config`` from the table of Accelerate.
+    """Build the table of the keys in the Trainer's ``fsdp_config`` from Accelerate's table.
 
-    Each key of Accelerate is added with and without the prefix ``fsdp_``, because the Trainer accepts both.
+    Each key is added with and without the prefix ``fsdp_``, because the Trainer accepts both.
     """
     keys = {
         name.replace(".fsdp_", start): key
@@ -549,13 +554,13 @@ DIFFERENCES = (
 
 
 def complete_trl_settings(file: ForeignFile, num_devices: int) -> None:
-    """Add the loss on preference pairs and TRL's default for conversations to the result of a file.
+    """Add the preference loss and TRL's default for conversations to the result of a file.
 
     Then call :func:`complete_run_settings`.
 
     Args:
-        file: A file whose keys have been converted.
-        num_devices: Number of devices among which a batch is divided. 0 if it is unknown.
+        file: File whose keys have been converted.
+        num_devices: Number of devices over which a batch is divided. 0 if it is unknown.
     """
     _set_pair_loss(file)
     if "train.loss" not in file.result.values and not any(map(file.get_value, SCRIPT_ARGUMENTS)):
@@ -565,11 +570,10 @@ def complete_trl_settings(file: ForeignFile, num_devices: int) -> None:
 
 
 def _set_pair_loss(file: ForeignFile) -> None:
-    """Set ``train.loss`` and TRL's default learning rate for DPO if the file is for TRL's DPO trainer.
+    """Set ``train.loss`` and TRL's default learning rate for DPO if the file belongs to a DPO trainer.
 
-    A file does not name its trainer, so it counts as a file for DPO if it has a key that only TRL's trainers
-    for preference pairs have. Adds a note about this to the file. Adds a refusal if the file combines several
-    formulas.
+    A file does not name its TRL trainer. It counts as a DPO file, with a note, if it contains a key
+    that only TRL's preference trainers have. A loss that combines several formulas becomes a refusal.
     """
     key = next(
         (key for key in ("beta", "max_prompt_length", "loss_weights") if file.get_value(key) is not None),

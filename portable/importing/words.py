@@ -1,7 +1,8 @@
-"""Table of setting values in the spelling of other trainers.
+"""Table that maps other trainers' names of setting values to the names in this project.
 
-For the settings in :data:`TRANSLATED_SETTINGS`, the table is used to convert values when a file is imported.
-For all other settings, it is only used for suggestions in error messages about invalid values.
+For the settings in :data:`TRANSLATED_SETTINGS`, the table is used to convert values when a file is
+imported. For all other settings, it is only used for suggestions in error messages about invalid
+values.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ if TYPE_CHECKING:
 
 
 class WordMeaning(NamedTuple):
-    """Value of a setting that corresponds to another trainer's value, with a remark.
+    """Setting value that corresponds to another trainer's value, with advice.
 
     Attributes:
         value: Value of the setting.
-        advice: Remark that follows the value in messages: another setting to change, or a difference in
+        advice: Text that follows the value in messages: another setting to change, or a difference in
             meaning.
     """
 
@@ -102,17 +103,17 @@ TRANSLATED_SETTINGS = ("model.attention", "precision", "train.optimizer", "train
 def translate_setting_word(setting: str, value: Any, file: ForeignFile) -> Any:
     """Convert another trainer's value to the value of a setting.
 
-    If the value is ``adafactor``, this function also sets ``train.adafactor_rule`` in the result of the file,
-    so that the update rule stays the same.
+    For ``adafactor``, ``train.adafactor_rule`` is also set in the result of the file, so that the
+    update rule stays the same.
 
     Args:
         setting: Dotted key, one of :data:`TRANSLATED_SETTINGS`.
-        value: Value in the file of the other trainer.
-        file: The file.
+        value: Value in the other trainer's file.
+        file: File that is being converted.
 
     Returns:
-        The converted value. An unknown value is returned as a string. None if the value is a boolean, empty
-        or ``auto``.
+        The converted value. An unknown value is returned unchanged, as a string. None for a boolean, an
+        empty value, or ``auto``.
     """
     if value == "adafactor":
         file.set_setting(file.path, "train.adafactor_rule", "transformers")

@@ -28,9 +28,9 @@ REFERENCE_COLUMN = "reference_log_probs"
 
 
 def _mark_pairs(batch: Batch) -> Tensor:
-    """Return a mask of the samples in which both answers have labels, bool ``[batch]``.
+    """Return a mask of the samples whose two answers both have labels, bool ``[batch]``.
 
-    The other samples only fill up the batch and must not count in the loss.
+    The other samples are padding and must not count in the loss.
 
     Raises:
         ValueError: If the labels do not have the shape ``[batch, 2, tokens]``.
@@ -42,10 +42,10 @@ def _mark_pairs(batch: Batch) -> Tensor:
 
 
 class _PreferenceLoss:
-    """Base class of preference losses, with the interface of :class:`portable.model.training_loss.Loss`.
+    """Base class of preference losses. Implements :class:`portable.model.training_loss.Loss`.
 
-    Subclasses implement :meth:`losses`. This class sums the losses over the pairs, and computes the values to
-    log.
+    Subclasses implement :meth:`losses`. This class sums the losses over the pairs and computes the
+    values to log.
     """
 
     needs: ClassVar[tuple[Statistic, ...]] = ("log_probs",)
@@ -75,7 +75,7 @@ class _PreferenceLoss:
         return torch.where(pairs, losses, 0.0).sum(), pairs.sum(), sums
 
     def losses(self, log_probs: Tensor, lengths: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Compute the loss and the rewards of each pair. Implemented by subclasses.
+        """Compute the loss and the rewards of each pair. Subclasses implement this method.
 
         In all tensors of shape ``[batch, 2]``, index 0 is the chosen and index 1 the rejected answer.
 
@@ -96,14 +96,16 @@ class DPO(_PreferenceLoss):
 
     Attributes:
         beta: Strength of the regularization toward the reference model.
-        label_smoothing: Assumed probability that the two answers of a pair are swapped in the data. Only the
-            loss types ``sigmoid`` (then called cDPO) and ``robust`` allow values above 0.
-        loss_type: Formula of the loss, by its name in TRL: a key of :data:`LOSS_TYPES`.
-        sft: Weight of the mean cross-entropy of the chosen answer, which is added to the loss.
-        reference: Reference model. If None, the model with its weights at the start of the run, whose
-            log-probabilities are computed once and cached with the data. If ``"adapter"``, the model without
-            its adapter, which runs in an additional forward pass before each step. Otherwise, a folder or the
-            name of a model on the Hub. In the last case, each rank keeps a frozen copy of this model.
+        label_smoothing: Assumed probability that the two answers of a pair are swapped in the data.
+            Values above 0 are only allowed for the loss types ``sigmoid`` (then called cDPO) and
+            ``robust``.
+        loss_type: Name of the loss formula in TRL, a key of :data:`LOSS_TYPES`.
+        sft: Weight of the chosen answer's mean cross-entropy, which is added to the loss.
+        reference: Reference model: None, ``"adapter"``, a local folder, or the name of a model on the
+            Hub. None selects the model with its weights at the start of the run. Its log-probabilities
+            are computed once and cached with the data. ``"adapter"`` selects the trained model without
+            its adapter, which runs in an additional forward pass before each step. For any other model,
+            each rank keeps a frozen copy.
     """
 
     beta: float = 0.1
@@ -130,7 +132,7 @@ class DPO(_PreferenceLoss):
         self.before = None if self.reference is None else self._compute_reference_columns
 
     def losses(self, log_probs: Tensor, lengths: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Compute the loss and the rewards of each pair, from the log-ratios to the reference model.
+        """Compute the loss and the rewards of each pair from the log-ratios to the reference model.
 
         Args:
             log_probs: Log-probabilities of the answers, summed over their tokens, ``[batch, 2]``.
@@ -168,8 +170,9 @@ class DPO(_PreferenceLoss):
         If the reference is a separate model, the first call loads it, and later calls reuse it.
 
         Args:
-            forward: Function that runs a forward pass on the batch. It runs the trained model without its
-                adapter if called with ``adapter=False``, or the model that it receives as argument.
+            forward: Function that runs a forward pass on the batch. With ``adapter=False``, it runs the
+                trained model without its adapter. Alternatively, the model to run is passed as an
+                argument.
             batch: Columns of the micro-batch, on the device.
 
         Returns:
@@ -184,7 +187,7 @@ class DPO(_PreferenceLoss):
 
 @dataclass
 class IPO(DPO):
-    """Identity preference optimization (Azar et al., 2023), which is DPO with ``loss_type="ipo"``.
+    """Identity preference optimization (Azar et al., 2023): DPO with ``loss_type="ipo"``.
 
     As in TRL, the log-ratio of an answer is the mean over its tokens instead of the sum.
     """
@@ -202,12 +205,13 @@ def _compute_reward_margin(rewards: Tensor) -> Tensor:
 
 
 def _compute_smoothed_loss(loss: DPO, rewards: Tensor, sign: float = 1.0) -> Tensor:
-    """Combine the sigmoid losses of the pairs as labeled and with swapped answers, ``[batch]``.
+    """Combine the sigmoid loss of each pair with the loss of the same pair with swapped answers.
 
-    With ``e = loss.label_smoothing``, the result is ``(1 - e) * labeled + sign * e * swapped``.
+    With ``e = loss.label_smoothing``, the result is ``(1 - e) * original + sign * e * swapped``, with
+    shape ``[batch]``.
 
     Args:
-        loss: Loss with the label smoothing.
+        loss: Loss that defines the label smoothing.
         rewards: Rewards of the chosen and the rejected answer, ``[batch, 2]``.
         sign: Sign of the second term: 1 for cDPO, and -1 for robust DPO.
     """
@@ -270,8 +274,8 @@ class ORPO(_PreferenceLoss):
     """Odds ratio preference optimization (Hong et al., 2024). Does not need a reference model.
 
     Attributes:
-        beta: Weight of the odds-ratio term (lambda in the paper). The other term of the loss is the mean
-            cross-entropy per token of the chosen answer, with weight 1.
+        beta: Weight of the odds-ratio term (lambda in the paper). The other term of the loss, with
+            weight 1, is the mean cross-entropy per token of the chosen answer.
     """
 
     beta: float = 0.1
@@ -295,7 +299,7 @@ class ORPO(_PreferenceLoss):
 
 
 def _compute_reference_log_probs(forward: Callable[[], Outputs], batch: Batch) -> Mapping[str, Tensor]:
-    """Run a forward pass of the reference model, and return its log-probabilities as a column of the batch.
+    """Run the reference model, and return its log-probabilities as a column of the batch.
 
     Args:
         forward: Function that runs the reference model on the batch.

@@ -1,1 +1,1 @@
-"""Models: everything that depends on transformers, such as their construction, weights, layers and losses."""
+"""Model construction, weights, layers and losses: all code that depends on transformers."""

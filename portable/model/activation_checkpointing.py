@@ -1,4 +1,4 @@
-"""Activation checkpointing, which recomputes activations in the backward pass instead of storing them."""
+"""Activation checkpointing: recompute activations in the backward pass instead of storing them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ def enable_activation_checkpointing(model: nn.Module, mode: str, *, inputs_on_ho
 
     Args:
         model: A transformers model.
-        mode: The mode. ``selective`` stores the results of matrix products and fused attention.
+        mode: ``full`` or ``selective``. The latter stores the results of matrix products and fused
+            attention.
         inputs_on_host: Whether to store the input hidden states of each layer in host memory until the
             backward pass recomputes the layer.
 
@@ -66,10 +67,10 @@ _SAVED_ATTENTION_KERNELS = (
 
 
 def _offload_checkpoint_inputs(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a checkpoint function so that it stores the inputs of the layer in host memory.
+    """Wrap a checkpoint function so that it stores the layer inputs in host memory.
 
-    Other tensors that the layer saves for the backward pass are not copied to the host, because the hooks of
-    checkpointing inside of it handle them.
+    Other tensors that the layer saves for the backward pass are not copied to the host, because the
+    inner hooks of the checkpoint function handle them.
 
     Args:
         checkpoint: Function with the interface of ``torch.utils.checkpoint.checkpoint``.

@@ -1,4 +1,4 @@
-"""Initial values of the embedding rows of ``data.added_tokens``, drawn as in transformers."""
+"""Initialize the embedding rows of ``data.added_tokens`` with the same distribution as transformers."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _COVARIANCE_SCALE = 1e-9  # factor of the covariance, as in transformers
 
 
 class TableWithAddedRows:
-    """Lazily read table with additional rows, which are drawn like the rows of ``resize_token_embeddings``.
+    """Lazily read table with added rows, which are drawn as in ``resize_token_embeddings``.
 
-    The added rows are drawn from a normal distribution with the mean of the existing rows and their
-    covariance times 1e-9. Every added row is the mean if the covariance is not positive definite or the table
-    is a bias.
+    The added rows are drawn from a normal distribution with the mean of the existing rows and 1e-9
+    times their covariance. If the covariance is not positive definite, or if the table is a bias, every
+    added row is equal to the mean.
 
     Args:
         source: Existing table, ``[tokens, size]``, or bias, ``[tokens]``.
-        num_rows: Number of rows including the added rows.
-        seed: Seed of the random numbers.
+        num_rows: Number of rows, including the added rows.
+        seed: Random seed.
     """
 
     def __init__(self, source: ReadableTensor, num_rows: int, seed: int) -> None:
@@ -38,7 +38,7 @@ class TableWithAddedRows:
 
     @property
     def dtype(self) -> Any:
-        """Dtype of the existing table, in the notation of its file. None if the table does not have one."""
+        """Dtype of the existing table, in the notation of its file. None if the table has no dtype."""
         return getattr(self._source, "dtype", None)
 
     def read(self, index: Index | None = None) -> NDArray[Any]:

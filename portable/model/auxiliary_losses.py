@@ -1,4 +1,4 @@
-"""Auxiliary losses that ``forward(labels=...)`` of a model adds to its cross-entropy, e.g. a router loss."""
+"""Auxiliary losses, such as a router loss, which a model's ``forward(labels=...)`` adds to its loss."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ class OutputWithAuxiliaryLoss(NamedTuple):
 class AuxiliaryLosses:
     """Auxiliary losses that a model's ``forward(labels=...)`` adds to its cross-entropy.
 
-    The model receives the labels, but its cross-entropy is replaced by 0. The loss that it returns is then
-    the sum of its auxiliary losses.
+    The labels are passed to the model, but its cross-entropy is replaced by 0. The returned loss is
+    then the sum of the auxiliary losses.
 
     Args:
-        model: A transformers model, not wrapped. Its ``loss_function`` is replaced by a function that returns
-            0 during :meth:`run_forward` and calls the original otherwise.
+        model: A transformers model, not wrapped. Its ``loss_function`` is replaced by a function that
+            returns 0 during :meth:`run_forward` and otherwise calls the original function.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -76,11 +76,11 @@ class AuxiliaryLosses:
         Args:
             forward: The model, or its forward method.
             inputs: Arguments of ``forward``.
-            labels: Labels of the batch. Their values do not matter.
+            labels: Labels of the batch. Their values have no effect.
 
         Returns:
             The model's output, and the sum of the auxiliary losses as an fp32 scalar. The sum is None if
-            there are none.
+            there are no auxiliary losses.
         """
         if not self._may_have_losses:
             return OutputWithAuxiliaryLoss(forward(**inputs), None)
@@ -99,7 +99,7 @@ class AuxiliaryLosses:
         return OutputWithAuxiliaryLoss(output, loss.float())
 
     def _compute_cross_entropy(self, *arguments: Any, **keywords: Any) -> Any:
-        """Compute the cross-entropy of the model: 0 during :meth:`run_forward`, otherwise the original loss.
+        """Return 0 during :meth:`run_forward`, otherwise the result of the original loss function.
 
         This method replaces the model's ``loss_function``.
         """
@@ -112,9 +112,9 @@ class AuxiliaryLosses:
     def _exclude_padding_from_router_loss(self, inputs: Mapping[str, Tensor]) -> AbstractContextManager[Any]:
         """Return a context in which the router loss ignores the padding of packed documents.
 
-        Packed samples have no attention mask, so transformers would include their padding. The context does
-        nothing if ``inputs`` has no ``document_lengths``, or if the model has no router loss function that
-        accepts an attention mask.
+        Packed samples have no attention mask, so transformers would include their padding in the loss. The
+        context does nothing if ``inputs`` has no ``document_lengths``, or if the model has no router loss
+        function that accepts an attention mask.
         """
         if not self._has_router_loss or "document_lengths" not in inputs:
             return nullcontext()
@@ -144,10 +144,10 @@ _LABEL_LOSSES = (functional.cross_entropy, functional.mse_loss, functional.binar
 
 
 class _LabelLossReplacement(TorchFunctionMode):
-    """Mode that replaces cross-entropy and other losses of labels by a constant.
+    """Torch function mode that replaces cross-entropy and other losses on labels with a constant.
 
     Args:
-        value: The constant.
+        value: Constant that replaces the losses.
     """
 
     def __init__(self, value: Tensor) -> None:
@@ -171,7 +171,7 @@ def has_router_loss(config: PretrainedConfig) -> bool:
 
 
 def enables_router_loss_by_default(config: PretrainedConfig, settings: ModelConfig) -> bool:
-    """Return whether the run should enable the router loss even if the model config does not, as in TRL.
+    """Return whether to enable the router loss even if the model config does not, as in TRL.
 
     This is the case for a pretrained causal mixture of experts whose ``router_aux_loss_coef`` is not 0,
     unless the user sets ``output_router_logits``.
@@ -187,11 +187,11 @@ def enables_router_loss_by_default(config: PretrainedConfig, settings: ModelConf
 
 
 def needs_last_token_as_input(config: PretrainedConfig, settings: ModelConfig) -> bool:
-    """Return whether the last token of a document must be an input of the model, and not only a label.
+    """Return whether the last token of a document must be a model input instead of only a label.
 
-    Usually it is only a label, because no token follows it. However, the router loss of a mixture of experts
-    is a mean over all tokens of a document, and rotary embeddings may depend on the document length. Such
-    models receive all tokens of a document, so that their loss is the same as in transformers.
+    Usually it is only a label, because no token follows it. However, the router loss of a mixture of
+    experts is a mean over all tokens of a document, and rotary embeddings may depend on the document
+    length. Such models receive all tokens, so that their loss is the same as in transformers.
 
     Args:
         config: Transformers config of the model.

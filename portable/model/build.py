@@ -1,7 +1,7 @@
-"""Construction of transformers models on the meta device.
+"""Build transformers models on the meta device.
 
-The parameters of the models have no values, so that a model of any size can be built. Afterwards, a backend
-shards and allocates the parameters, and their values are loaded tensor by tensor.
+The parameters have no values, so models of any size can be built. A backend then shards and
+allocates the parameters, and their values are loaded tensor by tensor.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def _extract_reason(error: Exception) -> str:
 
 
 def _load_pretrained_config(settings: ModelConfig, name_or_path: str) -> PretrainedConfig:
-    """Load the config of a local folder or Hub model, and apply the changes of ``model.config``.
+    """Load the config of a local folder or Hub model, and apply the overrides in ``model.config``.
 
     On several ranks, only one process per node downloads the files.
 
@@ -168,12 +168,12 @@ def load_model_config(settings: ModelConfig) -> PretrainedConfig:
         settings: The ``model`` section of the config.
 
     Returns:
-        The config, from which ``quantization_config`` is removed.
+        The config without its ``quantization_config``.
 
     Raises:
-        UserError: If ``model_type`` or another key is unknown, if ``model.name_or_path`` is neither a local
-            folder nor a model on the Hub, if the config is invalid, or if the model does not support the
-            task.
+        UserError: If ``model_type`` or another key is unknown, if ``model.name_or_path`` is neither a
+            local folder nor a model on the Hub, if the config is invalid, or if the model does not
+            support the task.
     """
     if settings.function is not None:  # importing it may register a model type
         plugins.load_plugin("model.function", settings.function)
@@ -202,7 +202,7 @@ def load_model_config(settings: ModelConfig) -> PretrainedConfig:
 
 
 def _apply_config_changes(config: PretrainedConfig, settings: ModelConfig) -> PretrainedConfig:
-    """Return a copy of a pretrained model's config with the changes of ``model.config``.
+    """Return a copy of a pretrained model's config with the overrides in ``model.config``.
 
     Returns ``config`` itself if ``model.config`` is empty.
 
@@ -211,8 +211,8 @@ def _apply_config_changes(config: PretrainedConfig, settings: ModelConfig) -> Pr
         settings: The ``model`` section of the config.
 
     Raises:
-        UserError: If the config does not have a changed key, if a value is invalid or has no effect, or if
-            the run loads the weights and a change affects their shapes or ties.
+        UserError: If the config does not have an overridden key, if a value is invalid or has no
+            effect, or if the run loads the weights and an override affects their shapes or ties.
     """
     if not settings.config:
         return config
@@ -256,11 +256,11 @@ def _get_state_shapes(model: PreTrainedModel) -> dict[str, torch.Size]:
 
 
 def _fixes_zero_division(key: str, model_type: str, values: Mapping[str, Any]) -> bool:
-    """Return whether a division by zero while building a config disappears if ``key`` is set to 1.
+    """Return whether setting ``key`` to 1 avoids a division by zero when a config is built.
 
     Args:
-        key: A key of ``values`` with the value 0.
-        model_type: Model type of transformers.
+        key: Key of ``values`` whose value is 0.
+        model_type: Model type in transformers.
         values: Keys and values of the config.
     """
     from transformers import AutoConfig
@@ -288,13 +288,13 @@ _ROPE_KEYS = ("rope_theta", "partial_rotary_factor")
 
 
 def _list_rope_per_layer_type(rope: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """List the rope parameters of the layer types.
+    """List the rope parameters of each layer type.
 
     Args:
         rope: Value of ``rope_parameters`` in a config.
 
     Returns:
-        One mapping for each layer type. Empty if all layers share one mapping.
+        One mapping per layer type. Empty if all layers share one mapping.
     """
     return [value for value in rope.values() if isinstance(value, dict)]
 
@@ -321,7 +321,7 @@ def _check_rope_has_effect(config: PretrainedConfig, values: Mapping[str, Any]) 
 
 
 def _check_config_keys(config: PretrainedConfig, values: Mapping[str, Any]) -> None:
-    """Raise UserError if a key of ``model.config`` is unknown to the config class and to the modeling code.
+    """Raise UserError if neither the config class nor the modeling code uses a key of ``model.config``.
 
     Keys without an effect that are common in published config files are accepted.
 
@@ -344,7 +344,7 @@ def _check_config_keys(config: PretrainedConfig, values: Mapping[str, Any]) -> N
 
 
 def _has_config_attribute(config: PretrainedConfig, key: str) -> bool:
-    """Return whether a config has a key. A key may have one value per layer type."""
+    """Return whether a config has a key, which may have one value per layer type."""
     try:
         return hasattr(config, key)
     except Exception:  # reading a per-layer setting as one value raises
@@ -354,8 +354,8 @@ def _has_config_attribute(config: PretrainedConfig, key: str) -> bool:
 def _is_read_by_model_code(config: PretrainedConfig, key: str) -> bool:
     """Return whether the modeling code reads an optional key that the config class does not define.
 
-    An example is ``head_dim``, which some models read as ``getattr(config, "head_dim", ...)``. The source
-    text of the modeling module is searched for this pattern.
+    An example is ``head_dim``, which some models read with ``getattr(config, "head_dim", ...)``. This
+    function searches the source code of the modeling module for this pattern.
     """
     spec = find_spec(type(config).__module__.replace("configuration_", "modeling_"))
     if spec is None or spec.origin is None:
@@ -368,7 +368,7 @@ def _is_ignored_published_key(key: str, value: Any) -> bool:
 
 
 def _is_generation_setting(key: str) -> bool:
-    """Return whether ``key`` belongs to ``GenerationConfig``. Old config.json files contain such keys."""
+    """Return whether ``key`` is a field of ``GenerationConfig``. Old config.json files contain such keys."""
     from transformers import GenerationConfig
 
     return not key.startswith("_") and key in vars(GenerationConfig())
@@ -381,7 +381,7 @@ def pop_quantization_config(config: PretrainedConfig) -> dict[str, Any] | None:
         config: The transformers config. Modified in place.
 
     Returns:
-        The quantization config as a dict. None if there is none.
+        The quantization config as a dict. None if the config has none.
     """
     raw_config: Any = None
     for part in (config, config.get_text_config(), config.get_text_config(decoder=True)):
@@ -400,9 +400,9 @@ _BUILT_IN_ATTENTION = ("sdpa", "eager")
 def build_model_on_meta(config: PretrainedConfig, settings: ModelConfig) -> PreTrainedModel:
     """Build the model on the meta device, and check it with a trial forward pass.
 
-    The parameters are fp32 and on the meta device, and the buffers have values. Weights are tied as the
-    config requires. ``model.function`` is applied. Architectures without an ``sdpa`` implementation use
-    ``eager``, unless the user sets ``model.attention: sdpa``.
+    The parameters are fp32 on the meta device, but the buffers have values. Weights are tied as the
+    config requires, and ``model.function`` is applied. Architectures without an ``sdpa`` implementation
+    use ``eager``, unless the user explicitly sets ``model.attention: sdpa``.
 
     Args:
         config: Transformers config of the model.
@@ -412,8 +412,8 @@ def build_model_on_meta(config: PretrainedConfig, settings: ModelConfig) -> PreT
         The model.
 
     Raises:
-        UserError: If the model cannot be built, for example because of inconsistent sizes, if it does not run
-            on text, or if the attention or experts implementation is not available.
+        UserError: If the model cannot be built, for example because of inconsistent sizes, if it does
+            not run on text, or if the attention or experts implementation is not available.
     """
     key, text = settings.setting_key, config.get_text_config()
     if "/" in settings.attention:  # a name with a slash loads code from the Hub
@@ -524,7 +524,7 @@ def _check_attention_dropout(config: PretrainedConfig, run: RunConfig) -> None:
 def _prepare_for_training(model: PreTrainedModel) -> None:
     """Change a model in place so that it can be trained without a KV cache and without host syncs.
 
-    If the model requires token types in training, a hook is installed that adds them to its inputs.
+    If the model requires token types in training, a hook that adds them to the inputs is installed.
     """
     from transformers import PreTrainedModel
 
@@ -559,9 +559,9 @@ def _set_train_mode(model: nn.Module) -> None:
 
 
 def _add_token_types(_: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-    """Add token types to the inputs, which mark all tokens as text. This is a forward pre-hook.
+    """Add token types, which mark all tokens as text, to the inputs. This is a forward pre-hook.
 
-    Token types that are already present do not change.
+    Existing token types are left unchanged.
 
     Returns:
         The positional and keyword arguments of the forward method.
@@ -577,12 +577,12 @@ def _skip_warning(*_: Any) -> None:
 
 
 def _select_model_class(config: PretrainedConfig, settings: ModelConfig) -> Any:
-    """Select the class to build for ``config``.
+    """Select the model class to build for ``config``.
 
-    This is usually the Auto class of the task. There are two exceptions for pretrained ``causal-lm`` models.
-    A multimodal checkpoint is trained as the multimodal class in its ``architectures``. If the Auto class
-    does not support the model type, the multimodal class of the model type is selected, or else the class in
-    ``architectures`` if it generates text.
+    This is usually the Auto class of the task. Pretrained ``causal-lm`` models have two exceptions. If
+    the checkpoint is multimodal, it is trained as the multimodal class in its ``architectures``. If the
+    Auto class does not support the model type, the result is the multimodal class of the model type.
+    Without such a class, the result is the class in ``architectures``, provided that it generates text.
 
     Args:
         config: Transformers config of the model.
@@ -626,7 +626,7 @@ def _select_model_class(config: PretrainedConfig, settings: ModelConfig) -> Any:
 def _check_architecture_generates_text(config: PretrainedConfig, settings: ModelConfig) -> None:
     """Raise UserError if the first class in ``architectures`` has a head that does not generate text.
 
-    Base models without a head and classes that transformers does not have are accepted.
+    Base models without a head, and classes unknown to transformers, are accepted.
     """
     import transformers
 
@@ -645,7 +645,7 @@ def _check_architecture_generates_text(config: PretrainedConfig, settings: Model
 def _find_architecture_class(config: PretrainedConfig) -> Any:
     """Return the first class in ``architectures`` if it is a decoder that generates text.
 
-    Returns None if transformers does not have the class, if the class is for another type of config, if it
+    Returns None if transformers does not have the class, if the class has another config type, if it
     does not generate text, or if the model is an encoder-decoder.
     """
     import transformers
@@ -686,9 +686,9 @@ def select_pretrained_class(name: str) -> Any:
 
 
 def _find_composite_class(config: PretrainedConfig) -> Any:
-    """Return the multimodal class for the model type of ``config``, which accepts text and other inputs.
+    """Return the multimodal class for the model type of ``config``, or None if transformers has none.
 
-    Returns None if transformers has no such class.
+    A multimodal class accepts text and other inputs.
     """
     import transformers
 
@@ -702,7 +702,7 @@ _COMPOSITE_CLASSES = ("AutoModelForMultimodalLM", "AutoModelForImageTextToText")
 
 
 def _explain_missing_class(config: PretrainedConfig, settings: ModelConfig) -> str:
-    """Build the error message, with a suggestion, for a model type that has no class for the task."""
+    """Build the error message, including a remedy, for a model type that has no class for the task."""
     import transformers
 
     name = (config.architectures or [f"a model of type {config.model_type}"])[0]
@@ -733,8 +733,8 @@ def _build_unchecked_model(
     Weights are not tied yet, and no trial forward pass is run.
 
     Args:
-        config: Transformers config. It is copied. Only ``model.function`` may change the original, into which
-            its changes to the model config are copied.
+        config: Transformers config. The model receives a copy. If ``model.function`` changes the copy,
+            its changes are also applied to ``config``.
         settings: The ``model`` section of the config.
         attention: Attention implementation, which may differ from ``model.attention``.
     """
@@ -776,16 +776,17 @@ def apply_model_function(
     """Call the custom function ``model.function``, which may change or replace a model.
 
     Args:
-        model: The model, whose modules the function may change.
+        model: Model whose modules the function may change.
         import_path: Value of ``model.function``.
-        saved_config: The config that is saved with the weights. The function's changes to the model config
+        saved_config: Config that is saved with the weights. The function's changes to the model config
             are copied into it.
 
     Returns:
         The model that the function returns, or ``model`` if it returns None.
 
     Raises:
-        UserError: If the function fails, does not return a transformers model, or adds a scalar parameter.
+        UserError: If the function fails, does not return a transformers model, or adds a scalar
+            parameter.
     """
     from transformers import PreTrainedModel
 
@@ -817,14 +818,14 @@ _PIP_ADVICE = re.compile(r"`pip install ([\w.\[\]-]+)`")
 
 
 def _explain_build_error(config: PretrainedConfig, key: str, error: Exception) -> str:
-    """Build the error message for the user from an exception that was raised while the model was built.
+    """Build the user-facing error message for an exception that was raised while the model was built.
 
-    The message of a UserError is returned unchanged. For an import error, the message names the package to
-    install. For a name that transformers does not support, it names the key of the config.
+    The message of a UserError is returned unchanged. For an import error, the message names the package
+    to install. For a name that transformers does not support, it names the config key.
 
     Args:
         config: Transformers config of the model.
-        key: Setting that describes the model, which begins the message.
+        key: Setting that describes the model, used at the beginning of the message.
         error: The exception.
     """
     if isinstance(error, UserError):
@@ -855,16 +856,17 @@ _SHAPES_DISAGREE = re.compile(
 
 
 def _check_trial_forward(model: PreTrainedModel, key: str) -> None:
-    """Run a trial forward pass on the meta device, to check the sizes in the config.
+    """Run a trial forward pass on the meta device to check the sizes in the config.
 
-    Other errors of the forward pass are ignored, because some models cannot run on the meta device.
+    Other errors are ignored, because some models cannot run on the meta device.
 
     Args:
         model: The model, on the meta device.
         key: Setting that describes the model, used in error messages.
 
     Raises:
-        UserError: If the sizes are inconsistent, or if the model does not predict tokens from only text.
+        UserError: If the sizes are inconsistent, or if the model does not predict tokens from text
+            only.
     """
     try:
         output = run_trial_forward(model)
@@ -899,20 +901,21 @@ def _check_trial_forward(model: PreTrainedModel, key: str) -> None:
 
 
 def _mentions_forward_argument(model: PreTrainedModel, error: Exception) -> bool:
-    """Return whether the message of an error contains the name of an argument of ``forward``.
+    """Return whether an error message contains the name of an argument of ``forward``.
 
-    ``input_ids`` and ``labels`` do not count. Such an error indicates that the model needs further inputs.
+    Such an error indicates that the model needs further inputs. ``input_ids`` and ``labels`` do not
+    count.
     """
     arguments = inspect.signature(model.forward).parameters.keys() - {"input_ids", "labels"}
     return not arguments.isdisjoint(re.findall(r"\w+", str(error)))
 
 
 def enlarge_vocabulary(config: PretrainedConfig, tokenizer_size: int, run: RunConfig) -> int | None:
-    """Enlarge the vocabulary size in ``config`` if ``data.added_tokens`` makes the tokenizer larger than it.
+    """Enlarge the vocabulary size in ``config`` if it is too small because of ``data.added_tokens``.
 
     Args:
         config: The transformers config. Modified in place.
-        tokenizer_size: Number of tokens of the tokenizer.
+        tokenizer_size: Number of tokens in the tokenizer.
         run: The config of the run.
 
     Returns:
@@ -927,15 +930,15 @@ def enlarge_vocabulary(config: PretrainedConfig, tokenizer_size: int, run: RunCo
 
 
 def check_vocabulary_size(model: PreTrainedModel, tokenizer_size: int, run: RunConfig) -> None:
-    """Check that the embedding has a row for each id of the tokenizer.
+    """Check that the embedding has a row for each token id of the tokenizer.
 
     Args:
         model: The model, on any device.
-        tokenizer_size: Number of tokens of the tokenizer.
+        tokenizer_size: Number of tokens in the tokenizer.
         run: The config of the run.
 
     Raises:
-        UserError: If the tokenizer has more tokens.
+        UserError: If the tokenizer has more tokens than the embedding has rows.
     """
     embedding = get_token_embedding(model)
     if embedding is not None and tokenizer_size > (vocabulary_size := embedding.shape[0]):
@@ -952,22 +955,24 @@ def check_vocabulary_size(model: PreTrainedModel, tokenizer_size: int, run: RunC
 
 
 def get_max_positions(config: PretrainedConfig) -> int | None:
-    """Return the number of positions of a model (``max_position_embeddings``), or None if unlimited."""
+    """Return the maximum number of positions (``max_position_embeddings``), or None if it is unlimited."""
     bound = getattr(config.get_text_config(), "max_position_embeddings", None)
     return bound if isinstance(bound, int) and bound > 0 else None
 
 
 def apply_default_seq_len(config: RunConfig) -> RunConfig:
-    """Set the default of ``data.seq_len`` for the kind of training, such as fine-tuning, of a causal-lm run.
+    """Set the default of ``data.seq_len`` for a causal-lm run.
 
-    The default is the length in :data:`portable.config.derived_defaults.DEFAULTS_BY_TRAINING_KIND`, but at
-    most the number of positions of the model. A value that the user has set does not change.
+    The default depends on the kind of training, such as fine-tuning, and is listed in
+    :data:`portable.config.derived_defaults.DEFAULTS_BY_TRAINING_KIND`. It is limited to the number of
+    positions of the model. A value that the user has set does not change.
 
     Args:
-        config: Config of the run, with the format of the data.
+        config: Config of the run, in which the data format is already set.
 
     Returns:
-        The changed config, or ``config`` itself if nothing changes or the model config cannot be loaded.
+        The updated config, or ``config`` itself if nothing changes or the model config cannot be
+        loaded.
     """
     length = DEFAULTS_BY_TRAINING_KIND["data.seq_len"].get_default(classify_training_kind(config))
     has_fixed_default = config.model.task != "causal-lm" or config.data.format == "samples"
@@ -982,13 +987,13 @@ def apply_default_seq_len(config: RunConfig) -> RunConfig:
 
 
 def limit_seq_len(seq_len: int, max_positions: int | None, multiple: int = 8) -> int:
-    """Limit the length of sequences to the positions of a model, and round it down to a multiple.
+    """Limit a sequence length to the positions of a model, and round it down to a multiple.
 
     Rounding also leaves room for models such as RoBERTa, which reserve some of their positions.
 
     Args:
-        seq_len: Length without the limit, in tokens.
-        max_positions: The result of :func:`get_max_positions`.
+        seq_len: Sequence length before limiting, in tokens.
+        max_positions: Result of :func:`get_max_positions`.
         multiple: Number that the result should be a multiple of.
 
     Returns:
@@ -999,12 +1004,12 @@ def limit_seq_len(seq_len: int, max_positions: int | None, multiple: int = 8) ->
 
 
 def check_seq_len(config: PretrainedConfig, run: RunConfig, model: nn.Module | None = None) -> None:
-    """Check that sequences are not longer than the number of positions of the model.
+    """Check that the sequence length does not exceed the number of positions of the model.
 
     Args:
         config: Transformers config of the model.
         run: The config of the run.
-        model: The model, to subtract the positions that it reserves. None if it is not built yet.
+        model: Model whose reserved positions are subtracted. None if it is not built yet.
 
     Raises:
         UserError: If ``data.seq_len`` or ``data.target_seq_len`` exceeds the number of positions.
@@ -1026,9 +1031,9 @@ def check_seq_len(config: PretrainedConfig, run: RunConfig, model: nn.Module | N
 
 
 def _count_reserved_positions(model: nn.Module) -> int:
-    """Count the rows at the start of a model's position table that no token uses.
+    """Count the leading rows of a model's position table that no token uses.
 
-    For example, the positions of RoBERTa start after its padding id. Returns 0 for other models.
+    For example, RoBERTa's positions start after its padding id. Returns 0 for other models.
     """
     reserved = 0
     for name, module in model.named_modules():

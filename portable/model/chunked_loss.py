@@ -1,10 +1,10 @@
-"""Token losses of a language model, computed in chunks so that the logits of all tokens never exist at once.
+"""Compute token losses of a language model in chunks, so that the logits of all tokens never exist at once.
 
-The logits would be by far the largest tensor of a step. :class:`ChunkedHead` replaces the output head and
-returns the loss or other statistics of each token instead of logits. It computes one chunk of tokens at a
-time, and recomputes each chunk in the backward pass to get the gradients. The results equal the results of
-the head followed by the cross-entropy, except that the gradient of the head is summed in a different order,
-in fp32.
+The logits would be by far the largest tensor of a step. :class:`ChunkedHead` replaces the output
+head and returns the loss or other statistics of each token instead of logits. It computes one chunk
+of tokens at a time, and recomputes each chunk in the backward pass to compute the gradients. The
+results equal the results of the head followed by the cross-entropy, except that the head's gradient
+is summed in fp32 and in a different order.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ because the compiled functions do not create fp32 copies of the logits.
 
 
 class _ChunkFunctions(NamedTuple):
-    """Functions that compute one chunk of tokens, which may be compiled.
+    """Functions that compute one chunk of tokens. They may be compiled.
 
     Attributes:
         compute_statistics: :func:`_compute_chunk_statistics`, for the forward pass.
@@ -52,7 +52,7 @@ class OutputWithStatistics(NamedTuple):
 
     Attributes:
         output: Output of the model. Its ``logits`` are None.
-        statistics: Statistics of each token by name, fp32 ``[batch, tokens]``.
+        statistics: Statistics of each token, fp32 ``[batch, tokens]``, keyed by name.
     """
 
     output: Any
@@ -62,11 +62,11 @@ class OutputWithStatistics(NamedTuple):
 class ChunkedHead(nn.Linear):
     """Output head that can return statistics of each token, such as its loss, instead of its logits.
 
-    The head shares the parameters of the head that it replaces, so names, ties and sharding do not change.
+    It shares the parameters of the head that it replaces, so names, ties and sharding do not change.
 
     Args:
         linear: Output head of the model.
-        chunk_tokens: Number of tokens per chunk. If None, the number is chosen so that the logits of a chunk
+        chunk_tokens: Number of tokens per chunk. If None, it is chosen so that the logits of a chunk
             have at most :data:`MAX_CHUNK_LOGITS` elements.
     """
 
@@ -83,7 +83,7 @@ class ChunkedHead(nn.Linear):
         """Maximum number of chunks to compute, for memory measurements. All chunks if None."""
 
     def compile(self, **options: Any) -> None:  # type: ignore[override, unused-ignore]
-        """Compile the two functions that compute a chunk, so that the operations on its logits are fused.
+        """Compile the two functions that compute a chunk, which fuses the operations on the logits.
 
         Without compilation, about a dozen operations read or write the logits.
 
@@ -109,17 +109,16 @@ class ChunkedHead(nn.Linear):
         """Run a forward pass whose head computes per-token statistics instead of logits.
 
         Args:
-            forward: Forward method of the model that this head belongs to.
+            forward: Forward method of the model that contains this head.
             inputs: Arguments of ``forward``.
             labels: Labels, int64 ``[batch, tokens]``.
-            statistic_names: Names of the statistics. ``log_probs`` are the log-probabilities of the labels, 0
-                if there is no label; ``log_z`` is the log-sum-exp of the logits, ``mean_logits`` their mean,
-                ``predictions`` the most likely token, and ``hits`` is 1 if the most likely token is the
-                label.
+            statistic_names: Names of the statistics: ``log_probs`` (log-probability of the label, 0 without
+                a label), ``log_z`` (log-sum-exp of the logits), ``mean_logits`` (mean of the logits),
+                ``predictions`` (most likely token), or ``hits`` (1 if the most likely token is the label).
 
         Returns:
-            The output of the model, whose ``logits`` are None, and the statistics by name, fp32 ``[batch,
-            tokens]``.
+            The output of the model, whose ``logits`` are None, and the statistics, fp32 ``[batch,
+            tokens]``, keyed by name.
         """
         self._labels, self._statistic_names = labels, tuple(statistic_names)
         try:
@@ -163,8 +162,8 @@ class ChunkedHead(nn.Linear):
     def _compute_chunk_tokens(self, dtype: torch.dtype) -> int:
         """Return the number of tokens per chunk.
 
-        If the loss is compiled and the user has not set the number, it is the largest power of two whose
-        logits fit into :data:`_MAX_COMPILED_CHUNK_BYTES`, so that few sizes are compiled.
+        If the user has not set the number and the loss is compiled, the result is the largest power of two
+        whose logits fit into :data:`_MAX_COMPILED_CHUNK_BYTES`. With powers of two, few sizes are compiled.
 
         Args:
             dtype: Dtype of the logits before they are converted to fp32.
@@ -181,16 +180,16 @@ def install_chunked_head(model: nn.Module, chunk_tokens: int | Literal["auto"]) 
     """Replace the output head of a model by a :class:`ChunkedHead`, which computes losses in chunks.
 
     Args:
-        model: A model with an output head, on the meta device. It is changed in place.
+        model: A model with an output head, on the meta device. Modified in place.
         chunk_tokens: Value of ``memory.loss_chunk_tokens``.
 
     Returns:
-        The new head. None if ``chunk_tokens`` is 0, or if it is ``auto`` and the model does not return the
-        logits of its head unchanged.
+        The new head. None if ``chunk_tokens`` is 0, or if it is ``auto`` and the model does not return
+        its head's logits unchanged.
 
     Raises:
-        UserError: If ``chunk_tokens`` is a positive number, but the model does not return the logits of its
-            head unchanged.
+        UserError: If ``chunk_tokens`` is positive and the model does not return its head's logits
+            unchanged.
     """
     if chunk_tokens == 0:
         return None
@@ -224,10 +223,10 @@ def _replace_module(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
 
 
 def _returns_head_logits(model: nn.Module) -> bool:
-    """Return whether a model returns the logits of its head unchanged, and does not use them in another loss.
+    """Return whether a model returns the logits of its head unchanged, and uses them in no other loss.
 
-    Only then can the head return statistics instead. A trial forward pass decides. If it fails, the result is
-    False.
+    Otherwise, the head cannot return statistics instead of logits. The result is determined by a trial
+    forward pass, and is False if the trial fails.
     """
     # Try bf16 as well, because grouped matrix products of experts run only in bf16 on the meta device.
     for dtype in (None, torch.bfloat16):
@@ -239,7 +238,7 @@ def _returns_head_logits(model: nn.Module) -> bool:
 
 
 def _trial_returns_head_logits(model: nn.Module, dtype: torch.dtype | None) -> bool:
-    """Run a trial forward pass, and return whether the model returns the output of its head as logits.
+    """Return whether the logits of a model are the output of its head, as found in a trial forward pass.
 
     Returns False if an auxiliary loss depends on the logits.
 
@@ -268,7 +267,7 @@ def _trial_returns_head_logits(model: nn.Module, dtype: torch.dtype | None) -> b
 
 
 class _RecordingHead(nn.Module):
-    """Output head for trials that returns one uninitialized logit per token and records these tensors."""
+    """Output head for trials. Returns one uninitialized logit per token, and records these tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -280,7 +279,7 @@ class _RecordingHead(nn.Module):
 
 
 class _TokenStatistics(torch.autograd.Function):
-    """Autograd function that computes the statistics of tokens from hidden states, in chunks.
+    """Autograd function that computes token statistics from hidden states in chunks.
 
     The backward pass recomputes the logits of each chunk.
     """
@@ -307,10 +306,10 @@ class _TokenStatistics(torch.autograd.Function):
             bias: Bias of the head, or None.
             labels: Labels, int64 ``[tokens]``.
             chunk_tokens: Number of tokens per chunk.
-            max_chunks: Number of chunks to compute. The results of further tokens are undefined. None to
-                compute all chunks.
+            max_chunks: Number of chunks to compute. The results of the remaining tokens are undefined. None
+                to compute all chunks.
             dtype: Compute dtype of the matrix products.
-            statistic_names: Names of the statistics; see :meth:`ChunkedHead.forward_with_statistics`.
+            statistic_names: Names of the statistics. See :meth:`ChunkedHead.forward_with_statistics`.
             chunk_functions: Functions that compute a chunk.
 
         Returns:
@@ -371,7 +370,8 @@ def _compute_logits_gradient(
         weight: Weight of the head, in the compute dtype.
         bias: Bias of the head, or None.
         labels: Labels, ``[tokens, 1]``.
-        statistic_gradients: Gradient of the loss with respect to each statistic, ``[tokens, 1]``, by name.
+        statistic_gradients: Gradient of the loss with respect to each statistic, ``[tokens, 1]``, keyed
+            by name.
 
     Returns:
         The gradient, ``[tokens, vocabulary]``, in the dtype of ``weight``.
@@ -431,7 +431,7 @@ def _cast_parameters(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) ->
 
 
 def _compute_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Compute the logits in fp32, after a matrix product in the dtype of the weight, as under autocast."""
+    """Compute fp32 logits with a matrix product in the dtype of the weight, as under autocast."""
     return functional.linear(hidden.to(weight.dtype), weight, bias).float()
 
 

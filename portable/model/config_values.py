@@ -1,8 +1,8 @@
-"""Checks of the values in a model config, with a range for each kind of number.
+"""Check that the numbers in a model config are in the range that is valid for their key.
 
-transformers checks the types of most values, but not their ranges: a dropout of 2 fails in the first step,
-and a RoPE factor of 0 makes the loss NaN. The kind of a number follows from its key, because the keys of all
-model types follow the same few naming conventions.
+transformers checks the types of most values, but not their ranges: a dropout of 2 fails in the
+first step, and a RoPE factor of 0 makes the loss NaN. The range follows from the key, because the
+keys of all model types follow the same few naming conventions.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ _ROPE_NUMBERS = (
 
 @dataclass(frozen=True)
 class _NumberRule:
-    """Range of the numbers whose keys match a pattern.
+    """Valid range of the numbers whose keys match a pattern.
 
     Attributes:
-        keys: Regular expression of the keys.
+        keys: Regular expression that matches the keys.
         description: Noun phrase for the number, used in messages.
-        minimum: Smallest value.
-        maximum: Largest value.
-        excludes_minimum: Whether ``minimum`` itself is not allowed.
+        minimum: Smallest valid value.
+        maximum: Largest valid value.
+        excludes_minimum: Whether ``minimum`` itself is invalid.
     """
 
     keys: re.Pattern[str]
@@ -148,17 +148,17 @@ def _build_value_error(message_prefix: str, path: tuple[str, ...], value: Any, r
 
 
 def iter_config_values(values: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield the path of keys and the value of each scalar in a model config and its nested configs.
+    """Yield the key path and the value of each scalar in a model config and its nested configs.
 
-    Some values are also yielded if they are containers, so that the caller can reject them: RoPE settings
-    that must be scalars, and dtypes.
+    Dtypes, and RoPE settings that must be scalars, are also yielded if their values are containers, so
+    that the caller can reject them.
 
     Args:
         values: Keys and values of the config.
 
     Yields:
-        The keys from the outermost to the innermost config, and the value. Each element of a list is yielded
-        with the path of the list.
+        The keys from the outermost to the innermost config, and the value. Each element of a list is
+        yielded with the path of the list.
     """
     # A dtype is only a container in a composite model, which may have one name for each part.
     pending: list[tuple[tuple[str, ...], Any]] = [((str(key),), value) for key, value in values.items()]
@@ -175,12 +175,12 @@ def iter_config_values(values: Mapping[str, Any]) -> Iterator[tuple[tuple[str, .
 
 
 def _is_rope_type(path: tuple[str, ...]) -> bool:
-    """Return whether a path of keys belongs to a RoPE type, either common or of one layer type."""
+    """Return whether a key path refers to a RoPE type, either for all layers or for one layer type."""
     return path[-1] in _ROPE_TYPES and any(key in _ROPE_SETTINGS for key in path[-3:-1])
 
 
 def _is_rope_number(path: tuple[str, ...]) -> bool:
-    """Return whether a path of keys belongs to a RoPE number, either common or of one layer type."""
+    """Return whether a key path refers to a RoPE number, either for all layers or for one layer type."""
     return path[-1] in _ROPE_NUMBERS and any(key in _ROPE_SETTINGS for key in path[-3:-1])
 
 

@@ -1,4 +1,4 @@
-"""Checks whether context-parallel ranks or devices can share the sequences and attention heads of a model."""
+"""Check whether context parallelism can divide the sequences and attention heads of a model."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ KEY = "context_parallel_size"
 
 
 def check_context_parallel_support(model: Any, config: RunConfig) -> None:
-    """Check that context-parallel ranks or devices can share the sequences of a model.
+    """Check that a model's sequences can be divided among context-parallel ranks or devices.
 
     Args:
         model: The model, on the meta device.
         config: The config of the run.
 
     Raises:
-        UserError: If the model's attention is not supported, or if its heads cannot be divided among the
-            ranks.
+        UserError: If the model's attention is not supported, or if its heads cannot be divided among
+            the ranks.
     """
     size = config.context_parallel_size
     if config.backend != "xla":
@@ -43,7 +43,7 @@ def check_context_parallel_support(model: Any, config: RunConfig) -> None:
 
 
 def _check_attention_support(model: Any, config: RunConfig) -> None:
-    """Raise UserError if context-parallel ranks cannot share the attention of ``model``."""
+    """Raise UserError if the attention of ``model`` cannot be divided among context-parallel ranks."""
     text = model.config.get_text_config()
     name, kernel = type(model).__name__, get_attention_kernel(text)
     require(
@@ -72,8 +72,8 @@ def _check_attention_support(model: Any, config: RunConfig) -> None:
 def _has_mixtral_signature(router_loss: Any) -> bool:
     """Return whether a router loss function has the same parameter names as Mixtral's.
 
-    Mixtral's function takes the gate logits of every layer, which context-parallel ranks can compute for
-    their parts of the sequences. False if ``router_loss`` is None.
+    Mixtral's function takes the gate logits of every layer. Context-parallel ranks can compute them for
+    their parts of the sequences. Returns False if ``router_loss`` is None.
     """
     names = ["gate_logits", "num_experts", "top_k", "attention_mask"]
     return router_loss is not None and [*inspect.signature(inspect.unwrap(router_loss)).parameters] == names
@@ -83,7 +83,7 @@ def repeat_key_heads(num_ranks: int, key_states: Tensor) -> Tensor:
     """Repeat key or value heads so that each context-parallel rank gets at least one head.
 
     Args:
-        num_ranks: Number of context-parallel ranks. It is a multiple or a divisor of the number of heads.
+        num_ranks: Number of context-parallel ranks, a multiple or a divisor of the number of heads.
         key_states: Keys or values, ``[batch, heads, ...]``.
 
     Returns:
@@ -95,16 +95,19 @@ def repeat_key_heads(num_ranks: int, key_states: Tensor) -> Tensor:
 
 
 class AttentionHeadCounts(NamedTuple):
-    """Number of query heads and number of key heads of an attention layer. Values have as many as keys."""
+    """Numbers of query heads and key heads in an attention layer.
+
+    The number of value heads is equal to the number of key heads.
+    """
 
     queries: int
     keys: int
 
 
 def count_attention_heads(model: Any) -> AttentionHeadCounts:
-    """Read the numbers of query heads and of key heads from the text config of a model.
+    """Read the numbers of query heads and key heads from the text config of a model.
 
-    A model without grouped-query attention has as many key heads as query heads.
+    Without grouped-query attention, the two numbers are equal.
     """
     text = model.config.get_text_config()
     heads: int = text.num_attention_heads

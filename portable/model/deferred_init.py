@@ -1,16 +1,16 @@
-"""Initial weights whose slices are computed when they are read.
+"""Initial weights that are computed lazily, one slice at a time.
 
-While a model is built, :class:`InitializationRecording` creates large tensors without values (torch's fake
-tensors) and records the operations that give them values. Constructors, ``_init_weights`` and custom code run
-unchanged. Afterwards, each rank computes only the elements of its shards. An element depends only on the seed
-and its position, not on the sharding, because every tensor is divided into fixed tiles, and each tile has a
-separate seed for its random numbers.
+While a model is built, :class:`InitializationRecording` creates large tensors without values
+(torch's fake tensors) and records the operations that initialize them. Constructors,
+``_init_weights`` and custom code run unchanged. Afterwards, each rank computes only the elements of
+its shards. Every tensor is divided into fixed tiles, and each tile has a separate random seed, so
+an element depends only on the seed and its position, not on the sharding.
 
-Operations that need complete tensors, such as the QR decomposition of an orthogonal initialization, are an
-exception. Whenever a slice of their result is read, the complete result is computed.
+Operations that need complete tensors, such as the QR decomposition of an orthogonal initialization,
+are an exception. Whenever a slice of their result is read, the complete result is computed.
 
-Values are recorded per storage: a storage has a list of writes, each of which changes a range of its
-elements. To compute a tile, the writes that overlap it are replayed in order.
+Values are recorded per storage: a storage has a list of writes, each of which changes a range of
+its elements. To compute a tile, the writes that overlap it are replayed in order.
 """
 
 from __future__ import annotations
@@ -50,20 +50,21 @@ class _RecordedWrite:
     """Recorded operation that changes the elements ``start`` to ``stop`` of a storage.
 
     Attributes:
-        previous: Write before this write. None if all elements were zero before, or if this write replaces
-            all elements.
+        previous: Preceding write to the storage. None if all elements were zero before, or if this
+            write replaces all elements.
         start: Index in the storage of the first changed element.
         stop: Index in the storage after the last changed element.
         operation: ATen operation, or a function with the same interface.
-        arguments: Positional arguments of the operation, with a :class:`_RecordedView` for each recorded
+        arguments: Positional arguments of the operation, with a :class:`_RecordedView` for each
+            recorded tensor.
+        keywords: Keyword arguments of the operation, with a :class:`_RecordedView` for each recorded
             tensor.
-        keywords: Keyword arguments of the operation, with a :class:`_RecordedView` for each recorded tensor.
-        kind: "elementwise", "in place" (elementwise, and the first argument is the target), "random" (in
-            place, with a generator) or "whole" (on complete tensors).
-        first_tile: Number of the first tile of this write, which is unique in the recording. The seeds of
-            random numbers are derived from tile numbers.
-        result_index: Index of the output of a whole-tensor operation that this write stores, or -1 - i if the
-            operation changes its i-th tensor argument in place.
+        kind: "elementwise", "in place" (elementwise on its first argument), "random" (in place, with a
+            generator) or "whole" (on complete tensors).
+        first_tile: Number of the first tile of this write, which is unique in the recording. The seeds
+            of random numbers are derived from tile numbers.
+        result_index: For a whole-tensor operation, the index of the output that this write stores, or
+            -1 - i if the operation changes its i-th tensor argument in place.
         shape: Shape of the output of a whole-tensor operation.
         stride: Strides of the output of a whole-tensor operation in the storage.
         storage_size: Number of elements of the storage.
@@ -84,7 +85,7 @@ class _RecordedWrite:
 
 
 class _TileRange(NamedTuple):
-    """Tile of a storage: its number, and the elements ``start`` to ``stop`` that it consists of."""
+    """Tile of a storage: its number, and its range of elements from ``start`` to ``stop``."""
 
     number: int
     start: int
@@ -93,12 +94,13 @@ class _TileRange(NamedTuple):
 
 @dataclass(eq=False)
 class _RecordedStorage:
-    """Recorded values of the storage of a fake tensor.
+    """Storage of a fake tensor, with the writes that determine its values.
 
     Attributes:
-        storage: Untyped storage of torch. The reference ensures that no other storage gets the same id.
-        columns: Size of the last dimension of the tensor that the storage was created for, or the size of the
-            storage if that tensor is not contiguous or has fewer than two dimensions.
+        storage: Untyped torch storage. Keeping the reference ensures that no other storage gets the
+            same id.
+        columns: Number of elements per row: the last dimension of the tensor that created the storage.
+            If this tensor is not contiguous or has fewer than two dimensions, the size of the storage.
         size: Number of elements.
         dtype: Dtype of the elements.
         last_write: Latest write, which refers to the earlier writes. None if all elements are zero.
@@ -111,10 +113,10 @@ class _RecordedStorage:
     last_write: _RecordedWrite | None = None
 
     def iter_tiles(self, start: int, stop: int) -> Iterator[_TileRange]:
-        """Yield the tiles that contain any of the elements ``start`` to ``stop``, in order.
+        """Yield the tiles that overlap the elements ``start`` to ``stop``, in order.
 
-        A tile is a part of one row if rows exceed the tile size. Otherwise, it consists of several complete
-        rows.
+        If a row is larger than the tile size, a tile is a part of one row. Otherwise, it consists of
+        several complete rows.
         """
         while start < stop:
             if self.columns >= _MAX_TILE_ELEMENTS:
@@ -132,7 +134,7 @@ class _RecordedStorage:
             start = last
 
     def count_tiles(self) -> int:
-        """Return the number of tiles of the storage, including tiles at the end that are smaller."""
+        """Return the number of tiles of the storage, including smaller tiles at the end."""
         if self.columns >= _MAX_TILE_ELEMENTS:
             return self.size // self.columns * -(-self.columns // _MAX_TILE_ELEMENTS)
         return -(-self.size // (_MAX_TILE_ELEMENTS // self.columns * self.columns))
@@ -140,14 +142,14 @@ class _RecordedStorage:
 
 @dataclass(frozen=True, eq=False)
 class _RecordedView:
-    """Reference to a recorded tensor at one point of the recording, such as the call of an operation.
+    """Reference to a recorded tensor at one point in the recording, such as the call of an operation.
 
     Attributes:
         storage: Storage of the tensor.
         last_write: Latest write to the storage at this point. Later writes do not affect the view.
         shape: Shape of the tensor.
         stride: Strides of the tensor in elements.
-        offset: Index in the storage of the first element of the tensor.
+        offset: Index of the tensor's first element in the storage.
     """
 
     storage: _RecordedStorage
@@ -158,11 +160,11 @@ class _RecordedView:
 
 
 class InitializationRecording:
-    """Recording of the operations that give the large tensors of a model their values.
+    """Recording of the operations that initialize the large tensors of a model.
 
     Args:
-        seed: Seed of the random numbers.
-        min_elements: Elements of the smallest tensor that is recorded.
+        seed: Random seed.
+        min_elements: Minimum number of elements of a tensor that is recorded.
     """
 
     def __init__(self, seed: int, *, min_elements: int = MIN_RECORDED_ELEMENTS) -> None:
@@ -175,15 +177,15 @@ class InitializationRecording:
 
     @cached_property
     def _fake_tensors(self) -> Any:
-        """Fake tensor mode of torch, in which operations compute only shapes.
+        """Torch's fake tensor mode, in which operations compute only shapes.
 
-        It is created at the first access, because importing it takes a second.
+        It is created on first access, because importing it takes a second.
         """
         return torch_internals.create_fake_tensor_mode(allow_non_fake_inputs=True)
 
     @contextmanager
     def record_operations(self) -> Iterator[None]:
-        """Create large tensors without values, and record the operations on them, until the context ends."""
+        """Create large tensors without values and record the operations on them, until the context ends."""
         with (
             torch_internals.replace_truncated_normal(self._record_truncated_normal),
             torch_internals.intercept_operations(self._run_and_record),
@@ -221,11 +223,11 @@ class InitializationRecording:
         return self._storages.get(torch_internals.get_storage_id(tensor.untyped_storage()))
 
     def _build_view(self, tensor: Tensor, storage: _RecordedStorage) -> _RecordedView:
-        """Return a reference to the values that a recorded tensor has now.
+        """Return a reference to the current values of a recorded tensor.
 
         Args:
             tensor: Recorded tensor.
-            storage: Result of :meth:`_find_storage` for it.
+            storage: Storage of the tensor, as returned by :meth:`_find_storage`.
 
         Raises:
             RecordingError: If the tensor reinterprets the storage as a different dtype.
@@ -237,7 +239,7 @@ class InitializationRecording:
         )
 
     def _add_storage(self, tensor: Tensor) -> _RecordedStorage:
-        """Start to record the storage of a new fake tensor, whose elements are zero until the first write."""
+        """Start recording the storage of a new fake tensor. Its elements are zero until the first write."""
         storage = tensor.untyped_storage()
         size = storage.nbytes() // tensor.element_size()
         plain = tensor.is_contiguous() and tensor.dim() > 1 and size == tensor.numel() > 0
@@ -249,9 +251,9 @@ class InitializationRecording:
         """Run an intercepted operation, and record it if it creates, reads or changes a recorded tensor.
 
         There are three cases. Operations without recorded tensors run normally, except that large tensors
-        are created as fake tensors. Operations on recorded tensors run in fake tensor mode and compute only
-        shapes. If the result depends on values, such as ``item()``, the values of recorded arguments are
-        computed first.
+        are created as fake tensors. Operations on recorded tensors run in fake tensor mode, which computes
+        only shapes. If the result depends on values, as for ``item()``, the values of the recorded
+        arguments are computed first.
 
         Args:
             operation: ATen operation.
@@ -262,7 +264,7 @@ class InitializationRecording:
             The result of the operation, with fake tensors for recorded results.
 
         Raises:
-            RecordingError: If the operation has an ``out`` argument or changes a recorded tensor in a way
+            RecordingError: If the operation has an ``out`` argument, or changes a recorded tensor in a way
                 that cannot be replayed.
         """
         leaves, _ = torch_internals.tree_flatten((arguments, keywords))
@@ -296,9 +298,10 @@ class InitializationRecording:
         return results
 
     def _is_large(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> bool:
-        """Return whether the arguments of a factory function such as ``torch.empty`` describe a large tensor.
+        """Return whether a factory function such as ``torch.empty`` creates a large tensor.
 
-        Only tensors on the CPU whose factory has no generator count, because only they are recorded.
+        ``arguments`` and ``keywords`` are the arguments of the factory function. Only CPU tensors that are
+        created without a generator count, because only they are recorded.
         """
         size, device = arguments[0] if arguments else (), keywords.get("device")
         on_host = device is None or torch.device(device).type == "cpu"
@@ -310,7 +313,7 @@ class InitializationRecording:
         Args:
             name: Name of the factory function, one of :data:`_FACTORY_FUNCTIONS`.
             tensor: The new fake tensor.
-            fill_values: A tuple with the fill value if the function is ``full``. Otherwise ignored.
+            fill_values: For ``full``, a tuple with the fill value. Ignored for other functions.
         """
         storage = self._add_storage(tensor)
         aten = torch.ops.aten
@@ -336,7 +339,7 @@ class InitializationRecording:
         result: int = 0,
         layout: tuple[tuple[int, ...], tuple[int, ...]] = ((), ()),
     ) -> None:
-        """Append a write to the writes of a storage, and reserve its tile numbers.
+        """Append a write to a storage, and reserve its tile numbers.
 
         Args:
             storage: Storage that the operation changes.
@@ -345,8 +348,8 @@ class InitializationRecording:
             operation: ATen operation, or a function with the same interface.
             arguments: Positional arguments, with references instead of recorded tensors.
             keywords: Keyword arguments, with references instead of recorded tensors.
-            kind: Kind of the operation; see :class:`_RecordedWrite`.
-            result: ``result_index`` of a whole-tensor operation; see :class:`_RecordedWrite`.
+            kind: Kind of the operation. See :class:`_RecordedWrite`.
+            result: ``result_index`` of a whole-tensor operation. See :class:`_RecordedWrite`.
             layout: Shape and strides of the result of a whole-tensor operation.
         """
         overwrites = kind != "in place" or operation in _OVERWRITING_OPERATIONS
@@ -380,8 +383,8 @@ class InitializationRecording:
     ) -> None:
         """Record an operation on recorded tensors, after it has run in fake tensor mode.
 
-        An elementwise or random operation on contiguous tensors is recorded so that it can be computed per
-        tile. Any other operation is recorded as a whole-tensor operation.
+        Elementwise and random operations on contiguous tensors are recorded so that they can be computed
+        per tile. All other operations are recorded as whole-tensor operations.
 
         Args:
             name: Name of the operation without namespace, such as ``normal_``.
@@ -434,14 +437,14 @@ class InitializationRecording:
     def _record_truncated_normal(
         self, function: Callable[..., Tensor], tensor: Tensor, *arguments: Any
     ) -> Tensor:
-        """Record ``trunc_normal_`` as a random operation, so that it is drawn separately for each tile.
+        """Record ``trunc_normal_`` as a single random operation, which is drawn separately for each tile.
 
-        torch draws it by rejection, with a number of operations that depends on values, so they cannot be
-        recorded one by one. If the tensor is not recorded or not contiguous, or if there is a generator,
-        ``function`` is called instead.
+        torch implements it by rejection sampling. The number of operations then depends on the values, so
+        they cannot be recorded one by one. If the tensor is not recorded or not contiguous, or if there is
+        a generator, ``function`` is called instead.
 
         Args:
-            function: The original function of torch.
+            function: The original torch function.
             tensor: Tensor to fill.
             arguments: Mean, standard deviation, bounds, and the generator, which may be None.
 
@@ -468,7 +471,7 @@ class InitializationRecording:
     def _run_with_values(
         self, operation: Any, arguments: tuple[Any, ...], keywords: dict[str, Any], written: list[Tensor]
     ) -> Any:
-        """Run an operation that depends on values or on a generator, after computing its recorded arguments.
+        """Run an operation that depends on values or a generator, after computing its recorded arguments.
 
         Args:
             operation: ATen operation.
@@ -500,8 +503,8 @@ class InitializationRecording:
     def _derive_tile_seed(self, tile_number: int) -> int:
         """Derive the random seed of a tile from its number and the seed of the recording.
 
-        torch uses 32 bits of a seed. The function is a permutation of 32-bit integers, so that no two tiles
-        of a model have the same seed.
+        torch uses 32 bits of a seed. The function permutes the 32-bit integers, so that no two tiles of a
+        model have the same seed.
         """
         for key in self._seed_keys:
             tile_number = (tile_number ^ key) * 0x9E3779B1 & 0xFFFFFFFF
@@ -511,8 +514,8 @@ class InitializationRecording:
     def _compute_slice(self, view: _RecordedView, index: Index) -> Tensor:
         """Compute a slice of a recorded tensor.
 
-        Only the tiles that contain elements of the slice are computed, unless the tensor is not contiguous.
-        In that case, its complete storage is computed first.
+        For a contiguous tensor, only the tiles that overlap the slice are computed. Otherwise, the complete
+        storage is computed first.
 
         Args:
             view: Reference to the tensor.
@@ -545,11 +548,11 @@ class InitializationRecording:
         return values.reshape([part.stop - part.start for part in index])
 
     def _compute_view(self, view: _RecordedView, cache: dict[Any, Any]) -> Tensor:
-        """Compute all elements of a recorded tensor. This computes its complete storage.
+        """Compute all elements of a recorded tensor, which computes its complete storage.
 
         Args:
             view: Reference to the tensor.
-            cache: Results that are shared by the computations of one read; see :meth:`_compute_elements`.
+            cache: Results shared by all computations of one read. See :meth:`_compute_elements`.
         """
         values = self._compute_elements(view.storage, view.last_write, 0, view.storage.size, cache)
         return torch.as_strided(values, view.shape, view.stride, view.offset)
@@ -569,11 +572,12 @@ class InitializationRecording:
             last_write: Latest write to apply. Later writes are ignored.
             start: Index of the first element.
             stop: Index after the last element.
-            cache: Results of whole-tensor operations, and for each last write the latest tile that was only
-                partly inside the range. It is modified.
+            cache: Results that can be reused while one slice is read: the results of whole-tensor
+                operations and, for each ``last_write``, the latest tile that was only partly inside the
+                requested range. Modified in place.
 
         Returns:
-            A flat tensor of ``stop - start`` elements.
+            1-D tensor of ``stop - start`` elements.
         """
         values = torch.zeros(stop - start, dtype=storage.dtype)
         writes = []
@@ -609,10 +613,11 @@ class InitializationRecording:
         """Apply writes to a tile.
 
         Args:
-            tile: Elements of the tile, flat. They are zero at first, and are changed in place.
+            tile: 1-D tensor with the elements of the tile. They are initially zero and are changed in
+                place.
             number: Number of the tile in its storage.
-            start: Index in the storage of the first element of the tile.
-            stop: Index in the storage after the last element of the tile.
+            start: Index of the tile's first element in the storage.
+            stop: Index after the tile's last element in the storage.
             writes: Recorded writes to the storage, in the order of recording.
             cache: See :meth:`_compute_elements`.
         """
@@ -649,10 +654,10 @@ class InitializationRecording:
                 target.copy_(write.operation(*arguments, **keywords))
 
     def _compute_whole_result(self, write: _RecordedWrite, cache: dict[Any, Any]) -> Tensor:
-        """Run a whole-tensor operation on complete tensors, and return the changed storage as a flat tensor.
+        """Run a whole-tensor operation on complete tensors, and return the changed storage as a 1-D tensor.
 
-        torch's default generator is seeded from the first tile of the write, and restored afterwards. If the
-        operation returns a new tensor, elements of the storage that do not belong to this tensor are 0.
+        torch's default generator is seeded from the first tile of the write, and restored afterwards. If
+        the operation returns a new tensor, storage elements outside this tensor are 0.
         """
         argument_tensors: list[Tensor] = []
 
@@ -716,11 +721,11 @@ def _find_written_positions(operation: Any, arguments: tuple[Any, ...], tensors:
 
 
 def _map_leaves(tree: Any, replace: Any) -> Any:
-    """Copy a nested structure of arguments, with each leaf replaced by ``replace(leaf)``."""
+    """Copy a nested structure of arguments, replacing each leaf by ``replace(leaf)``."""
     leaves, structure = torch_internals.tree_flatten(tree)
     return torch_internals.tree_unflatten([replace(leaf) for leaf in leaves], structure)
 
 
 def _map_tensors(tree: Any, replace: Any) -> Any:
-    """Copy a nested structure of arguments, with each tensor replaced by ``replace(tensor)``."""
+    """Copy a nested structure of arguments, replacing each tensor by ``replace(tensor)``."""
     return _map_leaves(tree, lambda leaf: replace(leaf) if isinstance(leaf, torch.Tensor) else leaf)

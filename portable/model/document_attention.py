@@ -1,19 +1,20 @@
-"""Attention that stays within the documents of a packed sample.
+"""Restrict attention to the documents of a packed sample.
 
 Packed samples have ``position_ids`` that begin at 0 in each document, and ``document_lengths``
-(:class:`portable.data.samples.packing.PackedDocumentSamples`). This module uses them so that every layer
-attends as if each document were a separate sequence. There are three implementations:
+(:class:`portable.data.samples.packing.PackedDocumentSamples`). With them, every layer attends as if
+each document were a separate sequence. There are three implementations:
 
-* Masks: transformers builds the mask of each layer type (causal, sliding window, chunked) from a function of
-  two positions. This module passes positions within documents to the function. The mask has a fixed shape and
-  is built without reading values of tensors, so this works on every device, compiled or not.
-* One call per document: on a CPU, the fused sdpa kernel also computes the masked elements. It is therefore
-  called once per document, which costs less than causal attention over the sample.
+* Masks: transformers builds the mask of each layer type (causal, sliding window, chunked) from a
+  function of two positions. This module passes positions within documents to the function. The mask
+  has a fixed shape and is built without reading values of tensors, so this works on every device,
+  compiled or not.
+* One call per document: on a CPU, the fused sdpa kernel also computes the masked elements. It is
+  therefore called once per document, which costs less than causal attention over the sample.
 * Lengths: flash attention, from a package or the Hub, receives the lengths of the documents.
 
-:mod:`portable.model.document_states` does the same for layers that carry a state along the sequence. Some
-models mix tokens in other ways, or compute positions themselves. They cannot keep documents separate, and
-:func:`check_document_separation` rejects them.
+:mod:`portable.model.document_states` does the same for layers that carry a state along the
+sequence. Some models mix tokens in other ways, or compute positions themselves. They cannot keep
+documents separate, and :func:`check_document_separation` rejects them.
 """
 
 from __future__ import annotations
@@ -143,9 +144,10 @@ gradients as conversations in separate samples.
 
 
 def can_separate_states(config: RunConfig) -> bool:
-    """Return whether layers with states can run on one document at a time.
+    """Return whether stateful layers can run on one document at a time.
 
-    XLA and TPUs would compile every combination of lengths. Context-parallel ranks hold parts of documents.
+    XLA and TPUs would have to compile every combination of lengths. Context-parallel ranks have only
+    parts of documents.
     """
     return config.backend not in ("xla", "tpu") and config.context_parallel_size == 1
 
@@ -157,7 +159,7 @@ def check_document_separation(
     seq_len: int = 0,
     separates_states: bool = True,
 ) -> None:
-    """Check that tokens of a packed sample do not influence tokens of other documents.
+    """Check that the documents of a packed sample do not influence each other.
 
     Args:
         model: The model, on the meta device. A trial forward pass on a copy shows whether its masks are
@@ -167,7 +169,7 @@ def check_document_separation(
         separates_states: Result of :func:`can_separate_states`.
 
     Raises:
-        UserError: If attention or a state may cross the boundaries of the documents.
+        UserError: If attention or a state may cross document boundaries.
     """
     config = model.config
     kernel = get_attention_kernel(config)
@@ -229,15 +231,16 @@ def explain_document_mixing(
 def apply_default_packing(config: RunConfig) -> RunConfig:
     """Disable the default packing of conversations if the model might mix the documents of a packed sample.
 
-    The default of ``data.packing`` for conversations is ``documents``. A value that the user has set does not
-    change.
+    The default of ``data.packing`` for conversations is ``documents``. A value that the user has set
+    does not change.
 
     Args:
         config: The config of the run.
 
     Returns:
-        A config with ``data.packing: false``, or ``config`` itself if nothing changes. It does not change if
-        the model config cannot be loaded, because building the model reports that error.
+        A config with ``data.packing: false``, or ``config`` itself if nothing changes. If the model
+        config cannot be loaded, ``config`` is returned, because building the model reports the error
+        later.
     """
     if config.data.packing != "documents" or config.is_set("data.packing"):
         return config
@@ -251,10 +254,10 @@ def apply_default_packing(config: RunConfig) -> RunConfig:
 
 
 def explain_image_mixing(model_type: str) -> str | None:
-    """Explain why packed conversations with images might differ from conversations in separate samples.
+    """Explain why packing conversations with images might change the results of a model.
 
     Returns:
-        The reason, as a verb phrase. None if a test has shown that they do not differ.
+        The reason, as a verb phrase. None if a test has shown that packing does not change the results.
     """
     if model_type in IMAGE_PACKING_TYPES:
         return None
@@ -286,7 +289,7 @@ def build_packing_notes(config: RunConfig, model: PreTrainedModel) -> list[str]:
 
 
 def _explain_mixing_in_run(model_config: PretrainedConfig, config: RunConfig) -> str | None:
-    """Explain why the documents of packed samples might influence each other in a run, or return None."""
+    """Explain why documents in packed samples might influence each other, or return None if they cannot."""
     reason = explain_document_mixing(
         model_config, config.data.seq_len, separates_states=can_separate_states(config)
     )
@@ -296,13 +299,13 @@ def _explain_mixing_in_run(model_config: PretrainedConfig, config: RunConfig) ->
 
 
 def _has_attention(config: PretrainedConfig) -> bool:
-    """Return whether a model has layers with attention."""
+    """Return whether a model has attention layers."""
     layers = getattr(config.get_text_config(), "layer_types", None)
     return not layers or not LAYERS_WITHOUT_ATTENTION.issuperset(layers)
 
 
 def _find_mask_function(kernel: str) -> Any:
-    """Return the function by which transformers creates masks for an attention kernel, or None if unknown."""
+    """Return transformers' mask function for an attention kernel, or None for an unknown kernel."""
     return get_mask_functions().get(kernel, None)
 
 
@@ -320,11 +323,11 @@ _BIDIRECTIONAL_TYPES = ("cpmant",)
 
 
 def check_causal_attention(model: PreTrainedModel, key: str = "model") -> None:
-    """Check that a causal language model does not attend to later tokens, which are its labels.
+    """Check that a causal language model does not attend to later tokens, because they are its labels.
 
     Args:
         model: The model, on the meta device.
-        key: Setting that names the model, used in error messages.
+        key: Setting that specifies the model, used in error messages.
 
     Raises:
         UserError: If the model attends to later tokens.
@@ -354,10 +357,10 @@ def check_causal_attention(model: PreTrainedModel, key: str = "model") -> None:
 def _makes_only_causal_masks(model: PreTrainedModel) -> bool:
     """Return whether every attention mask that a model creates in a trial forward pass is causal.
 
-    Returns False if the forward pass creates no mask. Errors of the forward pass are ignored.
+    Returns False if the forward pass creates no mask. Errors in the forward pass are ignored.
 
     Args:
-        model: The model, on the meta device. The trial runs a copy.
+        model: The model, on the meta device. The forward pass runs on a copy.
     """
     causal: list[bool] = []
 
@@ -430,7 +433,7 @@ class DocumentForward(ForwardWrapper):
     def _attends_per_document(self, device: torch.device) -> bool:
         """Return whether attention runs once per document.
 
-        This is the case on a CPU for sdpa, unless the layers read the mask or a module is compiled.
+        This is the case for sdpa on a CPU, unless the layers read the mask or a module is compiled.
         """
         if self._kernel != "sdpa" or self._reads_mask or device.type != "cpu":
             return False
@@ -441,7 +444,7 @@ def install_document_forward(model: Model) -> Model:
     """Make the model's forward method accept packed documents. See :class:`DocumentForward`.
 
     Args:
-        model: A transformers model, not wrapped, that :func:`check_document_separation` accepts.
+        model: A transformers model, not wrapped, that has passed :func:`check_document_separation`.
 
     Returns:
         The same model.
@@ -455,11 +458,11 @@ BIDIRECTIONAL_ARGUMENT = "allow_is_bidirectional_skip"
 
 @dataclass(frozen=True)
 class DocumentMaskFunction:
-    """Mask function, as transformers defines it, for samples whose documents do not attend to each other.
+    """Mask function for transformers that prevents attention between the documents of a sample.
 
     Attributes:
-        single_document_mask: Mask function for a single document, such as a causal or sliding-window mask.
-            It has the arguments of :meth:`__call__`, but with positions in the document.
+        single_document_mask: Mask function for a single document, such as a causal or sliding-window
+            mask. It takes the arguments of :meth:`__call__`, but with positions within the document.
         positions: Position of each token in its document, int64 ``[batch, tokens]``.
         document_numbers: Document index of each token, int64 ``[batch, tokens]``.
     """
@@ -489,17 +492,17 @@ class DocumentMaskFunction:
 def _build_document_mask_wrapper(
     positions: Tensor, document_lengths: list[list[int]] | None
 ) -> Callable[[Callable[..., Tensor]], Callable[..., Any]]:
-    """Build a decorator for transformers' mask creation that adds document separation to causal masks.
+    """Build a decorator that makes transformers' mask functions separate the documents of a sample.
 
     Bidirectional masks, such as masks of an image encoder, do not change.
 
     Args:
         positions: Positions of the tokens in their documents, int64 ``[batch, tokens]``.
-        document_lengths: Lengths of the documents of each sample, to replace masks by
+        document_lengths: Lengths of the documents of each sample. If given, masks are replaced by a
             :class:`_PerDocumentMask`. None if the masks must be tensors.
 
     Returns:
-        Function that receives a function that creates a mask, and returns its replacement.
+        Decorator that replaces a function that creates a mask.
     """
     documents = (positions == 0).cumsum(-1)
 
@@ -524,12 +527,12 @@ def _build_document_mask_wrapper(
 def _build_flash_arguments(lengths: Tensor, seq_len: int) -> dict[str, Any]:
     """Return the keyword arguments for flash attention over sequences of different lengths.
 
-    Shapes and integers of the arguments are equal for all batches, so that they cause no sync and no
-    recompilation. For this reason, the sequence length of the run is passed as the maximum length.
+    Shapes and integer arguments are the same for all batches, so that they cause no sync and no
+    recompilation. Therefore, the maximum length is always the sequence length of the run.
 
     Args:
         lengths: Lengths of the documents, int64 ``[batch, documents]``. Unused entries are 0, which the
-            kernel treats as sequences without tokens.
+            kernel treats as empty sequences.
         seq_len: Number of tokens of a sample.
     """
     ends = functional.pad(lengths.flatten().cumsum(0), (1, 0)).to(torch.int32)
@@ -537,15 +540,15 @@ def _build_flash_arguments(lengths: Tensor, seq_len: int) -> dict[str, Any]:
 
 
 class _PerDocumentMask:
-    """Object that is passed instead of an attention mask, so that sdpa runs once per document.
+    """Object that is passed instead of a mask tensor, so that sdpa runs once per document.
 
     :func:`register_document_sdpa` makes sdpa accept it.
 
     Args:
         document_lengths: Lengths of the documents of each sample.
         mask_function: Mask function for a single document.
-        local_size: Size of a sliding window or chunk. Documents that are not longer have a plain causal mask.
-            None if the mask of every document is causal.
+        local_size: Size of a sliding window or chunk. Documents up to this size have a plain causal
+            mask. None if the mask of every document is causal.
         make_mask: Function of transformers that creates a mask tensor from a mask function.
     """
 
@@ -600,7 +603,8 @@ class _PerDocumentMask:
         """Build the mask tensor of a single document. Masks are cached by document length.
 
         Args:
-            query: Queries of the document, ``[1, heads, tokens, head size]``. Only length and device matter.
+            query: Queries of the document, ``[1, heads, tokens, head size]``. Only the length and the
+                device are used.
 
         Returns:
             The mask. None if it is a plain causal mask, which sdpa applies without a tensor.
@@ -622,9 +626,9 @@ class _PerDocumentMask:
 
 @cache  # once per process, because recomputed layers run outside of any context
 def register_document_sdpa() -> None:
-    """Replace ``sdpa`` of transformers in this process by a function that accepts :class:`_PerDocumentMask`.
+    """Replace transformers' ``sdpa`` in this process by a function that accepts :class:`_PerDocumentMask`.
 
-    With an ordinary mask, the replacement calls the original function.
+    For an ordinary mask, the replacement calls the original function.
     """
     from transformers import AttentionInterface
 

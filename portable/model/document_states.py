@@ -1,15 +1,16 @@
-"""Reset of the states of recurrent layers at the start of each document of a packed sample.
+"""Reset the states of recurrent layers at the start of each document of a packed sample.
 
-Gated delta rules, state space models and causal convolutions carry a state or a window along the sequence. In
-transformers, their layers call the functions in :data:`STATE_FUNCTIONS`. :class:`DocumentStatesForward`
-replaces these functions while such a layer runs on packed documents:
+Gated delta rules, state space models and causal convolutions carry a state or a window along the
+sequence. In transformers, their layers call the functions in :data:`STATE_FUNCTIONS`.
+:class:`DocumentStatesForward` replaces these functions while such a layer runs on packed documents:
 
-* A fused kernel of fla, mamba_ssm or causal_conv1d receives the boundaries of the documents, if it accepts
+* A fused kernel of fla, mamba_ssm or causal_conv1d receives the document boundaries, if it accepts
   them.
-* Any other function runs on one document at a time. This is exact, because each call starts without a state.
+* Any other function runs on one document at a time. This is exact, because each call starts without
+  a state.
 
-The projections of a layer still run once on the complete micro-batch. All ranks therefore gather parameters
-equally often, although their numbers of documents differ.
+The projections of a layer still run once on the complete micro-batch. All ranks therefore gather
+parameters the same number of times, although their numbers of documents differ.
 """
 
 from __future__ import annotations
@@ -43,10 +44,11 @@ class StateFunction:
     """Function of transformers that carries a state along the sequence.
 
     Attributes:
-        token_arguments: Names of the arguments with a value for each token. Empty if the function exists only
-            as a fused kernel. Such a kernel replaces the other functions of a layer.
-        token_dim: Dimension of the tokens in these arguments and in the result.
-        boundaries: Argument of the fused kernel for the boundaries of the documents. None if it has none.
+        token_arguments: Names of the arguments with a value for each token. Empty for a function that
+            exists only as a fused kernel, which replaces the other functions of a layer.
+        token_dim: Token dimension in these arguments and in the result.
+        boundaries: Argument of the fused kernel that receives the document boundaries. None if it has
+            no such argument.
     """
 
     token_arguments: tuple[str, ...]
@@ -102,18 +104,23 @@ _BOUNDARY_ARGUMENTS = ("cu_seqlens", "cu_seqlens_cpu", "seq_idx")
 
 
 class DocumentOffsets(NamedTuple):
-    """Offsets of all documents of a micro-batch in its concatenated samples, int64 ``[documents + 1]``."""
+    """Offsets of all documents in the concatenated samples of a micro-batch, int64 ``[documents + 1]``.
+
+    Attributes:
+        device: Offsets on the device.
+        host: The same offsets on the host.
+    """
 
     device: Tensor
     host: Tensor
 
 
 class PackedDocuments:
-    """Boundaries of the documents of a micro-batch.
+    """Document boundaries of a micro-batch.
 
     Args:
-        lengths: Number of positions of each document of each sample, on the host. Each row sums to the number
-            of tokens of a sample.
+        lengths: Number of positions of each document of each sample, on the host. Each row sums to the
+            number of tokens of a sample.
         positions: Position of each token in its document, int64 ``[batch, tokens]``.
     """
 
@@ -124,28 +131,28 @@ class PackedDocuments:
 
     @cached_property
     def indices(self) -> Tensor:
-        """Index of the document of each token in its sample, int32 ``[batch, tokens]``."""
+        """Document index of each token in its sample, int32 ``[batch, tokens]``."""
         return ((self._positions == 0).cumsum(-1) - 1).to(torch.int32)
 
     @cached_property
     def offsets(self) -> DocumentOffsets:
-        """Offsets of the documents. They are copied to the device without a host-device sync."""
+        """Document offsets, which are copied to the device without a host-device sync."""
         lengths, device = [0, *(length for row in self.lengths for length in row)], self._positions.device
         host = torch.tensor(lengths).cumsum(0)
         host = host.pin_memory() if device.type == "cuda" else host
         return DocumentOffsets(host.to(device, non_blocking=True), host)
 
     def compute(self, name: str, function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
-        """Call a function of :data:`STATE_FUNCTIONS`, and keep its states within the documents.
+        """Call a function of :data:`STATE_FUNCTIONS` without carrying states across document boundaries.
 
         Args:
             name: Name of the function.
-            function: Function of a modeling file of transformers.
+            function: Function from a modeling file of transformers.
             arguments: Positional arguments of the function.
             keywords: Keyword arguments of the function.
 
         Returns:
-            The result of the function. None if the layer has to call its other functions instead.
+            The result of the function. None if the layer must call its other functions instead.
         """
         kind = STATE_FUNCTIONS[name]
         for argument in _BOUNDARY_ARGUMENTS:  # flash attention has boundaries with empty documents
@@ -185,7 +192,7 @@ class PackedDocuments:
         arguments: tuple[Any, ...],
         keywords: dict[str, Any],
     ) -> Any:
-        """Call a kernel that accepts one sequence of concatenated documents, and their offsets."""
+        """Call a kernel that accepts concatenated documents as one sequence, together with their offsets."""
         tokens = _find_token_arguments(kind, kernel, arguments, keywords)
         concatenated = {key: tensor.flatten(0, 1).unsqueeze(0) for key, tensor in tokens.items()}
         replaced = _replace_arguments(arguments, keywords, concatenated)
@@ -200,7 +207,7 @@ class PackedDocuments:
 
 
 class _Arguments(NamedTuple):
-    """Arguments of a call."""
+    """Positional and keyword arguments of a call."""
 
     arguments: tuple[Any, ...]
     keywords: dict[str, Any]
@@ -223,24 +230,24 @@ def _find_token_arguments(
 def _replace_arguments(
     arguments: tuple[Any, ...], keywords: dict[str, Any], values: Mapping[int | str, Any]
 ) -> _Arguments:
-    """Return the arguments of a call, with other values at some positions and keywords."""
+    """Return the arguments of a call, with the given positions and keywords replaced by other values."""
     replaced = tuple(values.get(index, value) for index, value in enumerate(arguments))
     return _Arguments(replaced, {name: values.get(name, value) for name, value in keywords.items()})
 
 
 def _get_output(result: Any) -> Tensor:
-    """Return the output in the result of a state function. Some functions also return a state."""
+    """Return the output of a state function from its result, which may also contain a state."""
     output: Tensor = result[0] if isinstance(result, tuple) else result
     return output
 
 
 def _replace_output(result: Any, output: Tensor) -> Any:
-    """Return a result with another output. A state becomes None, because training does not use it."""
+    """Return a result with another output. Its state becomes None, because training does not use it."""
     return (output, *(None for _ in result[1:])) if isinstance(result, tuple) else output
 
 
 class _StatefulLayerForward(ForwardWrapper):
-    """Forward method of a layer with states, which resets them at the start of each document.
+    """Forward method of a stateful layer that resets the states at the start of each document.
 
     Args:
         layer: Layer whose forward method calls functions of :data:`STATE_FUNCTIONS`.
@@ -259,14 +266,14 @@ class _StatefulLayerForward(ForwardWrapper):
         self._run = torch.compiler.disable(_run_stateful_layer)
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        """Run the layer. Its functions keep documents separate during training and evaluation."""
+        """Run the layer. In training and evaluation, states do not cross document boundaries."""
         return self._run(self, arguments, keywords)
 
 
 def _run_stateful_layer(
     forward: _StatefulLayerForward, arguments: tuple[Any, ...], keywords: dict[str, Any]
 ) -> Any:
-    """Run the forward method of a layer, with functions that separate documents."""
+    """Run the forward method of a layer with state functions that keep documents separate."""
     documents = forward.documents
     # Outside of a forward pass, only layers in training are run, when their activations are recomputed.
     if documents is None or not (forward.in_forward or forward.layer.training):
@@ -282,7 +289,7 @@ def _run_stateful_layer(
 
 
 class DocumentStatesForward(ForwardWrapper):
-    """Forward method of a model that resets the states of its layers at the start of each packed document.
+    """Forward method of a model that resets the states of its layers at the start of each document.
 
     Args:
         model: A transformers model, not wrapped.
@@ -315,9 +322,10 @@ class DocumentStatesForward(ForwardWrapper):
 
 
 def install_document_states(model: Model) -> Model:
-    """Reset the states of a model's layers at the start of each packed document.
+    """Make the stateful layers of a model reset their states at the start of each packed document.
 
-    Without such layers, nothing changes. Call this function after :func:`install_document_forward`.
+    Does nothing if the model has no such layers. Call this function after
+    :func:`install_document_forward`.
 
     Args:
         model: A transformers model, not wrapped.

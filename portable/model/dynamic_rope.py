@@ -1,10 +1,10 @@
 """Rotary embeddings whose frequencies depend on the length of each text.
 
-LongRoPE has one set of factors for short and one for long sequences, and dynamic NTK scaling changes the base
-with the length. transformers derives the length from the largest position of a forward pass, so padding and
-the other sequences of a micro-batch would change the result of a sequence. This module passes the length of
-each text to the rotary embeddings instead, so that a text gets the same rotations as in a separate forward
-pass.
+LongRoPE uses different factors for short and long sequences, and dynamic NTK scaling changes the
+base with the length. transformers derives the length from the largest position in a forward pass.
+The result for a sequence would therefore depend on padding and on the other sequences in the
+micro-batch. This module passes the length of each text to the rotary embeddings instead, so that a
+text gets the same rotations as in a separate forward pass.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def is_length_dependent(rope_type: str) -> bool:
 def _list_rope_settings(config: PretrainedConfig) -> list[Any]:
     """List the RoPE settings of a config: the common mapping, followed by the mapping of each layer type.
 
-    The common mapping is empty if the model has no RoPE settings. Only some models have settings per layer
-    type.
+    The common mapping is empty if the model has no RoPE settings. Only some models have mappings per
+    layer type.
     """
     text = config.get_text_config()
     # Custom code may still use the former name.
@@ -57,11 +57,11 @@ def has_length_dependent_rope(config: PretrainedConfig) -> bool:
 
 
 def check_custom_rotary_layers(model: Any, config: RunConfig) -> None:
-    """Check that length-dependent RoPE in a model's custom code does not see padding.
+    """Check that padding does not affect length-dependent RoPE in a model's custom code.
 
     :func:`install_text_length_forward` supports only the rotary embeddings of transformers. Custom code
-    derives the length from the padded sequence. This has no effect if samples are packed without padding, or
-    if ``data.seq_len`` is at most the original number of positions.
+    derives the length from the padded sequence. This has no effect if samples are packed without
+    padding, or if ``data.seq_len`` is at most the original number of positions.
 
     Args:
         model: The model, on any device.
@@ -88,18 +88,18 @@ def check_custom_rotary_layers(model: Any, config: RunConfig) -> None:
 
 
 def check_length_dependent_rope(config: PretrainedConfig, task: str, key: str) -> None:
-    """Check that the length of each text is available to a model with length-dependent rotary embeddings.
+    """Check that a model with length-dependent rotary embeddings can receive the length of each text.
 
-    It is not available for encoder-decoder models, because their targets are padded, and for DeepSeek-V4,
-    because it compresses tokens.
+    The lengths are unknown for encoder-decoder models, because their targets are padded, and for
+    DeepSeek-V4, because it compresses tokens.
 
     Args:
         config: Transformers config of the model.
         task: The task of the run.
-        key: Setting that names the model, used in error messages.
+        key: Setting that specifies the model, used in error messages.
 
     Raises:
-        UserError: If the model has such embeddings, and the length of each text is not available.
+        UserError: If the model has such embeddings and the lengths are unknown.
     """
     if not has_length_dependent_rope(config):
         return
@@ -131,7 +131,7 @@ class TextLengthForward(ForwardWrapper):
         ]
 
     def __call__(self, *arguments: Any, **inputs: Any) -> Any:
-        """Run the wrapped forward pass, during which the rotary layers use the length of each text.
+        """Run the wrapped forward pass with rotary layers that use the length of each text.
 
         The lengths are a column of the batch, or are computed from its positions or its attention mask. In
         training, the lengths remain set after the forward pass, because the backward pass may recompute
@@ -168,10 +168,10 @@ def install_text_length_forward(model: Model) -> Model:
 
 
 def _find_length_dependent_types(module: nn.Module) -> dict[str | None, str]:
-    """Map each layer type to the rope type of a rotary embedding, if the rope type depends on the length.
+    """Map each layer type of a rotary embedding to its rope type, if this type depends on the length.
 
-    The layer type is None if all layers have the same rope type. Empty if ``module`` is not a rotary
-    embedding of transformers, or if none of its rope types depends on the length.
+    If all layers have the same rope type, the layer type is None. The result is empty if ``module`` is
+    not a rotary embedding of transformers, or if none of its rope types depends on the length.
     """
     return {
         name: rope_type
@@ -181,12 +181,12 @@ def _find_length_dependent_types(module: nn.Module) -> dict[str | None, str]:
 
 
 class _TextLengthRotaryForward:
-    """Forward method of a rotary embedding in which the length of each text selects its frequencies.
+    """Forward method of a rotary embedding that selects the frequencies by the length of each text.
 
     Args:
         module: The rotary embedding.
-        types: Length-dependent rope type of each layer type. The layer type is None if all layers have the
-            same rope type.
+        types: Length-dependent rope types, keyed by layer type. The layer type is None if all layers
+            have the same rope type.
 
     Attributes:
         text_lengths: Length of the text of each token, int64 ``[batch, tokens]`` or ``[batch, 1]``.
@@ -201,10 +201,10 @@ class _TextLengthRotaryForward:
 
     @classmethod
     def install(cls, module: Any, types: Mapping[str | None, str]) -> _TextLengthRotaryForward:
-        """Replace the ``forward`` of a rotary embedding by an object of this class, unless it already is one.
+        """Replace a rotary embedding's ``forward`` by an instance of this class, unless it already is one.
 
         Returns:
-            The new or the existing object.
+            The new or existing instance.
         """
         present = vars(module).get("forward")
         if not isinstance(present, cls):
@@ -221,13 +221,13 @@ class _TextLengthRotaryForward:
         - ``text_lengths`` is None.
         - The module is in eval mode, and no wrapped forward pass is running.
         - The rope type of ``layer_type`` does not depend on the length.
-        - The last dimension of ``position_ids`` has a different size than that of ``text_lengths``, unless
-          the latter is 1. The positions are then not positions of tokens.
+        - ``position_ids`` and ``text_lengths`` differ in the size of their last dimension, and that size of
+          ``text_lengths`` is not 1. The positions are then not positions of tokens.
 
         Args:
-            x: Hidden states. Only their device and dtype matter.
+            x: Hidden states. Only their device and dtype are used.
             position_ids: Positions, int64 ``[..., batch or 1, tokens]``.
-            layer_type: Layer type of transformers. None if all layers have the same rope type.
+            layer_type: Layer type in transformers. None if all layers have the same rope type.
             keywords: Further arguments of the module.
         """
         layer, text_lengths = self._layer, self.text_lengths
@@ -255,16 +255,16 @@ class _TextLengthRotaryForward:
         layer_type: str | None,
         keywords: dict[str, Any],
     ) -> Any:
-        """Compute the rotations with the short and with the long factors, and select one for each token.
+        """Compute the rotations with the short and the long factors, and select one of them for each token.
 
-        The module chooses the factors by its largest position. An additional position is therefore appended
-        to force each choice, and dropped from the result.
+        The module chooses the factors by its largest position. To force each choice, an additional position
+        is appended, and then dropped from the result.
 
         Args:
-            x: Hidden states. Only their device and dtype matter.
+            x: Hidden states. Only their device and dtype are used.
             positions: Positions of the tokens, int64 ``[..., batch, tokens]``.
             text_lengths: Length of the text of each token, int64 ``[batch, tokens]``.
-            layer_type: Layer type of transformers, or None.
+            layer_type: Layer type in transformers, or None.
             keywords: Further arguments of the module.
 
         Returns:

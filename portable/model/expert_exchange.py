@@ -36,10 +36,10 @@ _FORWARD_ARGUMENTS = ("tokens", "experts of each token", "weights of the experts
 
 
 def find_expert_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Find the modules whose experts can be distributed over ranks, by name.
+    """Find the modules whose experts can be distributed over ranks, keyed by name.
 
-    These are the modules with transformers' common layout of experts: each parameter is a stack with one
-    entry per expert, and ``forward`` takes the tokens, the experts of each token, and their weights.
+    These modules have transformers' common layout for experts: each parameter is a stack with one entry
+    per expert, and ``forward`` takes the tokens, the experts of each token, and their weights.
     """
     return {name: module for name, module in model.named_modules() if _is_expert_module(module)}
 
@@ -123,7 +123,7 @@ def list_expert_factors(model: nn.Module) -> dict[nn.Parameter, int]:
 
 
 def install_expert_exchange(model: nn.Module) -> None:
-    """Make the expert modules of a model exchange tokens, once their exchanges have a process group."""
+    """Make the expert modules of a model exchange tokens as soon as their process group is set."""
     for name, module in find_expert_modules(model).items():
         wrappers = find_parameter_wrappers(model, name)
         exchange: Any = ExpertExchange(module, wrappers)
@@ -141,7 +141,7 @@ def _call_base_layer(wrapper: Any, *arguments: Any, **keywords: Any) -> Any:
 
 
 def map_expert_exchanges(model: nn.Module) -> dict[nn.Module, ExpertExchange]:
-    """Return the exchange of each module that :func:`install_expert_exchange` has changed."""
+    """Return a dict from each module changed by :func:`install_expert_exchange` to its exchange."""
     modules: Any = model.modules()
     return {module: module.expert_exchange for module in modules if hasattr(module, "expert_exchange")}
 
@@ -167,10 +167,10 @@ class ExpertExchange:
         self.group: Any = None
 
     def run(self, *arguments: Any, **keywords: Any) -> Tensor:
-        """Run the experts on the tokens of this rank.
+        """Run the experts of all ranks on the tokens of this rank.
 
-        Takes the arguments of the module: tokens ``[tokens, hidden]``, and for each token the indices of its
-        experts and their weights ``[tokens, experts per token]``.
+        Takes the arguments of the module: tokens ``[tokens, hidden]``, and the indices and weights of each
+        token's experts, ``[tokens, experts per token]`` each.
 
         Returns:
             The weighted sum of the results of each token's experts, ``[tokens, hidden]``.
@@ -253,18 +253,18 @@ def _add_lora_update(stack: Tensor, wrapper: Any, is_transposed: bool) -> Tensor
 
 @dataclass(frozen=True)
 class _ExchangePlan:
-    """Rows that this rank sends and receives. A row is a token for one of its experts.
+    """Rows that this rank sends and receives. A row is a pair of a token and one of its experts.
 
     Attributes:
         group: Expert-parallel process group.
         num_tokens: Number of tokens of this rank.
         experts_per_token: Number of rows of each token.
-        order: Row at each position of the sent rows, which are sorted by expert. Rows without an expert are
-            not sent.
+        order: Index of each sent row among all rows of this rank. Sent rows are sorted by expert. Rows
+            without an expert are not sent.
         sent_sizes: Number of rows that this rank sends to each rank.
         received_sizes: Number of rows that this rank receives from each rank.
-        num_local_experts: Number of experts of this rank.
-        received_experts: Index of the expert of each received row, among the experts of this rank.
+        num_local_experts: Number of experts on this rank.
+        received_experts: Expert of each received row, as an index into the experts on this rank.
     """
 
     group: Any
@@ -279,12 +279,14 @@ class _ExchangePlan:
 
 @torch.no_grad()
 def _plan_exchange(experts: Tensor, num_experts: int, group: Any) -> _ExchangePlan:
-    """Exchange the numbers of rows. Waits for the device, because the sizes of the exchange must be known.
+    """Plan the exchange of rows: exchange the row counts between all ranks.
+
+    Waits for the device, because the host needs the row counts.
 
     Args:
-        experts: Experts of each token, ``[tokens, experts per token]``. Indices from ``num_experts`` on mean
-            that there is no expert.
-        num_experts: Number of experts of all ranks.
+        experts: Experts of each token, ``[tokens, experts per token]``. Indices from ``num_experts`` on
+            mean "no expert".
+        num_experts: Number of experts on all ranks.
         group: Expert-parallel process group.
     """
     size = dist.get_world_size(group)
@@ -310,7 +312,7 @@ def _plan_exchange(experts: Tensor, num_experts: int, group: Any) -> _ExchangePl
 
 
 class _Dispatch(torch.autograd.Function):
-    """Sends the rows of this rank to the ranks of their experts, with their weights."""
+    """Autograd function that sends this rank's rows, with their weights, to the ranks of their experts."""
 
     @staticmethod
     def forward(ctx: Any, plan: _ExchangePlan, hidden: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
@@ -336,7 +338,7 @@ class _Dispatch(torch.autograd.Function):
 
 
 class _Combine(torch.autograd.Function):
-    """Returns the results of received rows to the ranks of their tokens, and sums them for each token."""
+    """Autograd function that returns results to the ranks of their tokens, and sums them per token."""
 
     @staticmethod
     def forward(ctx: Any, plan: _ExchangePlan, results: Tensor) -> Tensor:
@@ -350,14 +352,14 @@ class _Combine(torch.autograd.Function):
 
 
 def _send_rows(plan: _ExchangePlan, rows: Tensor) -> Tensor:
-    """Send sorted rows to the ranks of their experts. Returns the rows that this rank receives."""
+    """Send sorted rows to the ranks of their experts, and return the rows that this rank receives."""
     received = rows.new_empty(sum(plan.received_sizes), *rows.shape[1:])
     dist.all_to_all_single(received, rows, plan.received_sizes, plan.sent_sizes, group=plan.group)
     return received
 
 
 def _return_rows(plan: _ExchangePlan, rows: Tensor) -> Tensor:
-    """Send received rows back. The inverse of :func:`_send_rows`."""
+    """Send received rows back to the ranks of their tokens. Inverse of :func:`_send_rows`."""
     returned = rows.new_empty(sum(plan.sent_sizes), *rows.shape[1:])
     dist.all_to_all_single(
         returned, rows.contiguous(), plan.sent_sizes, plan.received_sizes, group=plan.group
@@ -366,12 +368,12 @@ def _return_rows(plan: _ExchangePlan, rows: Tensor) -> Tensor:
 
 
 def _scatter_rows(plan: _ExchangePlan, rows: Tensor) -> Tensor:
-    """Put sorted rows back in the order of the tokens. Rows that were not sent are zeros."""
+    """Restore the token order of sorted rows. Rows that were not sent are zeros."""
     unsorted = rows.new_zeros(plan.num_tokens * plan.experts_per_token, *rows.shape[1:])
     return unsorted.index_copy_(0, plan.order, rows)
 
 
 def _sum_rows(plan: _ExchangePlan, rows: Tensor) -> Tensor:
-    """Sum the sorted rows of each token, in the order of its experts on any number of ranks."""
+    """Sum the sorted rows of each token. The order of summation does not depend on the number of ranks."""
     by_token = _scatter_rows(plan, rows).view(plan.num_tokens, plan.experts_per_token, *rows.shape[1:])
     return by_token.sum(1)

@@ -1,6 +1,6 @@
-"""Parameter counts, FLOPs per token, and hints about sizes that are inefficient on a device.
+"""Parameter counts, FLOPs per token, and hints about matrix sizes that are inefficient on a device.
 
-The hints follow the requirements for tensor cores in NVIDIA's guide to matrix multiplication
+The hints follow the tensor core requirements in NVIDIA's guide to matrix multiplication
 (https://docs.nvidia.com/deeplearning/performance/dl-performance-matrix-multiplication/index.html).
 """
 
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 def count_parameters(model: nn.Module) -> int:
     """Count the parameters of a model.
 
-    Tied parameters count once. A quantized weight counts with its number of weights, not with the number of
-    elements of the tensor that stores its bits.
+    Tied parameters count once. A quantized weight counts as its number of weights, not as the number of
+    elements in its packed storage.
     """
     quantized_elements = _map_quantized_elements(model)
     return sum(quantized_elements.get(id(p), p.numel()) for p in model.parameters())
 
 
 def format_parameter_counts(num_parameters: int, num_trained: int) -> str:
-    """Format the number of parameters for the user, such as "1,024 parameters, of which 512 are trained".
+    """Format the number of parameters, such as "1,024 parameters, of which 512 are trained".
 
     Args:
         num_parameters: Number of parameters.
@@ -40,26 +40,28 @@ def format_parameter_counts(num_parameters: int, num_trained: int) -> str:
 
 
 def count_trained_parameters(model: nn.Module) -> int:
-    """Count the parameters that are trained. Tied parameters count once."""
+    """Count the trained parameters. Tied parameters count once."""
     return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
 def compute_flops_per_token(model: PreTrainedModel, config: PretrainedConfig, seq_len: float) -> float:
-    """Compute the floating-point operations per trained token, in the forward and backward pass.
+    """Compute the floating-point operations per trained token in the forward and backward pass.
 
-    This follows appendix B of the PaLM paper: 6 for each weight in a matrix product, plus 12 x layers x
-    hidden size x sequence length for the attention scores. Embedding lookups do not count, but a tied output
-    head does. In a mixture of experts, only the active experts count. Recomputation does not count.
+    As in appendix B of the PaLM paper, the result is 6 for each weight in a matrix product, plus 12 x
+    layers x hidden size x sequence length for the attention scores. Embedding lookups do not count, but
+    a tied output head does. In a mixture of experts, only the active experts count. Recomputation does
+    not count.
 
-    A frozen weight costs 4 instead of 6, because its gradient is not computed. It costs 2 if no earlier
-    weight is trained, because the backward pass then stops before it. Parameters that the loss does not
-    depend on are left out.
+    A frozen weight costs 4 instead of 6, because its gradient is not computed. It costs only 2 if no
+    earlier weight is trained, because the backward pass does not reach it. The attention scores of a
+    layer that the backward pass does not reach cost a third of the above. Parameters that do not affect
+    the loss are excluded.
 
     Args:
         model: The model, on any device.
         config: Transformers config of the model.
-        seq_len: Sequence length in tokens, or the mean length of the documents if attention stays within
-            them.
+        seq_len: Sequence length in tokens, or the mean document length if attention stays within
+            documents.
     """
     text = config.get_text_config()
     embedding = get_token_embedding(model)
@@ -94,7 +96,7 @@ def compute_flops_per_token(model: PreTrainedModel, config: PretrainedConfig, se
 
 
 def _map_quantized_elements(model: nn.Module) -> dict[int, int]:
-    """Map the ``id`` of each parameter with quantized bits to the number of weights in it."""
+    """Map the ``id`` of each packed quantized parameter to the number of weights in it."""
     return {id(m.bits): m.num_elements for m in model.modules() if isinstance(m, QuantizedLinear)}
 
 
@@ -105,13 +107,13 @@ def _count_experts(text: PretrainedConfig) -> int:
 
 
 def _compute_idle_expert_share(text: PretrainedConfig) -> float:
-    """Return the fraction of a layer's experts that a token does not use. 0 if the model has no experts."""
+    """Return the fraction of a layer's experts that a token does not use, or 0 without experts."""
     chosen, experts = getattr(text, "num_experts_per_tok", None), _count_experts(text)
     return 1.0 - chosen / experts if chosen and experts else 0.0
 
 
 def _is_expert_parameter(name: str, parameter: nn.Parameter, text: PretrainedConfig) -> bool:
-    """Return whether a parameter contains the weights of experts, stacked along the first dimension."""
+    """Return whether a parameter is a stack of expert weights, with one entry per expert."""
     return ".experts." in name and parameter.dim() > 1 and parameter.shape[0] == _count_experts(text)
 
 
@@ -123,13 +125,14 @@ def build_shape_hints(
 ) -> list[str]:
     """Build a hint for each dimension of the matrix products that is not a multiple of ``shape_multiple``.
 
-    Such products are slower on the device, because they cannot use its matrix units fully.
+    Such products are slower, because they cannot fully use the matrix units of the device.
 
     Args:
         config: Transformers config of the model.
-        micro_batch_tokens: Number of tokens in a micro-batch, which is a dimension of each matrix product.
-        shape_multiple: Number of elements from :meth:`portable.backend.Backend.get_shape_multiple`. If None,
-            the device has no preference, and there are no hints.
+        micro_batch_tokens: Number of tokens in a micro-batch, which is a dimension of each matrix
+            product.
+        shape_multiple: Result of :meth:`portable.backend.Backend.get_shape_multiple`. If None, the
+            device has no preferred multiple, and there are no hints.
         precision: Precision of the matrix products, used in the text.
 
     Returns:

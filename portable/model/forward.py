@@ -11,11 +11,12 @@ if TYPE_CHECKING:
 
 
 class ForwardWrapper:
-    """Base class of objects that replace ``model.forward`` and call the method that they replace.
+    """Base class of objects that replace ``model.forward`` and call the original method.
 
-    A replacement is better than a wrapper around the model, because the hooks of FSDP2, DDP and DeepSpeed
-    then receive the inputs and outputs of the replacement. It is an object rather than a function, because
-    :func:`copy.deepcopy` copies objects: the replacement in the copy of a model calls the copy.
+    A replacement is better than a wrapper around the model, because the hooks of FSDP2, DDP and
+    DeepSpeed then receive the inputs and outputs of the replacement. It is an object instead of a
+    function, so that :func:`copy.deepcopy` copies it: the replacement in a copied model calls the
+    copied model.
 
     Args:
         model: A transformers model, not wrapped.
@@ -34,10 +35,10 @@ class ForwardWrapper:
 
     @classmethod
     def install(cls, model: Model) -> Model:
-        """Replace ``model.forward`` by an object of this class, unless an earlier call has done so.
+        """Replace ``model.forward`` by an instance of this class, unless an earlier call has done so.
 
         Args:
-            model: A transformers model, not wrapped. It is changed in place.
+            model: A transformers model, not wrapped. Modified in place.
 
         Returns:
             The same model.

@@ -33,9 +33,9 @@ def freeze_parameters(
 
     Args:
         model: The model, on the meta device. Its other parameters do not change.
-        names: Names of the parameters to freeze. Any of the names of a tied parameter is possible.
-        dtype: Dtype in which engines store the frozen parameters: a single dtype, or a map from names to
-            dtypes.
+        names: Names of the parameters to freeze. For a tied parameter, any of its names.
+        dtype: Dtype in which engines store the frozen parameters: a single dtype, or a mapping from
+            names to dtypes.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name in names:
@@ -68,12 +68,12 @@ def freeze_untrained_parameters(
         model: The model, on the meta device.
         settings: The ``train`` section.
         dtype: Dtype in which engines store the frozen parameters.
-        unreached_names: Names of the parameters that the loss does not depend on. They are frozen as well,
+        unreached_names: Names of the parameters that do not affect the loss. They are also frozen,
             unless ``train.trainable`` matches them.
 
     Raises:
-        UserError: If a pattern is not a regular expression or matches no parameter, or if no parameter is
-            trained.
+        UserError: If a pattern is not a regular expression or matches no parameter, or if no parameter
+            is trained.
     """
     names = {first: [first, *others] for first, others in map_tied_names(model).items()}
     trained_names = set(names).difference(unreached_names)
@@ -91,14 +91,16 @@ def freeze_untrained_parameters(
 
 
 def build_tied_parameter_notes(model: nn.Module, settings: TrainConfig) -> list[str]:
-    """Build notes about tied parameters if ``train.trainable`` or ``train.frozen`` matches only some names.
+    """Build notes about tied parameters if only some of their names match a pattern.
+
+    The patterns are ``train.trainable`` and ``train.frozen``.
 
     Args:
         model: The model, after parameters were frozen.
         settings: The ``train`` section.
 
     Returns:
-        Notes for the user, each of which names the tied parameters and states whether they are trained.
+        Notes for the user. Each note names the tied parameters and states whether they are trained.
     """
 
     def match_patterns(parameter_name: str) -> tuple[bool, ...]:
@@ -116,12 +118,13 @@ def build_tied_parameter_notes(model: nn.Module, settings: TrainConfig) -> list[
 def set_frozen_dtypes(model: nn.Module, stored_tensors: Mapping[str, Any], precision: str) -> None:
     """Set the dtype of each frozen parameter so that an engine stores its values without rounding.
 
-    The dtype is the compute dtype of the run if the tensor in the files has this dtype, otherwise fp32.
+    If the stored tensor has the compute dtype of the run, the parameter also gets this dtype.
+    Otherwise, it gets fp32.
 
     Args:
-        model: The model, on the meta device. It is changed in place.
-        stored_tensors: Tensors from which the parameters are loaded, by name. A tensor without an attribute
-            ``dtype`` is treated as fp32.
+        model: The model, on the meta device. Modified in place.
+        stored_tensors: Tensors from which the parameters are loaded, keyed by name. A tensor without an
+            attribute ``dtype`` counts as fp32.
         precision: Value of the setting ``precision``.
     """
     compute = COMPUTE_DTYPES.get(precision, torch.float32)

@@ -1,8 +1,8 @@
-"""Forward pass of a model on batches with images.
+"""Run the forward pass of a model on batches with images.
 
-A micro-batch without images still runs the image tower of the model, on a blank image whose features are
-multiplied by 0. Otherwise, engines that gather the parameters of the tower on all ranks would wait for the
-ranks without images.
+For a micro-batch without images, the model still runs its image tower, on a blank image whose
+features are multiplied by 0. Otherwise, engines that gather the tower's parameters on all ranks
+would wait for the ranks without images.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _UNUSED_OUTPUTS = ("last_hidden_state", "hidden_states", "attentions")
 
 
 class ImageForward(ForwardWrapper):
-    """Forward method that accepts the columns of a blank image.
+    """Forward method that also accepts the columns of a blank image.
 
     Args:
         model: A transformers model that accepts images, not wrapped.
@@ -52,7 +52,7 @@ class ImageForward(ForwardWrapper):
         self._feature_inputs = inspect.signature(get_image_features).parameters.keys()
 
     def __call__(self, *arguments: Any, **inputs: Any) -> Any:
-        """Run the forward pass.
+        """Run the forward pass, including the image tower on the blank image, if there is one.
 
         Args:
             arguments: Positional arguments of the model.
@@ -84,17 +84,17 @@ class ImageForward(ForwardWrapper):
             hook.remove()
 
     def _compute_packed_positions(self, inputs: Mapping[str, Any]) -> Tensor:
-        """Compute the positions of packed documents for a model whose images have positions in three axes.
+        """Compute the positions of packed documents for a model with three position axes for images.
 
-        The model's own function computes the positions of each document with images. All other documents have
-        equal positions in all axes.
+        The model's own function computes the positions of each document that contains images. In all other
+        documents, a token has the same position on all axes.
 
         Args:
             inputs: Arguments of the model. ``position_ids`` begin at 0 in each document, int64 ``[batch,
                 tokens]``.
 
         Returns:
-            Positions in time, height and width, after the positions in the text, int64 ``[4, batch,
+            Text positions, followed by the positions in time, height and width, int64 ``[4, batch,
             tokens]``.
         """
         positions = inputs["position_ids"]
@@ -143,10 +143,10 @@ def _find_last_embedding(model: Any) -> nn.Module:
 
 
 def _select_used_outputs(output: Any) -> Any:
-    """Select the outputs of ``get_image_features`` that the forward method of a model uses.
+    """Select the outputs of ``get_image_features`` that the model's forward method uses.
 
-    These are ``pooler_output`` and similar fields. ZeRO-3 gathers the parameters of a module for each of its
-    outputs that has a gradient. All ranks must therefore use the same outputs.
+    These are ``pooler_output`` and similar fields. All ranks must use the same outputs, because ZeRO-3
+    gathers a module's parameters for each output that has a gradient.
     """
     if not isinstance(output, dict):
         return output
@@ -177,7 +177,7 @@ def has_image_forward(model: nn.Module) -> bool:
 
 
 def install_image_forward(model: Model) -> Model:
-    """Make the model's forward method accept the columns of a blank image.
+    """Make the model's forward method also accept the columns of a blank image.
 
     Args:
         model: A transformers model that accepts images, not wrapped.

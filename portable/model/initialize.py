@@ -1,4 +1,7 @@
-"""Random initial weights, with the values or at least the distributions of transformers' ``from_config``."""
+"""Random initial weights with the distributions of transformers' ``from_config``.
+
+Small models get exactly the same values as with ``from_config``.
+"""
 
 from __future__ import annotations
 
@@ -34,10 +37,10 @@ class InitialWeights:
 
     Attributes:
         model: Model of the run, without an adapter.
-        model_function: Import path of ``model.function``, which has modified the model. None if
-            ``model.function`` is not set.
-        recording_failure: Reason why the initialization of a large model could not be recorded. None if there
-            was no failure.
+        model_function: Import path of the ``model.function`` that has modified the model. None if it is
+            not set.
+        recording_failure: Reason why the initialization of a large model could not be recorded. None if
+            there was no error.
     """
 
     model: PreTrainedModel
@@ -61,23 +64,23 @@ class InitialWeights:
         max_whole_bytes: int = MAX_WHOLE_MODEL_BYTES,
         min_recorded_elements: int = MIN_RECORDED_ELEMENTS,
     ) -> dict[str, ReadableTensor]:
-        """Build the initial weights of the model, as tensors that can be read in slices.
+        """Build the initial weights of the model as tensors that can be read in slices.
 
-        The weights depend only on the seed and the model, not on the world size or the strategy. If the model
-        has at most ``max_whole_bytes``, all weights are computed now, and equal the weights of
-        ``from_config`` after ``torch.manual_seed``. The weights of a larger model have the same
-        distributions, and are computed when they are read. A slice then does not require the rest of its
-        tensor. If the construction of a larger model cannot be recorded, all of its weights are computed now,
-        and ``recording_failure`` is set.
+        The weights depend only on the seed and the model, not on the world size or the strategy. If the
+        model has at most ``max_whole_bytes``, all weights are computed immediately and equal the weights
+        that ``from_config`` creates after ``torch.manual_seed``. For a larger model, the weights have the
+        same distributions but are computed when they are read. Reading a slice does not compute the rest of
+        its tensor. If the construction of a larger model cannot be recorded, all weights are computed
+        immediately, and ``recording_failure`` is set.
 
         Args:
-            seed: Seed of the random numbers.
+            seed: Random seed.
             max_whole_bytes: Size in bytes of the largest model whose weights are all computed at once.
-            min_recorded_elements: Number of elements of the smallest tensor that is computed in slices, if
-                the model is larger.
+            min_recorded_elements: Number of elements of the smallest tensor that is computed in slices in a
+                larger model.
 
         Returns:
-            Tensors by name.
+            Tensors, keyed by name.
         """
         size = sum(
             tensor.numel() * tensor.element_size() for tensor in get_state_tensors(self.model).values()
@@ -102,10 +105,10 @@ class InitialWeights:
     ) -> PreTrainedModel:
         """Build the model with transformers' initialization, and apply ``model.function``.
 
-        Values that the architecture does not initialize become 0. Torch's random state does not change.
+        Values that the architecture does not initialize become 0. Torch's random state is preserved.
 
         Args:
-            seed: Seed of the random numbers.
+            seed: Random seed.
             recording: Active recording. Its tensors have no values yet. None if all tensors have values.
         """
         with torch.random.fork_rng(devices=[]), _fill_uninitialized_with_nan():
@@ -126,7 +129,8 @@ class InitialWeights:
 def _fill_uninitialized_with_nan() -> Iterator[None]:
     """Fill the memory of ``torch.empty`` with NaN until the context ends, to find uninitialized parameters.
 
-    Torch does this while deterministic algorithms are enabled. The former setting is restored.
+    Torch does this while deterministic algorithms are enabled. The previous setting is restored
+    afterwards.
     """
     enabled, warn_only = (
         torch.are_deterministic_algorithms_enabled(),

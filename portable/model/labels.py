@@ -1,4 +1,7 @@
-"""Settings of sequence classifiers in the model config: classes, problem type, and the token that is read."""
+"""Read and set the classes and the problem type of sequence classifiers in a model config.
+
+Helpers determine which token a classifier reads.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def find_known_classes(config: PretrainedConfig, settings: ModelConfig) -> ModelClasses | None:
-    """Find the classes that the model prescribes, because of a pretrained head or of ``model.config``.
+    """Find the classes that are fixed by a pretrained head or by ``model.config``.
 
     The outputs of a regression count as classes.
 
@@ -26,7 +29,7 @@ def find_known_classes(config: PretrainedConfig, settings: ModelConfig) -> Model
         settings: The ``model`` section of the config.
 
     Returns:
-        The classes. None if the model prescribes none, so that the labels of the data determine them.
+        The classes. None if they are not fixed, so that the labels in the data determine them.
     """
     names = _list_class_names(config)
     if settings.name_or_path is None:
@@ -48,11 +51,11 @@ def read_problem_type(config: PretrainedConfig, settings: ModelConfig) -> Proble
         settings: The ``model`` section of the config.
 
     Returns:
-        The problem type. None for other tasks, or if the config has none, so that the labels of the data
-        determine it.
+        The problem type. None for other tasks. Also None if the config has no problem type; the labels
+        in the data then determine it.
 
     Raises:
-        UserError: If transformers does not have this problem type.
+        UserError: If transformers does not support this problem type.
     """
     problem_type = getattr(config, "problem_type", None)
     if settings.task != "sequence-classification" or problem_type is None:
@@ -67,7 +70,7 @@ def read_problem_type(config: PretrainedConfig, settings: ModelConfig) -> Proble
 
 
 def _list_class_names(config: PretrainedConfig) -> list[str]:
-    """List the names of the classes in the order of their ids, from ``id2label`` or else ``label2id``.
+    """List the class names in the order of their ids, from ``id2label`` or, if it is missing, ``label2id``.
 
     Classes without a name are called ``LABEL_<id>``, as in transformers.
     """
@@ -81,14 +84,14 @@ def _list_class_names(config: PretrainedConfig) -> list[str]:
 
 
 def classifies_at_last_position(config: PretrainedConfig) -> bool:
-    """Return whether a classifier reads the last position, so that padding must be on the left."""
+    """Return whether a classifier reads the last position, which requires padding on the left."""
     return getattr(config, "summary_type", None) == "last"
 
 
 def classifies_at_end_token(config: PretrainedConfig) -> bool:
     """Return whether a classifier reads the hidden state of the end token, as in BART and T5.
 
-    The forward pass of such a classifier fails if a text has no end token.
+    The forward pass of such a classifier fails for a text without an end token.
     """
     from transformers import AutoModelForSequenceClassification
 
@@ -110,7 +113,7 @@ def build_label_arguments(config: PretrainedConfig, settings: ModelConfig) -> di
         ``model_classes`` and ``problem_type``, which may be None, and ``pad_left``.
 
     Raises:
-        UserError: If transformers does not have the problem type in the config.
+        UserError: If transformers does not support the problem type in the config.
     """
     return {
         "model_classes": find_known_classes(config, settings),
@@ -120,13 +123,13 @@ def build_label_arguments(config: PretrainedConfig, settings: ModelConfig) -> di
 
 
 def set_config_labels(config: PretrainedConfig, classes: LabelMapping) -> None:
-    """Store the names of the classes and the problem type in a transformers config.
+    """Store the class names and the problem type in a transformers config.
 
-    The problem type is not stored if it is single-label classification and the config had none, because this
-    is the default of transformers.
+    Single-label classification is transformers' default, so it is stored only if the config already has
+    a problem type.
 
     Args:
-        config: The transformers config, which is changed in place.
+        config: The transformers config. Modified in place.
         classes: Classes of the data.
     """
     config.id2label = dict(enumerate(classes.output_names))

@@ -1,4 +1,4 @@
-"""Transformer layers of a model, and trial forward passes on the meta device."""
+"""Find the transformer layers of a model, and run trial forward passes on the meta device."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 
 def find_layers_without_hooks(model: nn.Module) -> set[str]:
-    """Find the layers whose forward hooks never run. FSDP2 cannot shard such a layer as a separate unit.
+    """Find the layers whose forward hooks never run. FSDP2 cannot shard such layers as separate units.
 
-    There are two causes. The parent of a layer may call ``layer.forward`` directly, which a trial forward
-    pass on the meta device detects. In Reformer, a custom autograd function calls the layers and computes
-    their gradients.
+    There are two causes. The parent of a layer may call ``layer.forward`` directly, which is detected
+    by a trial forward pass on the meta device. In Reformer, a custom autograd function calls the layers
+    and computes their gradients.
 
     Args:
         model: The model, on the meta device. It is not modified.
@@ -51,15 +51,16 @@ def find_layers_without_hooks(model: nn.Module) -> set[str]:
 def gives_all_parameters_gradients(model: nn.Module) -> bool:
     """Return whether every trainable parameter gets a gradient in each pass.
 
-    A trial forward and backward pass on the meta device decides. DDP needs ``find_unused_parameters``
-    otherwise.
+    The result is determined by a trial forward and backward pass on the meta device. If it is False,
+    DDP needs ``find_unused_parameters``.
 
     Args:
         model: The model, on the meta device. It is not modified.
 
     Returns:
-        True if every trainable parameter gets a gradient. False if one does not, if the config enables layer
-        dropout, or if the trial fails, for example because control flow depends on tensor values.
+        True if every trainable parameter gets a gradient. False if a parameter gets none, if the config
+        enables layer dropout, or if the trial fails, for example because control flow depends on tensor
+        values.
     """
     settings = cast("PreTrainedModel", model).config.to_dict()
     if any(value for key, value in settings.items() if key.endswith("layerdrop")):
@@ -82,8 +83,8 @@ def run_trial_forward(
 ) -> Any:
     """Run a reduced copy of a model on two tokens on the meta device.
 
-    The copy has one layer of each kind (see :data:`LayerKinds`), and is in evaluation mode unless ``prepare``
-    changes it.
+    The copy has one layer of each kind (see :data:`LayerKinds`). It is in evaluation mode, unless
+    ``prepare`` changes the mode.
 
     Args:
         model: The model, on the meta device, with buffers on any device. It is not modified.
@@ -109,11 +110,11 @@ def find_modules_called_repeatedly(model: nn.Module, modules: Collection[nn.Modu
 
     Args:
         model: The model on the meta device, with buffers on any device. It is not modified.
-        modules: Modules of the model that are checked.
+        modules: Modules of the model to check.
 
     Returns:
-        Names of the modules that are called more than once. If the forward pass fails on the meta device,
-        only calls before the failure count.
+        Names of the modules that are called more than once. If the forward pass fails on the meta
+        device, only calls before the failure count.
     """
     ids = {id(module) for module in modules}
     calls = dict.fromkeys((name for name, module in model.named_modules() if id(module) in ids), 0)
@@ -133,9 +134,9 @@ def find_modules_called_repeatedly(model: nn.Module, modules: Collection[nn.Modu
 def find_transformer_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Find the transformer layers, which are the units of sharding, recomputation and initialization.
 
-    These are the members of module lists whose class is in the model's ``_no_split_modules``. Layers inside
-    of another layer are omitted. If there are none, the members of the module list with the most parameters
-    are returned.
+    The layers are the members of module lists whose class is in the model's ``_no_split_modules``.
+    Layers inside other layers are omitted. If no class matches, the members of the module list with the
+    most parameters are returned.
 
     Args:
         model: A transformers model.
@@ -190,7 +191,7 @@ def group_layers_by_kind(model: nn.Module) -> LayerKinds:
 
 
 def copy_one_layer_per_kind(model: nn.Module) -> Any:
-    """Copy a model with only the first layer of each kind. The layers of the copy are renumbered from 0."""
+    """Copy a model with only the first layer of each kind. The copied layers are renumbered from 0."""
     return copy_with_only_layers(model, {names[0] for names in group_layers_by_kind(model).values()})
 
 

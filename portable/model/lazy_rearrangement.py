@@ -1,7 +1,7 @@
-"""Lazy tensors whose elements are elements of other tensors in a different order, such as stacked experts.
+"""Lazy tensors that rearrange the elements of other tensors, such as stacked experts.
 
-:func:`trace_element_moves` runs a conversion once on the meta device and records its operations. Afterwards,
-any slice of a result can be read. Such a read loads only the source elements that belong to the slice.
+:func:`trace_element_moves` runs a conversion once on the meta device and records its operations.
+Afterwards, any slice of a result can be read, and only the source elements in the slice are loaded.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class LazyTensor:
 
     Attributes:
         shape: Shape of the complete tensor.
-        read_slice: Function that returns the elements at an index. The index has one slice per dimension,
-            with a start, a stop and no step.
+        read_slice: Function that returns the elements at an index. The index consists of one slice per
+            dimension, with a start and a stop but no step.
     """
 
     shape: tuple[int, ...]
@@ -39,7 +39,7 @@ class LazyTensor:
 
 
 class NotTraceableError(Exception):
-    """Raised if a conversion uses an operation that changes values or that this module does not support."""
+    """Error raised if a conversion uses an operation that changes values or is not supported."""
 
 
 def trace_element_moves(
@@ -48,12 +48,12 @@ def trace_element_moves(
     """Trace a conversion that only moves elements, so that its results can be read lazily.
 
     Args:
-        convert: Function that computes the results by name from a list of tensors. It is called once, with
-            tensors on the meta device that have the shapes of ``sources``.
+        convert: Function that computes the results, keyed by name, from a list of tensors. It is called
+            once, with meta tensors that have the shapes of ``sources``.
         sources: Tensors to convert.
 
     Returns:
-        Lazy results, by the names that ``convert`` returns.
+        Lazy results, with the keys that ``convert`` returns.
 
     Raises:
         NotTraceableError: If the conversion uses an operation that changes values or is not supported.
@@ -72,7 +72,7 @@ def trace_element_moves(
 
 
 class _MoveTrace:
-    """Trace of a conversion: the function that reads each of its tensors lazily."""
+    """Trace of a conversion. For each tensor of the conversion, it stores a function that reads slices."""
 
     def __init__(self) -> None:
         self._readers: dict[
@@ -119,10 +119,10 @@ class _MoveTrace:
 def _build_stack_readers(
     sources: list[LazyTensor], shapes: list[tuple[int, ...]], dim: int = 0
 ) -> list[ReadSlice]:
-    """Return one reader for the result of ``torch.stack``, which reads only the stacked tensors in the slice.
+    """Return one reader for the result of ``torch.stack``. It reads only the tensors in the slice.
 
-    Like every function in :data:`_READER_BUILDERS`, it receives the input tensors, the shapes of the results,
-    and the other arguments of the operation.
+    Like every function in :data:`_READER_BUILDERS`, it receives the input tensors, the shapes of the
+    results, and the other arguments of the operation.
     """
     dim %= len(shapes[0])
 
@@ -136,7 +136,7 @@ def _build_stack_readers(
 def _build_cat_readers(
     sources: list[LazyTensor], shapes: list[tuple[int, ...]], dim: int = 0
 ) -> list[ReadSlice]:
-    """Return one reader for the result of ``torch.cat``. It reads only tensors that overlap the slice."""
+    """Return one reader for the result of ``torch.cat``. It reads only the tensors that overlap the slice."""
     dim %= len(shapes[0])
 
     def read(index: Index) -> Tensor:
@@ -167,7 +167,7 @@ def _build_permute_readers(sources: list[LazyTensor], _: object, order: list[int
 def _build_transpose_readers(
     sources: list[LazyTensor], shapes: object, first: int, second: int
 ) -> list[ReadSlice]:
-    """Return one reader for the result of ``torch.transpose`` of the dimensions ``first`` and ``second``."""
+    """Return one reader for the result of transposing the dimensions ``first`` and ``second``."""
     order = list(range(len(sources[0].shape)))
     order[first], order[second] = order[second], order[first]
     return _build_permute_readers(sources, shapes, order)
@@ -189,7 +189,7 @@ def _read_narrowed(source: LazyTensor, dim: int, offset: int, index: Index) -> T
 def _build_split_readers(
     sources: list[LazyTensor], shapes: list[tuple[int, ...]], _: object, dim: int = 0
 ) -> list[ReadSlice]:
-    """Return one reader for each result of ``torch.split`` along ``dim``, whose sizes are in ``shapes``."""
+    """Return one reader for each result of ``torch.split`` along ``dim``. ``shapes`` contains the sizes."""
     dim %= len(shapes[0])
     offsets = [sum(shape[dim] for shape in shapes[:i]) for i in range(len(shapes))]
     return [partial(_read_narrowed, sources[0], dim, offset) for offset in offsets]
@@ -218,10 +218,10 @@ def _build_slice_readers(
 def _build_view_readers(
     sources: list[LazyTensor], shapes: list[tuple[int, ...]], *_: object
 ) -> list[ReadSlice]:
-    """Return one reader for the result of ``view`` and other operations that only change the shape.
+    """Return one reader for the result of ``view`` or another operation that only changes the shape.
 
-    The reader slices the leading dimensions that both shapes have in common. It reads all elements of the
-    other dimensions, reshapes them, and selects the slice afterwards.
+    The reader slices the leading dimensions that both shapes have in common. For the other dimensions,
+    it reads all elements, reshapes them, and then selects the slice.
     """
     (source,), (shape,) = sources, shapes
     num_equal_dims = 0

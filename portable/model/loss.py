@@ -1,16 +1,15 @@
-"""Loss of a micro-batch, for every task and engine.
+"""Compute the loss of a micro-batch, for every task and engine.
 
-:func:`forward_loss` runs the model on a micro-batch and returns the summed loss. The loss is the
-cross-entropy, the loss of a classifier's ``problem_type``, or the loss that ``train.loss`` names. A step
-minimizes the mean over all labels of the global batch. For this reason,
-:func:`scale_loss_by_global_weight` divides the sum by the number of valid labels of the global batch, not of
-the micro-batch.
+:func:`forward_loss` runs the model on a micro-batch and returns the summed loss: the cross-entropy,
+the loss of a classifier's ``problem_type``, or the loss in ``train.loss``. A step minimizes the
+mean over all labels of the global batch. Therefore, :func:`scale_loss_by_global_weight` divides the
+sum by the number of valid labels in the global batch, not in the micro-batch.
 
-transformers defines the auxiliary losses of a model (:mod:`portable.model.auxiliary_losses`), such as the
-load-balancing loss of a mixture of experts, for one forward pass. The auxiliary loss of a global batch is the
-mean over its micro-batches, in which each micro-batch is weighted by its share of the sequences. The mean
-equals transformers' loss if the global batch is one micro-batch, and does not grow with the number of
-micro-batches or ranks.
+transformers defines auxiliary losses, such as the load-balancing loss of a mixture of experts, only
+for a single forward pass (:mod:`portable.model.auxiliary_losses`). The auxiliary loss of a global
+batch is the mean over its micro-batches, each weighted by its share of the sequences. This mean
+equals transformers' loss if the global batch is one micro-batch, and does not grow with the number
+of micro-batches or ranks.
 """
 
 from __future__ import annotations
@@ -50,12 +49,13 @@ MetricNeeds = Literal["logits", "predictions"] | None
 
 
 class MicroBatchMeasure(Protocol):
-    """Interface of the function that computes the metric sums of each micro-batch in an evaluation.
+    """Interface of functions that compute the metric sums of a micro-batch in an evaluation.
 
     :class:`portable.evaluation.metrics.MetricSet` implements it.
 
     Attributes:
-        needs: Output of the model that the function reads. None if it reads neither logits nor predictions.
+        needs: Output of the model that the function reads. None if it reads neither logits nor
+            predictions.
     """
 
     needs: MetricNeeds
@@ -66,18 +66,19 @@ class MicroBatchMeasure(Protocol):
         """Compute the sums of a micro-batch.
 
         Args:
-            outputs: Outputs of the model. Only the output in ``needs`` is guaranteed.
+            outputs: Outputs of the model. Only the output that ``needs`` specifies is guaranteed.
             batch: Micro-batch on the device.
 
         Returns:
-            Scalar tensors by name. The sums of all micro-batches and ranks are added up.
+            Scalar tensors, keyed by name. The caller adds them up over all micro-batches and ranks.
         """
 
 
 class PrecomputePass(MicroBatchMeasure):
-    """Marker for a pass over all samples that calls ``once`` of a custom loss instead of computing metrics.
+    """Marker that requests the precompute pass over all samples instead of an evaluation.
 
-    :meth:`TrainingObjective.measure_micro_batch` then returns the columns that ``once`` computes.
+    With this marker, :meth:`TrainingObjective.measure_micro_batch` calls ``once`` of a custom loss, and
+    returns the columns that it computes.
     """
 
     needs = None
@@ -89,7 +90,7 @@ class PrecomputePass(MicroBatchMeasure):
 
 
 def count_valid_labels(labels: Tensor) -> int:
-    """Count the valid labels, and return the number to the host.
+    """Count the valid labels, and return the count to the host.
 
     An integer label is valid unless it is -100. A float label is valid unless it is NaN.
     """
@@ -106,12 +107,12 @@ class LossOutput:
 
     Attributes:
         loss_sum: Loss summed over the labels of the micro-batch, an fp32 scalar.
-        num_sequences: Number of samples in the micro-batch. With SPMD on XLA, a micro-batch contains the
-            samples of all devices.
-        weight: Weight that a :class:`TrainingLoss` returned. None for the task loss, whose weight is the
+        num_sequences: Number of samples in the micro-batch. With SPMD on XLA, a micro-batch contains
+            the samples of all devices.
+        weight: Weight returned by a :class:`TrainingLoss`. None for the task loss, whose weight is the
             number of valid labels.
         auxiliary_loss: Sum of the model's auxiliary losses, an fp32 scalar. None if there are none.
-        metrics: Sums to log, which are divided by the same global weight as the loss.
+        metrics: Sums to log. They are divided by the same global weight as the loss.
         predictions: Most likely class of each position. None unless a metric of an evaluation needs it.
         logits: Logits of all positions. None in training, or if they are computed in chunks.
     """
@@ -184,12 +185,12 @@ def scale_loss_by_global_weight(
 
     Args:
         output: Result of the micro-batch.
-        global_weight: Weight of the global batch, a scalar on the device: its number of valid labels, or the
-            sum of the weights of a custom loss. If it is 0, the sums are divided by 1.
+        global_weight: Weight of the global batch, a scalar on the device: the number of valid labels,
+            or the sum of a custom loss's weights. A weight of 0 is replaced by 1.
         global_batch_size: Number of sequences in an optimizer step, over all ranks.
 
     Returns:
-        The contribution of the micro-batch to the mean loss, with and without a gradient. The contributions
+        Contribution of the micro-batch to the mean loss, with and without a gradient. The contributions
         of all micro-batches and ranks add up to the loss and the logged values of the step.
     """
     divisor = torch.where(global_weight > 0, global_weight, 1).float()
@@ -210,11 +211,11 @@ def scale_loss_by_global_weight(
 
 @dataclass(frozen=True)
 class LossRequest:
-    """Argument of :class:`LossForward` that specifies which parts of a loss the forward pass computes.
+    """Argument of :class:`LossForward` that specifies which parts of a loss to compute.
 
     Attributes:
         labels: Labels that align with the logits, int64 ``[sequences, tokens]`` for a language model.
-        statistics: Names of the statistics of each token that ``head`` computes instead of the logits; see
+        statistics: Names of the per-token statistics that ``head`` computes instead of the logits. See
             :meth:`ChunkedHead.forward_with_statistics`. Empty to get the logits.
         head: The model's chunked head. None if ``statistics`` is empty.
         with_auxiliary_losses: Whether to compute the model's auxiliary losses.
@@ -229,7 +230,7 @@ class LossRequest:
 class RequestedOutput(TypedDict):
     """Result of a forward pass with a :class:`LossRequest`.
 
-    It is a plain dict at run time, because FSDP2, DDP and DeepSpeed have to find its tensors.
+    At run time, it is a plain dict, because FSDP2, DDP and DeepSpeed must find its tensors.
     """
 
     model_output: Any
@@ -243,10 +244,10 @@ class RequestedOutput(TypedDict):
 class LossForward(ForwardWrapper):
     """Forward method that also accepts a :class:`LossRequest`, and then returns a :class:`RequestedOutput`.
 
-    Training and evaluation always pass a request. Without a request, as in ``model.generate``, the original
-    forward method of the transformers model runs, without any replacement. The reason is that the
-    replacements interpret ``position_ids`` as marks of packed documents, but generation passes positions that
-    continue after the cached tokens.
+    Training and evaluation always pass a request. Without a request, as in ``model.generate``, the
+    original forward method of the transformers model runs without any replacement. The replacements
+    would interpret ``position_ids`` as boundaries of packed documents, but generation passes positions
+    that continue after the cached tokens.
 
     Args:
         model: A transformers model, not wrapped.
@@ -291,8 +292,8 @@ class LossForward(ForwardWrapper):
 def install_loss_forward(model: Model) -> Model:
     """Make the model's forward method accept a :class:`LossRequest`.
 
-    Call this function after the functions that install other forward methods. The forward method that is
-    installed last receives all columns of a batch, some of which the auxiliary losses need.
+    Call this function after installing all other forward methods. The forward method that is installed
+    last receives all columns of a batch, and the auxiliary losses need some of them.
 
     Args:
         model: A transformers model, not wrapped.
@@ -309,10 +310,11 @@ def install_loss_forward(model: Model) -> Model:
 class TaskLoss:
     """Summed loss of the task: cross-entropy, or a regression or multi-label loss for float labels.
 
-    It is used if there is no :class:`TrainingLoss`.
+    It is used if the run does not define a :class:`TrainingLoss`.
 
     Args:
-        problem_type: ``problem_type`` of the model config. May be None. It selects the loss for float labels.
+        problem_type: ``problem_type`` of the model config, or None. It selects the loss for float
+            labels.
     """
 
     needs: frozenset[str] = frozenset({"log_probs"})
@@ -355,7 +357,7 @@ def forward_loss(
         batch: Micro-batch on the device.
         objective: The objective of the run.
         with_token_metrics: Whether to also compute the token accuracy and the entropy, in training.
-        evaluation: Metrics of an evaluation, in which auxiliary losses and token metrics are not computed.
+        evaluation: Metrics of an evaluation. Auxiliary losses and token metrics are then not computed.
             None in training.
 
     Returns:
@@ -415,8 +417,8 @@ class LossInputs(NamedTuple):
     Attributes:
         outputs: Outputs that are passed to the loss.
         auxiliary_loss: Sum of the model's auxiliary losses, an fp32 scalar. None if there are none.
-        hits: 1 for each token whose label is the most likely token, fp32 ``[sequences, tokens]``. None if all
-            logits are computed, or if the caller did not request ``hits``.
+        hits: 1 for each token whose label is the most likely token, otherwise 0, fp32 ``[sequences,
+            tokens]``. None if all logits are computed, or if the caller did not request ``hits``.
     """
 
     outputs: Outputs
@@ -438,21 +440,21 @@ def run_model_for_loss(
     """Run a model on a micro-batch and return the inputs of its loss.
 
     If a sample consists of several sequences, such as a pair, ``input_ids`` have the shape ``[batch,
-    sequences, tokens]``. The model receives them as ``[batch * sequences, tokens]``. The outputs for the loss
-    have the original dimensions.
+    sequences, tokens]``. The model receives them as ``[batch * sequences, tokens]``, and the returned
+    outputs have the original dimensions.
 
     Args:
         model: A model with :func:`install_loss_forward`, or a wrapper around it.
         inputs: Arguments of the model, on the device.
         labels: Labels of the micro-batch.
-        needs: Outputs that the loss reads: ``logits``, or names of statistics of each token.
-        statistics: Names of additional statistics. They are computed only if the chunked head is used,
-            because the caller can otherwise compute them from the logits.
-        head: The model's chunked head. It is used if the micro-batch has more than one chunk of tokens and
-            ``needs`` does not contain ``logits``.
+        needs: Outputs that the loss reads: ``logits``, or names of per-token statistics.
+        statistics: Names of additional statistics. They are computed only if the chunked head is used;
+            otherwise, the caller can compute them from the logits.
+        head: The model's chunked head. It is used if the micro-batch has more than one chunk of tokens
+            and ``needs`` does not contain ``logits``.
         with_auxiliary_losses: Whether to compute the model's auxiliary losses.
-        logits_suffice: Whether the loss accepts logits instead of the statistics in ``needs``. If the chunked
-            head is not used, the outputs then contain only the logits.
+        logits_suffice: Whether the loss accepts logits instead of the statistics in ``needs``. If so,
+            and the chunked head is not used, the outputs contain only the logits.
 
     Returns:
         The outputs for the loss, the auxiliary loss, and the hits.
@@ -487,16 +489,19 @@ def run_model_for_loss(
 
 
 class TrainingObjective:
-    """Training objective of a run: its losses in training and evaluation, their weights, and references.
+    """Training objective of a run: its losses in training and evaluation, and their weights.
+
+    It also calls the reference models and teachers that a custom loss uses.
 
     Args:
-        model: A transformers model, not wrapped. Its forward method is replaced; see
+        model: A transformers model, not wrapped. Its forward method is replaced. See
             :func:`install_loss_forward`.
         global_batch_size: Number of sequences in an optimizer step, over all ranks.
         head: The chunked head of the model. None if all logits are always computed.
-        custom_loss: The loss of ``train.loss``, or a built-in loss with label smoothing, a z-loss, or metrics
-            for each source of a mixture. None to use the task loss.
-        compute_dtype: Compute dtype of an engine without autocast. If None, the dtype of the parameters.
+        custom_loss: The loss of ``train.loss``, or a built-in loss with label smoothing, a z-loss, or
+            metrics per source of a mixture. None to use the task loss.
+        compute_dtype: Compute dtype of an engine without autocast. None for the dtype of the
+            parameters.
     """
 
     def __init__(
@@ -522,8 +527,8 @@ class TrainingObjective:
     def compute_weight(self, batch: Batch) -> float:
         """Compute the weight of a micro-batch on the host: its number of valid labels, or a custom weight.
 
-        If the outputs of the model cannot be used to check that a custom loss is a sum over rows, the first
-        call makes this check with random outputs.
+        A custom loss must be a sum over rows. If the model outputs cannot be used to check this, the first
+        call checks it with random outputs.
 
         Args:
             batch: Micro-batch on the host.
@@ -550,13 +555,14 @@ class TrainingObjective:
         return any(parameter.device.type == "xla" for parameter in self._model.parameters())
 
     def compute_logged_values(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """Convert the sums of a step to the values that it logs in addition to the loss.
+        """Convert the sums of a step to the values to log in addition to the loss.
 
         Args:
-            sums: Values of :class:`StepSums` by name, added up over the micro-batches and ranks of a step.
+            sums: Values of :class:`StepSums`, keyed by name, added up over the micro-batches and ranks of a
+                step.
 
         Returns:
-            Values to log by name, such as ``mean_token_accuracy``.
+            Values to log, keyed by name, such as ``mean_token_accuracy``.
 
         Raises:
             UserError: If the weights that a custom loss returned differ from the weights that it declared.
@@ -581,7 +587,7 @@ class TrainingObjective:
     def measure_micro_batch(
         self, model: nn.Module, batch: Batch, measure: MicroBatchMeasure
     ) -> dict[str, Tensor]:
-        """Compute the sums of an evaluation for a micro-batch.
+        """Compute the evaluation sums of a micro-batch.
 
         Args:
             model: The model of the objective, or a wrapper around it.
@@ -589,7 +595,7 @@ class TrainingObjective:
             measure: Metrics of the evaluation, or a :class:`PrecomputePass`.
 
         Returns:
-            The summed ``loss``, the sums of a custom loss and the sums of the metrics, by name. For a
+            The summed ``loss``, the sums of a custom loss and the sums of the metrics, keyed by name. For a
             :class:`PrecomputePass`, the columns that ``once`` returns.
         """
         if isinstance(measure, PrecomputePass):
@@ -601,15 +607,15 @@ class TrainingObjective:
         return {"loss": output.loss_sum, **metrics, **measure(outputs, batch)}
 
     def get_loss(self, *, training: bool) -> TrainingLoss | TaskLoss:
-        """Return the loss of a training step or, if ``training`` is False, of an evaluation."""
+        """Return the loss that is used in training or, if ``training`` is False, in evaluation."""
         loss = self._custom_loss
         return self.task_loss if loss is None or not (training or loss.in_evaluation) else loss
 
     def select_model_inputs(self, batch: Batch) -> dict[str, Tensor]:
-        """Return the columns of a batch that are arguments of the model. Labels are removed.
+        """Return the columns of a batch that are arguments of the model, without the labels.
 
-        Without a custom loss, all other columns are returned. With a custom loss, columns that the model does
-        not accept are removed as well.
+        Without a custom loss, all other columns are returned. With a custom loss, columns that the model
+        does not accept are also removed.
         """
         names = batch if self._input_names is None else self._input_names
         return {
@@ -626,7 +632,7 @@ class TrainingObjective:
             batch: Micro-batch on the device.
 
         Returns:
-            A new batch. ``batch`` itself if the loss has no ``before``.
+            A new batch, or ``batch`` itself if the loss has no ``before``.
         """
         return batch if loss.before is None else {**batch, **self._call_without_gradients(loss.before, batch)}
 
@@ -636,11 +642,12 @@ class TrainingObjective:
         """Call ``before`` or ``once`` of a custom loss without gradients and with the model in eval mode.
 
         Args:
-            function: ``before`` or ``once``. It receives a function that runs forward passes, and the batch.
+            function: ``before`` or ``once``. It is called with a function that runs forward passes, and
+                with the batch.
             batch: Micro-batch on the device.
 
         Returns:
-            The columns that ``function`` returns, by name.
+            The columns that ``function`` returns, keyed by name.
 
         Raises:
             UserError: If ``function`` fails.
@@ -666,13 +673,13 @@ class TrainingObjective:
     def _prepare_reference(self, reference: nn.Module) -> nn.Module:
         """Install the forward methods of a run in a reference model or teacher, and cast its parameters.
 
-        The parameters are loaded in the dtype of their files. They are cast so that the reference computes in
-        the same precision as the model in training: under autocast to the dtype of the parameters in
-        training, otherwise to the compute dtype of the engine. A second call for the same reference does
-        nothing.
+        The parameters are loaded in the dtype of their files. They are cast so that the reference
+        computes in the same precision as the trained model. Under autocast, this is the dtype of the
+        trained parameters. Otherwise, it is the compute dtype of the engine. Further calls for the same
+        reference do nothing.
 
         Args:
-            reference: The reference model or teacher, which is changed in place.
+            reference: The reference model or teacher. Modified in place.
 
         Returns:
             The same model.
@@ -693,7 +700,7 @@ class TrainingObjective:
 
 
 def _install_forwards(model: Model) -> Model:
-    """Install the forward methods of a run that depend on the columns of a batch."""
+    """Install the forward methods that process the columns of a batch."""
     model = install_document_states(install_document_forward(model))
     return install_loss_forward(install_text_length_forward(model))
 
@@ -702,7 +709,7 @@ def compute_summed_cross_entropy(model: nn.Module, batch: Batch, head: ChunkedHe
     """Run a model on a micro-batch and return the summed cross-entropy, without auxiliary losses.
 
     Args:
-        model: A transformers model. Its forward method is replaced by the forward method of a run.
+        model: A transformers model. Its forward method is replaced, as in a run.
         batch: Micro-batch on the device. ``labels[b, t]`` is the target of ``logits[b, t]``. For
             classification, ``labels[b]`` is the target of ``logits[b]``.
         head: The model's chunked head, to avoid computing all logits at once.
@@ -728,20 +735,21 @@ _MAX_ENTROPY_LOGITS = 1 << 24
 def compute_token_metric_sums(
     logits: Tensor | None, hits: Tensor | None, labels: Tensor
 ) -> dict[str, Tensor]:
-    """Compute the sums for the token accuracy and the entropy, together with their counts of labels.
+    """Compute the sums of the token accuracy and the entropy, together with their label counts.
 
-    Hits are labels that are the most likely token. They are counted only in the first sequence of each
-    sample, which is the chosen answer of a pair, as in TRL. The entropy, in nats, is computed only from
-    logits, and not on XLA.
+    A hit is a label that is the most likely token. As in TRL, hits are counted only in the first
+    sequence of each sample, which is the chosen answer of a pair. The entropy, in nats, is computed
+    only from logits, and not on XLA.
 
     Args:
-        logits: Logits of all tokens, ``[sequences, tokens, vocabulary]``. None if the head computes ``hits``.
-        hits: 1 for each token whose label is the most likely token, fp32 ``[sequences, tokens]``. None to
-            compute the hits from the logits.
+        logits: Logits of all tokens, ``[sequences, tokens, vocabulary]``. None if the head computes
+            ``hits``.
+        hits: 1 for each token whose label is the most likely token, otherwise 0, fp32 ``[sequences,
+            tokens]``. None to compute the hits from the logits.
         labels: Labels, ``[batch, tokens]`` or ``[batch, sequences, tokens]``.
 
     Returns:
-        The sums by name, fp32 scalars. See :data:`_METRIC_COUNT_NAMES` for the names.
+        The sums, fp32 scalars, keyed by name. See :data:`_METRIC_COUNT_NAMES` for the names.
     """
     valid = labels != IGNORED_LABEL
     targets = labels.flatten(0, -2)
@@ -773,16 +781,16 @@ def compute_token_metric_sums(
 
 
 def _compute_token_statistics(logits: Tensor, labels: Tensor, names: Sequence[str]) -> dict[str, Tensor]:
-    """Compute statistics of each token from all logits.
+    """Compute per-token statistics from all logits.
 
     Args:
         logits: Logits, ``[..., classes]``.
         labels: Labels, int64, with the shape of the logits without the last dimension.
-        names: Some of ``log_probs``, ``log_z`` and ``mean_logits``; see
+        names: Any of ``log_probs``, ``log_z`` and ``mean_logits``. See
             :meth:`ChunkedHead.forward_with_statistics`.
 
     Returns:
-        Statistics by name, fp32 with the shape of the labels. Empty if ``names`` is empty.
+        Statistics, fp32 with the shape of the labels, keyed by name. Empty if ``names`` is empty.
     """
     if not names:
         return {}

@@ -1,4 +1,4 @@
-"""Mean cross-entropy of each source of a data mixture, and its share of the labels, logged in every step."""
+"""Log the mean cross-entropy and the label share of each source of a data mixture in every step."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ LOSS_PREFIX, SHARE_PREFIX = "loss/", "share/"
 
 
 class LossBySource:
-    """Sums over the labels of each source of a mixture.
+    """Accumulator of the cross-entropy and the number of labels of each source of a mixture.
 
-    The column ``source`` of a batch contains the index of each sample's source. Batches of evaluations do not
-    have this column, so that nothing is logged for them.
+    The column ``source`` of a batch contains the index of each sample's source. Evaluation batches do
+    not have this column, so nothing is logged for them.
 
     Args:
         sources: Names of the sources.
-        with_losses: Whether the log-probabilities of the labels are available. If not, the labels of each
-            source are counted, but its loss is not computed.
+        with_losses: Whether the log-probabilities of the labels are available. If not, only the number
+            of labels is computed for each source.
     """
 
     def __init__(self, sources: Sequence[str], *, with_losses: bool) -> None:
@@ -39,12 +39,12 @@ class LossBySource:
         """Compute the number of labels and the summed cross-entropy of each source.
 
         Args:
-            log_probs: Log-probabilities of the labels, with the shape of the labels. None if ``with_losses``
-                is False.
+            log_probs: Log-probabilities of the labels, with the shape of the labels. None if
+                ``with_losses`` is False.
             batch: Micro-batch on the device.
 
         Returns:
-            Scalar tensors by name, which is a prefix followed by the source. Empty in evaluations.
+            Scalar tensors, keyed by a prefix followed by the source. Empty in evaluations.
         """
         if SOURCE_COLUMN not in batch:
             return {}
@@ -60,15 +60,15 @@ class LossBySource:
         return sums
 
     def compute_logged_values(self, sums: dict[str, float]) -> dict[str, float]:
-        """Compute the mean loss of each source and its share of the labels, from the sums of a step.
+        """Compute the mean loss and the label share of each source from the sums of a step.
 
         Args:
-            sums: Results of :meth:`compute_sums` for a step, all divided by the same weight, together with
-                other values to log.
+            sums: Results of :meth:`compute_sums` for a step, all divided by the same weight, and other
+                values to log.
 
         Returns:
-            Values to log by name. Values that do not belong to a source are returned unchanged. A source
-            without labels in the step has no loss.
+            Values to log, keyed by name. Values that do not belong to a source are returned unchanged. A
+            source without labels in the step has no loss.
         """
         metrics = dict(sums)
         counts = {source: metrics.pop(SHARE_PREFIX + source) for source in self._sources}

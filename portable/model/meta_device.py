@@ -1,4 +1,4 @@
-"""Construction of models whose parameters are on the meta device and whose buffers have values."""
+"""Build models whose parameters are on the meta device and whose buffers have values."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _MIN_RECORDED_ELEMENTS = 1 << 22
 
 @contextmanager
 def create_parameters_on_meta() -> Iterator[InitializationRecording]:
-    """Move each parameter to the meta device when a module registers it, until the context ends.
+    """Move each parameter to the meta device as soon as a module registers it, until the context ends.
 
-    A constructor has to create a parameter before it registers it, and the stacked experts of one layer can
-    take up tens of gigabytes. Large tensors are therefore created as fake tensors, without values. The
-    operations on them are recorded, because a buffer may be computed from them.
+    A constructor has to create a parameter before it registers it, and the stacked experts of one layer
+    can take up tens of gigabytes. Large tensors are therefore created as fake tensors, without values.
+    The operations on them are recorded, because a buffer may be computed from them.
 
     Yields:
         The recording, for :func:`assign_recorded_values`.
@@ -40,11 +40,11 @@ def create_parameters_on_meta() -> Iterator[InitializationRecording]:
 
 
 def _move_to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
-    """Replace a parameter by a copy on the meta device. This is a parameter registration hook of torch.
+    """Replace a parameter by a copy on the meta device, as a parameter registration hook of torch.
 
     Returns:
-        The copy, with the attributes that the model has set on the parameter. None, which leaves the
-        parameter unchanged, if it is None or already on the meta device.
+        The copy, with the attributes that the model has set on the parameter. None to keep the
+        parameter, if it is None or already on the meta device.
     """
     if parameter is None or parameter.is_meta:
         return None  # unchanged
@@ -60,12 +60,13 @@ def _move_to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) 
 
 
 def assign_recorded_values(model: nn.Module, recording: InitializationRecording) -> None:
-    """Replace the fake tensors of a model, except its parameters, by tensors with the recorded values.
+    """Replace all fake tensors of a model, except its parameters, by tensors with the recorded values.
 
-    These are buffers and plain attributes of modules. A buffer on the meta device is filled with zeros.
+    The replaced tensors are buffers and plain attributes of modules. Buffers on the meta device are
+    filled with zeros.
 
     Args:
-        model: A model that was built within :func:`create_parameters_on_meta`. It is changed in place.
+        model: A model that was built within :func:`create_parameters_on_meta`. Modified in place.
         recording: The recording of this context.
     """
     for module in model.modules():

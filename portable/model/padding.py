@@ -1,4 +1,4 @@
-"""Models of transformers whose output for a text depends on the padding of its sample."""
+"""Warn about models whose output for a text depends on the padding of its sample."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _CLASSIFICATION = frozenset({"t5gemma", "t5gemma2"})
 def explain_padding_dependence(config: PretrainedConfig, run: RunConfig) -> str | None:
     """Build a warning if padding changes the output of the model for a text.
 
-    The model types in this module come from ``python -m tests.alone``, which compares each model type of
+    The list of such model types comes from ``python -m tests.alone``, which compares each model type of
     transformers with and without padding.
 
     Args:

@@ -1,4 +1,4 @@
-"""Assignment of a model's parameters to the groups of its optimizer."""
+"""Assign a model's parameters to the groups of its optimizer."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _UNDECAYED_PATTERN = r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)
 
 
 def list_decayed_names(model: nn.Module) -> set[str]:
-    """List the names of the parameters with weight decay: all except norms and biases.
+    """List the names of the parameters with weight decay: all parameters except norms and biases.
 
-    As in the Trainer's ``get_decay_parameter_names``, a parameter is a norm or bias because of its name or
-    the class of its module. The number of dimensions does not matter, because some biases are tables and some
-    weights are vectors.
+    As in ``get_decay_parameter_names`` of transformers' Trainer, the parameter name and the class of
+    its module determine whether a parameter is a norm or a bias. The number of dimensions is not used,
+    because some biases are tables and some weights are vectors.
     """
     return set(
         transformers_internals.list_parameter_names_except(model, [nn.LayerNorm], [_UNDECAYED_PATTERN])
@@ -43,8 +43,9 @@ CONVOLUTION_CLASSES = (
 def list_layer_matrix_names(model: nn.Module) -> set[str]:
     """List the names of the matrices in the layers of a model, which the Muon optimizer updates.
 
-    Only parameters inside of module lists count. 3D parameters, which stack the matrices of experts, are
-    included. Embeddings, convolutions, norms, biases and matrices with a single row or column are excluded.
+    Only parameters inside module lists count. 3D parameters, which are stacked expert matrices, are
+    included. Embeddings, convolutions, norms, biases and matrices with a single row or column are
+    excluded.
     """
     decays = list_decayed_names(model)
     lists = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, nn.ModuleList))
@@ -61,19 +62,19 @@ def list_layer_matrix_names(model: nn.Module) -> set[str]:
 def assign_parameter_groups(model: nn.Module, settings: TrainConfig) -> dict[str, OptimizerGroup]:
     """Assign each trained parameter of a model to a group of the optimizer.
 
-    A parameter belongs to the first group of ``train.parameter_groups`` whose pattern matches one of its
-    names, or otherwise to the default group.
+    A parameter belongs to the first group in ``train.parameter_groups`` whose pattern matches one of
+    its names. Without a match, it belongs to the default group.
 
     Args:
-        model: The model, in which frozen parameters do not require gradients.
+        model: The model. Its frozen parameters do not require gradients.
         settings: The ``train`` section.
 
     Returns:
-        The group of each trained parameter, by its first name.
+        The group of each trained parameter, keyed by its first name.
 
     Raises:
-        UserError: If a pattern is not a regular expression or selects no trained parameter that earlier
-            patterns have left over, or if nothing is trained. With Muon, if no trained parameter is a matrix.
+        UserError: If a pattern is not a regular expression, if a group would contain no trained
+            parameter, if nothing is trained, or if Muon is used and no trained parameter is a matrix.
     """
     decays = list_decayed_names(model)
     names: dict[nn.Parameter, list[str]] = {}

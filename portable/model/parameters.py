@@ -1,4 +1,4 @@
-"""Parameters and buffers of a model: names and patterns, tied parameters, embeddings, and allocation."""
+"""Access the parameters and buffers of a model: names, patterns, ties, embeddings and allocation."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def materialize_model(
     Tied weights stay tied.
 
     Args:
-        model: The model, whose parameters are on the meta device.
+        model: Model whose parameters are on the meta device.
         device: Device on which the model computes.
-        storage_device: Device on which the parameters are allocated, if an offloading engine copies them to
-            ``device`` only when they are used. None for ``device``.
+        storage_device: Device on which to allocate the parameters, for offloading engines that copy
+            them to ``device`` only when they are used. None for ``device``.
     """
 
     def allocate_parameter(_: str, meta: nn.Parameter) -> nn.Parameter:
@@ -47,10 +47,11 @@ def replace_tensors(
     """Replace the parameters and buffers of a model. Tied weights stay tied.
 
     Args:
-        model: The model, which is changed in place.
-        replace_parameter: Function that receives a parameter's first name and the parameter, and returns its
-            replacement. It is called once for tied parameters.
-        replace_buffer: Function that receives a buffer's name and the buffer, and returns its replacement.
+        model: The model. Modified in place.
+        replace_parameter: Function that receives a parameter's first name and the parameter, and
+            returns its replacement. It is called only once for tied parameters.
+        replace_buffer: Function that receives a buffer's name and the buffer, and returns its
+            replacement.
     """
     replacements: dict[int, nn.Parameter] = {}
     for prefix, module in model.named_modules():
@@ -81,7 +82,8 @@ def replace_by_fake_tensors(model: nn.Module, dtype: torch.dtype | None) -> None
 def list_embedding_weights(model: nn.Module) -> list[nn.Parameter]:
     """List the weights of all ``nn.Embedding`` modules.
 
-    The weight of a token embedding may also be the weight of the output head, if the two are tied.
+    If the output head is tied to the token embedding, the list therefore also contains the weight of
+    the head.
     """
     tables = [m for m in model.modules() if isinstance(m, nn.Embedding)]
     return [parameter for table in tables for parameter in table.parameters(recurse=False)]
@@ -97,9 +99,9 @@ def get_token_embedding(model: PreTrainedModel) -> nn.Parameter | None:
 
 
 def map_tied_names(model: nn.Module) -> dict[str, list[str]]:
-    """Map the first name of each parameter to the list of its other names, which a tied parameter has.
+    """Map the first name of each parameter to its other names.
 
-    The list is empty for parameters that are not tied.
+    Only tied parameters have other names. For all other parameters, the list is empty.
     """
     names = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -108,7 +110,7 @@ def map_tied_names(model: nn.Module) -> dict[str, list[str]]:
 
 
 def get_state_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the parameters and the persistent buffers of a model by name.
+    """Return the parameters and persistent buffers of a model, keyed by name.
 
     Unlike ``state_dict``, the result contains a tied parameter only once, under its first name.
     """
@@ -124,10 +126,10 @@ def has_peft_adapter(model: nn.Module) -> bool:
 
 
 def get_checkpointed_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the tensors that the checkpoints of a run contain, by name.
+    """Return the tensors that a run stores in its checkpoints, keyed by name.
 
-    With an adapter, these are only the trained parameters. Otherwise, they are all parameters and persistent
-    buffers.
+    With an adapter, these are only the trained parameters. Otherwise, they are all parameters and
+    persistent buffers.
     """
     tensors = get_state_tensors(model)
     return {n: t for n, t in tensors.items() if t.requires_grad} if has_peft_adapter(model) else tensors
@@ -152,12 +154,12 @@ def compile_pattern(key: str, pattern: str) -> re.Pattern[str]:
 
 
 def match_parameters(key: str, pattern: str, aliases_by_name: Mapping[str, Sequence[str]]) -> set[str]:
-    """Find the parameters that have a name which a pattern of a setting matches.
+    """Find the parameters with a name that matches the pattern of a setting.
 
     Args:
         key: Name of the setting, used in error messages.
-        pattern: Regular expression that has to match anywhere in a name.
-        aliases_by_name: All names of each parameter, including the first name, by its first name.
+        pattern: Regular expression that may match anywhere in a name.
+        aliases_by_name: All names of each parameter, including the first name, keyed by first name.
 
     Returns:
         First names of the matching parameters.
@@ -177,15 +179,15 @@ def match_parameters(key: str, pattern: str, aliases_by_name: Mapping[str, Seque
 
 
 def _suggest_parameter_names(pattern: str, names: Collection[str]) -> str:
-    """Build the end of an error message that suggests words for a pattern without matches.
+    """Build the end of an error message about a pattern without matches, with suggestions of names.
 
     Args:
         pattern: The regular expression.
         names: Names of the model's parameters, at least one.
 
     Returns:
-        The components of parameter names that are most similar to the words of the pattern or, if there are
-        none, one parameter name as an example.
+        The components of parameter names that are most similar to the words of the pattern. If no
+        component is similar, one parameter name as an example.
     """
     words = dict.fromkeys(word for name in names for word in name.split(".") if not word.isdigit())
     pattern_words = re.findall(r"\w*[a-z]\w*", pattern, re.IGNORECASE)

@@ -1,9 +1,10 @@
-"""Pretrained weights: mapping of a checkpoint's tensors to the names and shapes of a model.
+"""Map the tensors of a pretrained checkpoint to the names and shapes of a model.
 
-transformers renames and reshapes tensors when it loads them. For example, it renames output heads, and stacks
-the matrices of experts. This module applies the conversion table of transformers to every tensor. Stacked or
-split tensors are computed when they are read, one group at a time, so the complete model is never in memory.
-If the table cannot be applied lazily, transformers loads the complete model into host memory instead.
+transformers renames and reshapes tensors when it loads them. For example, it renames output heads
+and stacks expert matrices. This module applies transformers' conversion table to every tensor.
+Stacked or split tensors are computed when they are read, one group at a time, so the complete model
+is never in memory. If the table cannot be applied lazily, transformers loads the complete model
+into host memory instead.
 """
 
 from __future__ import annotations
@@ -60,12 +61,12 @@ _ROWS_PER_COMPARISON = 1024
 
 @dataclass(frozen=True)
 class PretrainedWeights:
-    """Weights of a checkpoint that belong to a model.
+    """Weights of a checkpoint, mapped to a model.
 
     Attributes:
-        tensors: Lazily read tensors, by the model's names.
-        missing: Names in the model that the checkpoint does not contain.
-        unexpected: Names in the checkpoint that the model does not have.
+        tensors: Lazily read tensors, keyed by the model's names.
+        missing: Names of model tensors that the checkpoint does not contain.
+        unexpected: Names of checkpoint tensors that the model does not have.
     """
 
     tensors: Mapping[str, ReadableTensor]
@@ -73,7 +74,11 @@ class PretrainedWeights:
     unexpected: list[str] = field(default_factory=list)
 
     def build_notes(self) -> list[str]:
-        """Build the notes for the user: at most one about missing and one about unexpected tensors."""
+        """Build the notes for the user.
+
+        Returns:
+            At most two notes: one about missing tensors, and one about unexpected tensors.
+        """
         notes = []
         if self.missing:
             notes.append("newly initialized: " + ", ".join(self.missing))
@@ -87,21 +92,21 @@ def load_pretrained_weights(
 ) -> PretrainedWeights:
     """Map the tensors of the checkpoint ``model.name_or_path`` to a model, lazily if possible.
 
-    The checkpoint may be of the base model without a head, or of a model with a different head, as in
-    ``from_pretrained``.
+    As with ``from_pretrained``, the checkpoint may contain the base model without a head, or a model
+    with a different head.
 
     Args:
         settings: The ``model`` section of the config.
         model: The model on the meta device.
-        base_vocabulary_size: Vocabulary size before ``data.added_tokens`` enlarged it. None if it did not
-            change.
+        base_vocabulary_size: Vocabulary size before ``data.added_tokens`` enlarged it. None if it did
+            not change.
 
     Returns:
-        The weights, and the names without a match in the model or in the checkpoint.
+        The weights, and the names that only the model or only the checkpoint has.
 
     Raises:
-        UserError: If the checkpoint cannot be read or dequantized, if its architecture or shapes do not match
-            the model, or if it lacks the output head of a language model.
+        UserError: If the checkpoint cannot be read or dequantized, if its architecture or shapes do not
+            match the model, or if it lacks the output head of a language model.
     """
     assert settings.name_or_path is not None
     quantization_config = pop_quantization_config(_load_base_config(settings))
@@ -132,12 +137,12 @@ def _match_tensors(
     Args:
         settings: The ``model`` section of the config.
         model: The model on the meta device.
-        tensors: Tensors of the checkpoint, by their names in its files.
+        tensors: Tensors of the checkpoint, keyed by their names in its files.
         base_vocabulary_size: Vocabulary size before ``data.added_tokens`` enlarged it. Tables with this
-            number of rows get additional rows. None if the vocabulary size did not change.
+            number of rows are enlarged. None if the vocabulary size did not change.
 
     Raises:
-        UserError: If none of the tensors belongs to the model, if a shape or dtype does not match, or if tied
+        UserError: If no tensor belongs to the model, if a shape or dtype does not match, or if tied
             tensors are stored with different values.
     """
     model_tensors = get_state_tensors(model)
@@ -186,11 +191,11 @@ Sources = dict[str, ReadableTensor]
 
 
 class _TranslatedTensors(NamedTuple):
-    """Tensors of a checkpoint after the conversion to the names of a model.
+    """Tensors of a checkpoint, converted to the names of a model.
 
     Attributes:
-        sources: The converted tensors by the model's names.
-        unclaimed: Map from unused names of the checkpoint to transformers' names for them.
+        sources: Converted tensors, keyed by the model's names.
+        unclaimed: Mapping from unused checkpoint names to the names that transformers gives them.
     """
 
     sources: Sources
@@ -205,8 +210,8 @@ def _translate_names(
     This follows ``convert_and_load_state_dict_in_model`` of transformers.
 
     Returns:
-        The converted tensors and the unused names. None if a conversion depends on the values of tensors and
-        can therefore not be lazy.
+        The converted tensors and the unused names. None if a conversion depends on tensor values and
+        therefore cannot be lazy.
     """
     renamed, converters = transformers_internals.map_checkpoint_names(model, tensors)
     names = model.state_dict()
@@ -230,11 +235,11 @@ def _translate_names(
 
 
 class _ConversionMember(NamedTuple):
-    """A tensor of a :class:`_ConversionGroup`.
+    """Tensor of a :class:`_ConversionGroup`.
 
     Attributes:
         key: Name in the checkpoint.
-        pattern: Pattern of transformers' conversion table that matches the name.
+        pattern: Pattern in transformers' conversion table that matches the name.
         tensor: The stored tensor.
     """
 
@@ -244,10 +249,10 @@ class _ConversionMember(NamedTuple):
 
 
 class _ConversionGroup:
-    """Tensors of a checkpoint that are converted together, such as the experts of a layer.
+    """Checkpoint tensors that are converted together, such as the experts of a layer.
 
     Args:
-        name: Name in the model of the first result of the conversion.
+        name: Model name of the first result of the conversion.
         converter: Conversion of transformers. It is copied before each use.
         model: The model on the meta device.
     """
@@ -270,9 +275,9 @@ class _ConversionGroup:
         return dtypes.pop() if len(dtypes) == 1 else "F32"
 
     def build_lazy_results(self) -> dict[str, ReadableTensor]:
-        """Return the results of the conversion by name, as tensors that are read lazily.
+        """Return the results of the conversion as lazily read tensors, keyed by name.
 
-        If the conversion only moves elements, reading a slice of a result reads only these elements.
+        If the conversion only moves elements, reading a slice reads only the elements in the slice.
         Otherwise, reading a slice reads and converts the complete group.
         """
         for member in self._members:
@@ -291,10 +296,10 @@ class _ConversionGroup:
         }
 
     def _compute_result(self, name: str) -> torch.Tensor:
-        """Read and convert the complete group, and return its result with the name ``name``.
+        """Read and convert the complete group, and return the result named ``name``.
 
-        The results of the latest group stay in memory for the next call. The results of another group are
-        freed first.
+        The results of the most recently converted group are cached for further calls. They are freed before
+        another group is converted.
         """
         if _ConversionGroup._latest_result is None or _ConversionGroup._latest_result[0] is not self:
             _ConversionGroup._latest_result = None  # free its memory first
@@ -308,11 +313,11 @@ class _ConversionGroup:
         """Apply transformers' conversion to tensors.
 
         Args:
-            tensors: One tensor for each member of the group, in the same order. They may be on the meta
-                device or lazy, to compute only shapes.
+            tensors: One tensor per member of the group, in the same order. To compute only shapes, pass
+                meta or lazy tensors.
 
         Returns:
-            Results by the model's names.
+            Results, keyed by the model's names.
         """
         converter = copy.deepcopy(self._converter)
         for member, tensor in zip(self._members, tensors, strict=True):
@@ -323,14 +328,14 @@ class _ConversionGroup:
 
 
 def _read_floats(tensor: StoredTensor, index: Index | None = None) -> torch.Tensor:
-    """Read a slice of a tensor of a checkpoint, or all of it if ``index`` is None, and convert it to fp32."""
+    """Read a slice of a checkpoint tensor, or all of it if ``index`` is None, and convert it to fp32."""
     return to_torch(tensor.read(index)).to(torch.float32)
 
 
 def _summarize_names(names: list[str]) -> str:
-    """Format names for a message, in which repeated layers appear as one pattern with their number.
+    """Format names for a message. Repeated layers are shown as one pattern with a count.
 
-    At most eight names or patterns are listed, followed by the number of omitted ones.
+    At most eight names or patterns are listed, followed by the number of omitted entries.
     """
     names_by_pattern: dict[str, list[str]] = defaultdict(list)
     for name in names:
@@ -352,7 +357,7 @@ def _check_shape_and_dtype(name: str, source: ReadableTensor, target: torch.Tens
     Args:
         name: Name of the tensor, used in error messages.
         source: Tensor of the checkpoint.
-        target: Tensor of the model. If it is not a float tensor, the dtype is not checked.
+        target: Tensor of the model. The dtype is checked only if this is a float tensor.
     """
     if tuple(source.shape) != tuple(target.shape):
         raise UserError(
@@ -364,7 +369,7 @@ def _check_shape_and_dtype(name: str, source: ReadableTensor, target: torch.Tens
 
 
 def _check_not_quantized(name: str, source: ReadableTensor) -> None:
-    """Raise UserError if a tensor is stored in a quantized dtype that config.json does not describe."""
+    """Raise UserError if a tensor has a quantized dtype that config.json does not describe."""
     dtype = getattr(source, "dtype", None)
     if isinstance(dtype, str) and dtype not in PLAIN_FLOATS:
         raise UserError(
@@ -376,7 +381,7 @@ def _check_not_quantized(name: str, source: ReadableTensor) -> None:
 def _check_tied_equal(
     first_name: str, first_tensor: ReadableTensor, other_name: str, other_tensor: ReadableTensor
 ) -> None:
-    """Raise UserError if two tensors that the model ties have different values in the checkpoint.
+    """Raise UserError if two tensors that are tied in the model have different values in the checkpoint.
 
     Reads 1024 rows of both tensors at a time.
     """
@@ -393,11 +398,11 @@ def _check_tied_equal(
 
 
 def _check_output_head_present(model: PreTrainedModel, weights: PretrainedWeights) -> None:
-    """Raise UserError if the checkpoint lacks the output head of a language model, which would be random.
+    """Raise UserError if a language model's checkpoint lacks the output head, which would then be random.
 
     Args:
         model: The model on the meta device.
-        weights: Weights of the checkpoint, with the names that it lacks.
+        weights: Weights of the checkpoint, including the names of missing tensors.
     """
     missing = set(weights.missing)
     matrix = getattr(model.get_output_embeddings(), "weight", None)
@@ -421,7 +426,7 @@ def _check_output_head_present(model: PreTrainedModel, weights: PretrainedWeight
 
 
 def open_pretrained_checkpoint(settings: ModelConfig, dtype: str) -> Checkpoint:
-    """Open the checkpoint ``model.name_or_path``, with quantized weights as floats.
+    """Open the checkpoint ``model.name_or_path``. Quantized weights are dequantized to floats.
 
     Args:
         settings: The ``model`` section of the config.
@@ -441,13 +446,14 @@ def open_pretrained_checkpoint(settings: ModelConfig, dtype: str) -> Checkpoint:
 def open_quantized_base(settings: ModelConfig) -> Checkpoint:
     """Open the checkpoint ``model.name_or_path`` without dequantizing its weights.
 
-    ``checkpoint.export: like_base`` uses it as the template of an export.
+    ``checkpoint.export: like_base`` uses this checkpoint as the template for an export.
 
     Args:
         settings: The ``model`` section of the config.
 
     Raises:
-        UserError: If the checkpoint is not quantized, or if the export cannot write its quantization format.
+        UserError: If the checkpoint is not quantized, or if the export cannot write its quantization
+            format.
     """
     try:
         checkpoint = open_checkpoint(fetch_model_folder(str(settings.name_or_path)))
@@ -461,7 +467,7 @@ def open_quantized_base(settings: ModelConfig) -> Checkpoint:
 
 
 def _load_base_config(settings: ModelConfig) -> PretrainedConfig:
-    """Load the transformers config of ``model.name_or_path``, without the changes of ``model.config``."""
+    """Load the transformers config of ``model.name_or_path``, ignoring ``model.config``."""
     from transformers import AutoConfig
 
     name = str(settings.name_or_path)
@@ -476,7 +482,7 @@ def _load_base_config(settings: ModelConfig) -> PretrainedConfig:
 def _load_dequantized(
     settings: ModelConfig, model: PreTrainedModel, quantization_config: Mapping[str, Any]
 ) -> PretrainedWeights:
-    """Load a quantized checkpoint into host memory as floats, with transformers' dequantization.
+    """Load a quantized checkpoint into host memory as floats, using transformers' dequantization.
 
     Args:
         settings: The ``model`` section of the config.
@@ -484,8 +490,8 @@ def _load_dequantized(
         quantization_config: The ``quantization_config`` of the checkpoint.
 
     Raises:
-        UserError: If transformers cannot dequantize the checkpoint here, for example because a package is
-            missing.
+        UserError: If transformers cannot dequantize the checkpoint on this machine, for example because
+            a package is missing.
     """
     method, changed_quantization = (
         quantization_config.get("quant_method", "unknown method"),
@@ -518,20 +524,20 @@ def _load_dequantized(
 
 
 def _check_dequantized(name: str, source: torch.Tensor, target: torch.Tensor) -> None:
-    """Raise ValueError if a dequantized tensor is not a float tensor of the shape of ``target``."""
+    """Raise ValueError if a dequantized tensor is not a float tensor with the shape of ``target``."""
     if source.dtype not in (torch.float32, torch.bfloat16, torch.float16) or source.shape != target.shape:
         raise ValueError(f"{name} is dequantized to dtype {source.dtype} and shape {list(source.shape)}")
 
 
 def _load_with_transformers(settings: ModelConfig, model: PreTrainedModel) -> PretrainedWeights:
-    """Load the weights into host memory with ``from_pretrained``, for names that cannot be mapped lazily."""
+    """Load the weights into host memory with ``from_pretrained``, because they cannot be mapped lazily."""
     with convert_library_errors("model.name_or_path"):
         loaded, info = _load_with_report(settings, model, model.config)
     return _collect_loaded_weights(loaded, info)
 
 
 class _LoadedModel(NamedTuple):
-    """A model that transformers has loaded into host memory.
+    """Model that transformers has loaded into host memory.
 
     Attributes:
         model: The model.
@@ -545,7 +551,7 @@ class _LoadedModel(NamedTuple):
 def _load_with_report(
     settings: ModelConfig, model: PreTrainedModel, config: PretrainedConfig
 ) -> _LoadedModel:
-    """Load the checkpoint into host memory in fp32, as a model of the class of ``model``.
+    """Load the checkpoint into host memory in fp32, using the class of ``model``.
 
     Args:
         settings: The ``model`` section of the config.
@@ -565,12 +571,12 @@ def _load_with_report(
 
 
 def _collect_loaded_weights(loaded: nn.Module, info: Mapping[str, Any]) -> PretrainedWeights:
-    """Collect the weights of a model that ``from_pretrained`` has loaded.
+    """Collect the weights of a model that was loaded by ``from_pretrained``.
 
     Args:
         loaded: The model.
-        info: Report of ``from_pretrained``. Tensors in its ``missing_keys`` are listed as missing, because
-            their values are random.
+        info: Report of ``from_pretrained``. Tensors in its ``missing_keys`` are reported as missing,
+            because their values are random.
     """
     missing = set(info["missing_keys"])
     tensors = get_state_tensors(loaded)
@@ -582,14 +588,14 @@ def _collect_loaded_weights(loaded: nn.Module, info: Mapping[str, Any]) -> Pretr
 def fetch_model_folder(name_or_path: str, key: str = "model.name_or_path") -> Path:
     """Return the local folder of a pretrained model.
 
-    The files of a Hub model are downloaded unless they are cached, by one process per node.
+    If the files of a Hub model are not cached, one process per node downloads them.
 
     Args:
         name_or_path: Local folder, or name of a model on the Hub.
-        key: Setting that names the model, used in error messages.
+        key: Setting that specifies the model, used in error messages.
 
     Raises:
-        UserError: If there is no such folder or model, or if the download fails.
+        UserError: If ``name_or_path`` is neither a folder nor a model, or if the download fails.
     """
     if Path(name_or_path).is_dir():
         return Path(name_or_path)

@@ -1,10 +1,9 @@
-"""Published names and shapes of a run's model, and the tensors and files that are copied from its base model.
+"""Convert a model to its published names and shapes, and copy tensors and files of the base model.
 
-transformers renames and rearranges many tensors while it loads a checkpoint. An export undoes this: it has
-the names and shapes of the base model's files or, without a base model, the names and shapes that
-transformers writes by default for the model type. Each checkpoint of the run records the rules for this
-conversion, so that the checkpoint can be exported or converted on a machine that does not have the base
-model.
+transformers renames and rearranges many tensors while it loads a checkpoint. An export undoes this.
+It has the names and shapes of the base model's files. Without a base model, it has the names and
+shapes that transformers writes by default for the model type. Each checkpoint of the run records
+the rules for this conversion. It can therefore be exported on a machine without the base model.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ _FILES_NOT_COPIED = {
 
 
 def build_name_rules(model: PreTrainedModel) -> NameRules:
-    """Build the rules by which the installed transformers renames and reshapes the tensors that it loads."""
+    """Build the rules by which the installed transformers version renames and reshapes tensors."""
     config = json.loads(json.dumps(model.config.to_dict(), default=str))
     rules = tuple(parse_rule(value) for value in transformers_internals.list_name_rules(model))
     return NameRules(rules, model.base_model_prefix, config)
@@ -71,8 +70,8 @@ class PublishedModel(NamedTuple):
 
     Attributes:
         checkpoint: The model to export, with published names and shapes.
-        names_equal_to_base: Published names of the tensors whose values equal the base model's. Empty if the
-            base model is not available.
+        names_equal_to_base: Published names of tensors that have the same values as in the base model.
+            Empty if the base model is not available.
     """
 
     checkpoint: Checkpoint
@@ -80,10 +79,10 @@ class PublishedModel(NamedTuple):
 
 
 class PublishedNames:
-    """Mapping of a run's model to the tensor names, shapes and files with which it is published.
+    """Mapping from a run's model to the tensor names, shapes and files with which it is published.
 
-    They are taken from the files of the base model. Without a base model, they are the names and shapes that
-    ``save_pretrained`` writes.
+    These are taken from the files of the base model. Without a base model, they are the names and
+    shapes that ``save_pretrained`` writes.
 
     Args:
         settings: The ``model`` section of the config.
@@ -120,8 +119,8 @@ class PublishedNames:
     def name_rules(self) -> NameRules:
         """Rules that map the model's tensors to the published names and shapes.
 
-        If the base model is available, these are the rules that apply to the names in its files. Otherwise,
-        they are the rules recorded in the checkpoint that the run resumes from or, without such a record, the
+        If the base model is available, the rules match the names in its files. Otherwise, they are read
+        from the checkpoint that the run resumes from. If the checkpoint has no record of them, they are the
         default rules of the model type.
         """
         if self.base_checkpoint is not None:
@@ -130,7 +129,7 @@ class PublishedNames:
         return self._default_rules if self._recorded_rules is None else self._recorded_rules.rules
 
     def adopt_recorded_rules(self, checkpoint: Checkpoint) -> None:
-        """Read the name rules that are recorded in the checkpoint that the run resumes from.
+        """Read the name rules recorded in the checkpoint that the run resumes from.
 
         The recorded rules are used only if the base model is not available on this machine. Does nothing if
         the run trains from scratch.
@@ -146,7 +145,7 @@ class PublishedNames:
         """Names of base tensors that transformers does not load, such as multi-token prediction layers.
 
         The export copies these tensors from the base model. Empty if the base model is not available, or if
-        the run's model has a different class from the base model.
+        the classes of the run's model and the base model differ.
         """
         if self.base_checkpoint is None or not self._has_base_class:
             return []
@@ -156,8 +155,8 @@ class PublishedNames:
     def dropped_base_names(self) -> list[str]:
         """Names of base tensors that the export lacks because the run's model has a different class.
 
-        Examples are multi-token prediction layers, and a vision tower next to the trained language model.
-        Empty if the base model is not available, or if the classes match.
+        Examples are multi-token prediction layers, and the vision tower if only the language model is
+        trained. Empty if the base model is not available, or if the classes match.
         """
         if self.base_checkpoint is None or self._has_base_class:
             return []
@@ -165,9 +164,9 @@ class PublishedNames:
 
     @property
     def _has_base_class(self) -> bool:
-        """Whether the run's model has the class that the base model's ``config.json`` names first.
+        """Whether the class of the run's model is the first one in the base model's ``config.json``.
 
-        If it does, the export also contains the base tensors that transformers does not load. The base model
+        If so, the export also contains the base tensors that transformers does not load. The base model
         must be available.
         """
         assert self.base_checkpoint is not None
@@ -177,14 +176,14 @@ class PublishedNames:
         return isinstance(architectures, list) and architectures[:1] == [self._architecture]
 
     def build_base_tensor_notes(self, reported: Collection[str] = ()) -> list[str]:
-        """Build the notes, shown at the start of a run, about base tensors that the run does not load.
+        """Build the notes about base tensors that the run does not load. They are shown at its start.
 
         Args:
             reported: Names of base tensors that another note already lists as unused.
 
         Returns:
-            At most two notes: on tensors that the export copies from the base model, and on tensors that the
-            export lacks.
+            At most two notes: one about tensors that the export copies from the base model, and one about
+            tensors that the export lacks.
         """
         notes = []
         if names := ", ".join(collapse_layer_numbers(self.unloaded_base_names)):
@@ -202,7 +201,7 @@ class PublishedNames:
         return notes
 
     def check_export_like_base(self) -> None:
-        """Check that ``checkpoint.export: like_base`` is possible: the base model has all exported tensors.
+        """Check that the base model has all exported tensors, as ``checkpoint.export: like_base`` requires.
 
         Does nothing if the base model is not available.
 
@@ -222,9 +221,9 @@ class PublishedNames:
             )
 
     def write_name_record(self, folder: Path) -> None:
-        """Write the name rules into a checkpoint, so it can be exported without the base model.
+        """Write the name rules into a checkpoint, so that it can be exported without the base model.
 
-        Writes nothing if the run started from a base model, and neither its files nor a record of its names
+        Writes nothing if the run started from a base model but neither its files nor a record of its names
         is available.
 
         Args:
@@ -245,9 +244,9 @@ class PublishedNames:
         Existing files are not overwritten.
 
         Args:
-            folder: The checkpoint, which already contains the run's config and tokenizer.
-            tokenizer: Whether to copy tokenizer files. Set it only if the run uses the base model's tokenizer
-                unchanged.
+            folder: Folder of the checkpoint, which already contains the run's config and tokenizer.
+            tokenizer: Whether to copy tokenizer files. Must be False unless the run uses the base model's
+                tokenizer unchanged.
         """
         for name, path in self._copyable_base_files.items():
             target = folder / name
@@ -258,9 +257,9 @@ class PublishedNames:
 
     @cached_property
     def _copyable_base_files(self) -> dict[str, AnyPath]:
-        """Paths of the small files of the base model that are copied into checkpoints, by file name.
+        """Paths of the base model's small files that are copied into checkpoints, keyed by file name.
 
-        The custom code is included if ``model.trust_remote_code`` is set. Empty without a base model.
+        Custom code is included if ``model.trust_remote_code`` is set. Empty without a base model.
         """
         folder = self._base_folder
         if folder is None:
@@ -272,7 +271,7 @@ class PublishedNames:
 
     @cached_property
     def skipped_base_files(self) -> dict[str, str]:
-        """Files of the base model that are not exported, and the reason for each of them, by file name.
+        """Reasons why files of the base model are not exported, keyed by file name.
 
         Weights, training state, logs, and hidden files are omitted, because users do not expect them in an
         export.
@@ -298,9 +297,8 @@ class PublishedNames:
     def convert_to_published(self, checkpoint: Checkpoint) -> PublishedModel:
         """Convert a checkpoint of this run to the published names and shapes.
 
-        Two kinds of tensors are replaced by the tensors in the files of the base model, so that the export
-        keeps their dtype: frozen tensors whose values have not changed, and tensors that transformers does
-        not load.
+        Two kinds of tensors are taken from the base model's files, so that the export keeps their dtype:
+        frozen tensors whose values have not changed, and tensors that transformers does not load.
 
         Args:
             checkpoint: The checkpoint, without an adapter.
@@ -331,10 +329,10 @@ class PublishedNames:
         return written.with_tensors(tensors, {}, written.companions)
 
     def _rename_tied_tensors(self, written: Checkpoint) -> Checkpoint:
-        """Rename each tied tensor to the name that the files of the base model have for it.
+        """Rename each tied tensor to its name in the base model's files.
 
-        Without a base model, this is the name that ``save_pretrained`` writes. Renaming is necessary because
-        the run's checkpoint stores a tied tensor under the name of the first module that uses it.
+        Without a base model, it gets the name that ``save_pretrained`` writes. Renaming is necessary
+        because the run's checkpoint stores a tied tensor under the name of the first module that uses it.
         """
         published = {
             values.list_sources()[0]: name
@@ -353,7 +351,7 @@ class PublishedNames:
     def _is_exported_name(self, name: str) -> bool:
         """Return whether the export stores a tied tensor under ``name``.
 
-        The export uses the names in the files of the base model or, without a base model, the names that
+        The export uses the names in the base model's files or, without a base model, the names that
         ``save_pretrained`` writes.
 
         Args:
@@ -367,7 +365,7 @@ class PublishedNames:
 
     @property
     def _base_shard_files(self) -> dict[str, str]:
-        """Map from the name of each base tensor to its shard file, as listed in the base model's index.
+        """Mapping from base tensor names to shard files, as listed in the base model's index.
 
         Empty if the base model is not available or consists of one file.
         """
@@ -393,7 +391,7 @@ class PublishedNames:
 
     @cached_property
     def _frozen_published_names(self) -> set[str]:
-        """Published names of the tensors that are built only from frozen parameters and buffers."""
+        """Published names of tensors that are built only from frozen parameters and buffers."""
         files = arrange_for_files(self._model_shapes, self.name_rules)
         return {
             name for name, values in files.items() if self._untrained_names.issuperset(values.list_sources())
@@ -401,14 +399,14 @@ class PublishedNames:
 
 
 def collapse_layer_numbers(names: Iterable[str]) -> list[str]:
-    """Replace the numbers in tensor names with ``*`` and list each resulting pattern once.
+    """Replace the numbers in tensor names by ``*``, and list each resulting pattern once.
 
     Args:
         names: Names of tensors.
 
     Returns:
-        The patterns, such as ``layers.*.weight (12)``. The number in parentheses counts the tensors of a
-        pattern, and is omitted if there is only one.
+        Patterns, such as ``layers.*.weight (12)``. The number in parentheses is the number of tensors
+        that match the pattern, and is omitted if it is 1.
     """
     counts = Counter(re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in names)
     return [name if count == 1 else f"{name} ({count})" for name, count in counts.items()]
@@ -417,8 +415,8 @@ def collapse_layer_numbers(names: Iterable[str]) -> list[str]:
 def _have_same_values(ours: Tensor, theirs: Tensor) -> bool:
     """Return whether two tensors have the same shape and values, regardless of their dtypes.
 
-    NaN equals NaN. Returns False if a dtype is not numeric. At most about a million elements are read at
-    once.
+    NaN counts as equal to NaN. Returns False if a dtype is not numeric. At most about a million
+    elements are read at a time.
     """
     if ours.shape != theirs.shape:
         return False

@@ -1,8 +1,8 @@
-"""Frozen linear layers with 4-bit or 8-bit weights, which use the kernels of bitsandbytes.
+"""Frozen linear layers with 4-bit or 8-bit weights, based on bitsandbytes kernels.
 
-A quantized weight and its scales are stored together as raw bytes in one parameter, whose nominal dtype is
-the compute dtype. FSDP2 therefore shards and gathers it like any other parameter, without a cast that would
-change the bytes.
+A quantized weight and its scales are stored together as raw bytes in one parameter, whose nominal
+dtype is the compute dtype. FSDP2 therefore shards and gathers it like any other parameter, without
+a cast that would change the bytes.
 """
 
 from __future__ import annotations
@@ -35,13 +35,14 @@ _ALIGNMENT_BYTES = 16
 class QuantizedLinear(nn.Module):
     """Linear layer with a quantized, frozen weight. Gradients flow only to the input.
 
-    A new layer has uninitialized bits, which :func:`build_lazy_quantized_weight` computes from a weight.
+    The bits of a new layer are uninitialized. :func:`build_lazy_quantized_weight` computes them from a
+    float weight.
 
     Args:
-        linear: Layer that is replaced. Its bias is kept.
-        kind: ``nf4`` (normal floats in blocks, with double quantization) or ``int8`` (one scale per row).
-            With ``int8``, the inputs are also rounded to 8 bits. Unlike in ``LLM.int8()``, outliers are not
-            computed separately, because the host would have to wait for the device.
+        linear: Layer to replace. Its bias is kept.
+        kind: ``nf4`` (normal floats in blocks, with double quantization) or ``int8`` (one scale per
+            row). With ``int8``, the inputs are also rounded to 8 bits. Unlike in ``LLM.int8()``,
+            outliers are not computed separately, because the host would have to wait for the device.
         dtype: Compute dtype.
 
     Attributes:
@@ -66,7 +67,9 @@ class QuantizedLinear(nn.Module):
         return self.in_features * self.out_features
 
     def _compute_part_sizes(self) -> list[int]:
-        """Return the sizes of the parts of ``bits``: of the first in fp32 values, of the others in bytes.
+        """Return the size of each section of ``bits``.
+
+        The size of the first section is its number of fp32 values. The other sizes are in bytes.
 
         Returns:
             For ``int8``, the number of scales and the bytes of the codes. For ``nf4``, the number of
@@ -78,7 +81,7 @@ class QuantizedLinear(nn.Module):
         return [1 + -(-blocks // OUTER_BLOCK_SCALES), blocks, -(-self.num_elements // 2)]
 
     def _split_bits(self) -> tuple[Tensor, ...]:
-        """Return views of the parts of ``bits``; see :meth:`_compute_part_sizes`.
+        """Return views of the sections of ``bits``. See :meth:`_compute_part_sizes`.
 
         Returns:
             An fp32 tensor, followed by one or two uint8 tensors.
@@ -88,10 +91,10 @@ class QuantizedLinear(nn.Module):
         return first.view(torch.float32), *others
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Compute the output of the layer, in the compute dtype.
+        """Compute the output of the layer in the compute dtype.
 
-        For meta and fake inputs, which trial passes and the planner use, only the shape of the output is
-        computed, without bitsandbytes.
+        For meta and fake inputs, as in trial passes and the planner, only the output shape is computed,
+        without bitsandbytes.
 
         Args:
             inputs: Inputs of any float dtype, ``[..., in_features]``.
@@ -145,7 +148,8 @@ class QuantizedLinear(nn.Module):
         """Quantize a weight into the format of ``bits``. The layer itself does not change.
 
         Args:
-            weight: Weight, fp32 ``[out_features, in_features]``, on the device that quantizes.
+            weight: Weight, fp32 ``[out_features, in_features]``, on the device that computes the
+                quantization.
 
         Returns:
             The raw bytes, viewed in the compute dtype, on the device of ``weight``.
@@ -174,10 +178,10 @@ class QuantizedLinear(nn.Module):
 
 
 class _PlannedMatmul(torch.autograd.Function):
-    """Replacement for the matrix product of bitsandbytes that runs on fake tensors, to plan memory.
+    """Substitute for the bitsandbytes matrix product that runs on fake tensors, for memory planning.
 
-    It allocates the same memory: the forward and the backward pass each create the dequantized weight in the
-    compute dtype, and ``int8`` also saves the inputs.
+    It allocates the same memory: the forward and the backward pass each create the dequantized weight
+    in the compute dtype, and ``int8`` also saves the inputs.
     """
 
     @staticmethod
@@ -194,19 +198,19 @@ class _PlannedMatmul(torch.autograd.Function):
 
 @cache  # otherwise, a copy from the host in every layer would be a host sync
 def _build_scale_levels(device: torch.device) -> Tensor:
-    """Return the 256 values, fp32, that the 8-bit codes of quantized scales represent. Cached per device."""
+    """Return a lookup table with the fp32 value of each 8-bit code of a scale. Cached per device."""
     levels: Tensor = import_bitsandbytes().functional.create_dynamic_map().to(device)
     return levels
 
 
 def build_lazy_quantized_weight(source: ReadableTensor, layer: QuantizedLinear) -> ReadableTensor:
-    """Return the ``bits`` of a quantized layer as a lazy tensor, which is computed from a float weight.
+    """Return the ``bits`` of a quantized layer as a lazy tensor that is computed from a float weight.
 
     Each read quantizes the complete weight, on the current GPU if CUDA is initialized in this process.
 
     Args:
         source: Float weight, ``[out_features, in_features]``.
-        layer: Quantized layer, which determines the format. It does not change.
+        layer: Quantized layer that determines the format. It is not modified.
     """
 
     def compute_bits() -> Tensor:
@@ -219,18 +223,18 @@ def build_lazy_quantized_weight(source: ReadableTensor, layer: QuantizedLinear) 
 
 
 def quantize_linear_layers(model: nn.Module, kind: str, dtype: torch.dtype) -> dict[str, QuantizedLinear]:
-    """Replace the frozen linear layers of a model by quantized layers, except the output head.
+    """Replace the frozen linear layers of a model, except the output head, by quantized layers.
 
-    Layers whose weights are tied or trained are not replaced. Layers whose weights do not have ``dtype`` are
-    not replaced either, because transformers keeps them in fp32.
+    Layers whose weights are tied or trained are not replaced. Neither are layers whose weights do not
+    have ``dtype``, because transformers keeps them in fp32.
 
     Args:
-        model: The model, on the meta device. It is changed in place.
+        model: The model, on the meta device. Modified in place.
         kind: ``nf4`` or ``int8``.
         dtype: Compute dtype.
 
     Returns:
-        The quantized layers, by the names of the layers that they replace.
+        The quantized layers, keyed by the names of the replaced layers.
     """
     owners: dict[nn.Parameter, int] = {}
     for _, parameter in model.named_parameters(remove_duplicate=False):

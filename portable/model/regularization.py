@@ -1,4 +1,4 @@
-"""Regularization of a model in training: noise on embeddings (NEFTune), and removal of dropout."""
+"""Add noise to embeddings in training (NEFTune), and remove dropout."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 def install_embedding_noise(model: Model, alpha: float, *, extra_tokens: int = 0) -> Model:
     """Install hooks that add noise to the embeddings of a model in training (Jain et al., "NEFTune", 2023).
 
-    The noise is uniform in ±alpha / sqrt(tokens * hidden size), and is drawn from torch's default generator,
-    as dropout is. ``tokens`` is the length of the document that a token belongs to. The scale therefore does
-    not depend on padding or on other documents of the sample.
+    The noise is uniform in ±alpha / sqrt(tokens * hidden size). Like dropout, it is drawn from torch's
+    default generator. ``tokens`` is the length of the document that contains the token, so the scale
+    does not depend on padding or on other documents in the sample.
 
     Args:
         model: A transformers model, not wrapped.
         alpha: Scale of the noise.
-        extra_tokens: Number of tokens of a document that are not inputs, which is added to its length: 1 if
-            the last token is only a label.
+        extra_tokens: Number of tokens per document that are not inputs: 1 if the last token is only a
+            label. It is added to the document length.
 
     Returns:
         The same model.
@@ -60,10 +60,10 @@ _DROPOUT_CLASSES = (
 
 
 def remove_dropout(model: Model) -> Model:
-    """Set every dropout probability to 0, in modules (including adapters) and in configs.
+    """Set all dropout probabilities to 0, in modules (including adapters) and in configs.
 
     Args:
-        model: A transformers model, not wrapped. It is changed in place.
+        model: A transformers model, not wrapped. Modified in place.
 
     Returns:
         The same model.

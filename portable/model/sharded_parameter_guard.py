@@ -25,21 +25,21 @@ _IN_FORWARD = "compute the value in the forward pass (model.function), or use st
 
 
 def is_shard(value: Any) -> bool:
-    """Return whether ``value`` is a sharded DTensor, so that this rank has only a part."""
+    """Return whether ``value`` is a sharded DTensor, so that this rank has only a part of it."""
     return isinstance(value, DTensor) and not all(placement.is_replicate() for placement in value.placements)
 
 
 class ShardReadGuard(TorchFunctionMode):
-    """Context in which code that reads a sharded parameter outside of the forward pass raises UserError.
+    """Context that raises UserError if code reads a sharded parameter outside of the forward pass.
 
-    Outside of the forward pass, the parameters of FSDP2 are DTensors. Operations on them compute complete
-    results, but a function that reads a value, such as ``item()``, sees only the shard of this rank. The
-    parameters of ZeRO-3 are empty outside of the forward pass, so every operation on them is an error.
+    Outside of the forward pass, FSDP2 parameters are DTensors. Operations on them compute complete
+    results, but functions that read a value, such as ``item()``, see only the shard of this rank.
+    ZeRO-3 parameters are empty outside of the forward pass, so every operation on them is an error.
 
     Args:
-        key: Name of the setting that names the custom code. Error messages begin with it.
-        in_loss: Whether the code is a custom loss. A loss may not use DTensors at all, because it is combined
-            with ordinary tensors.
+        key: Setting that specifies the custom code, used at the beginning of error messages.
+        in_loss: Whether the code is a custom loss. A loss may not use DTensors at all, because it is
+            combined with ordinary tensors.
     """
 
     def __init__(self, key: str, *, in_loss: bool) -> None:

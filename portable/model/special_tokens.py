@@ -1,4 +1,7 @@
-"""Special token ids, including the decoder start token, of a model and of the configs saved with it."""
+"""Align the special token ids of a model and its saved configs with the tokenizer.
+
+The ids include the decoder start token.
+"""
 
 from __future__ import annotations
 
@@ -29,11 +32,11 @@ _GENERATION_TOKEN_KEYS = ("decoder_start_token_id", "forced_bos_token_id", "forc
 
 @dataclass
 class ModelSpecialTokens:
-    """Special token ids of a run's model, in its config, its generation config and the saved config.
+    """Special token ids of a run's model: in its config, its generation config, and the saved config.
 
-    The ids change once. The model is built with the ids of the model's config, as in transformers, because
-    the padding id becomes the ``padding_idx`` of the embedding, whose row gets no gradient. Afterwards,
-    :meth:`align_token_ids` sets the ids of the tokenizer, as in the Trainer.
+    As in transformers, the model is built with the ids in its config. The padding id matters at this
+    point: it becomes the embedding's ``padding_idx``, whose row gets no gradient. Afterwards,
+    :meth:`align_token_ids` sets the ids of the tokenizer, like transformers' Trainer.
 
     Attributes:
         saved_config: Config that is saved with the weights.
@@ -51,9 +54,9 @@ class ModelSpecialTokens:
     def replace_default_ids(self, tokenizer: Any) -> None:
         """Replace the default ids in the saved config of a model that is built from ``model.config``.
 
-        The defaults of a config class are ids of another tokenizer, so that generation would start and stop
-        at arbitrary tokens. Ids that the user sets do not change. Does nothing for ``model.name_or_path``,
-        because a pretrained config has the right ids. Call this method before the model is built.
+        The defaults of a config class are ids of another tokenizer, so generation would start and stop at
+        arbitrary tokens. Ids that the user sets do not change. Does nothing for ``model.name_or_path``,
+        because a pretrained config already has the correct ids. Call this method before the model is built.
 
         Args:
             tokenizer: Tokenizer of the run.
@@ -62,10 +65,10 @@ class ModelSpecialTokens:
             _replace_default_ids(self.saved_config, self.settings.config or {}, tokenizer)
 
     def compute_decoder_start(self, tokenizer: Any) -> int:
-        """Determine the id of the decoder's first token, by running the model's label shift on test labels.
+        """Determine the id of the decoder's first token by running the model's label shift on test labels.
 
-        If the label shift of the model cannot be run, the start id comes from the config, the generation
-        config or, if neither has one, the padding id.
+        If the label shift cannot be run, the id is the start id in the config or the generation config. If
+        neither has one, it is the padding id.
 
         Args:
             tokenizer: Tokenizer of the run.
@@ -96,7 +99,7 @@ class ModelSpecialTokens:
         return LabelShift(config)
 
     def _copy_config_with_start(self, tokenizer: Any) -> Any:
-        """Copy the saved config, and set the decoder start and padding ids in the copy if they are missing.
+        """Copy the saved config, and set missing decoder start and padding ids in the copy.
 
         The start id comes from the generation config, and the padding id from the tokenizer.
         """
@@ -116,16 +119,17 @@ class ModelSpecialTokens:
         target: Frame | None = None,
         end_of_turn: int | None = None,
     ) -> list[str]:
-        """Set the ids of the tokenizer in the model, its generation config and the saved config.
+        """Set the tokenizer's special token ids in the model, its generation config and the saved config.
 
-        This follows the Trainer. For an encoder-decoder model, the decoder start token is set as well.
+        This follows transformers' Trainer. For an encoder-decoder model, the decoder start token is also
+        set.
 
         Args:
-            model: The model, after it is built.
-            tokenizer: Tokenizer of the run. For a classifier, its end token becomes its padding token if it
-                has none.
+            model: The built model.
+            tokenizer: Tokenizer of the run. For a classifier, the end token becomes the padding token if
+                the tokenizer has none.
             target: Special tokens around a target text. None if there are no targets.
-            end_of_turn: Token that ends the answer of a chat model. Generation stops there as well.
+            end_of_turn: Token that ends the answers of a chat model, at which generation also stops.
 
         Returns:
             Descriptions of the changes, for the user.
@@ -153,11 +157,12 @@ class ModelSpecialTokens:
         return notes
 
     def _align_padding_id(self, text: Any, tokenizer: Any, notes: list[str]) -> None:
-        """Set the padding id of a classifier, which a decoder needs to find the last token of a text.
+        """Set the padding id of a classifier. A decoder uses it to find the last token of a text.
 
         Args:
-            text: Text config of the model, which is changed in place.
-            tokenizer: Tokenizer of the run. Its end token becomes its padding token if it has none.
+            text: Text config of the model. Modified in place.
+            tokenizer: Tokenizer of the run. If it lacks a padding token, its end token becomes the padding
+                token.
             notes: List to which a note is appended if the id changes.
         """
         fill = Vocabulary.from_tokenizer(tokenizer).pad_token
@@ -172,13 +177,13 @@ class ModelSpecialTokens:
     ) -> None:
         """Make generation start with the same decoder token as training.
 
-        A decoder start token in the config does not change, unless a multilingual tokenizer puts a language
-        token at the end of labels. If it puts a language token at the start instead, generation is forced to
-        begin with this token.
+        An existing decoder start token in the config is kept, unless a multilingual tokenizer puts a
+        language token at the end of labels. If it puts a language token at the start of labels instead,
+        generation is forced to begin with this token.
 
         Args:
-            config: Config of the model, which is changed in place.
-            generation: Generation config, which is changed in place. May be None.
+            config: Config of the model. Modified in place.
+            generation: Generation config. Modified in place. May be None.
             tokenizer: Tokenizer of the run.
             target: Special tokens around a target text. None if there are no targets.
         """
@@ -199,7 +204,7 @@ class ModelSpecialTokens:
 
 
 class LabelShift:
-    """Function that shifts labels to decoder inputs as the model's ``forward(labels=...)`` does.
+    """Function that shifts labels to decoder inputs, like the model's ``forward(labels=...)``.
 
     Args:
         config: Config of an encoder-decoder model, with its final special token ids.
@@ -220,10 +225,10 @@ class LabelShift:
 def _build_model_without_layers(auto_class: Any, config: Any) -> Any:
     """Create a model object that has only a config, without running its constructor.
 
-    This is sufficient for the label shift, which reads only the config.
+    This is sufficient for the label shift, which only needs the config.
 
     Args:
-        auto_class: Auto class of transformers that selects the model class.
+        auto_class: Auto class in transformers that selects the model class.
         config: Transformers config of the model.
     """
     model_class = get_model_class(auto_class, config)
@@ -258,7 +263,7 @@ def _replace_default_ids(config: Any, values: dict[str, Any], tokenizer: Any) ->
     """Replace the default token ids of a config and of its text configs by ids of the tokenizer.
 
     Args:
-        config: Transformers config, which is changed in place.
+        config: Transformers config. Modified in place.
         values: Value of ``model.config``. Ids that it contains do not change.
         tokenizer: Tokenizer of the run.
     """
@@ -274,12 +279,12 @@ def _replace_default_ids(config: Any, values: dict[str, Any], tokenizer: Any) ->
 def _replace_text_default_ids(config: Any, values: dict[str, Any], tokenizer: Any) -> None:
     """Replace the default token ids of one text config by ids of the tokenizer.
 
-    The padding id is replaced only if there is one. Ids of generation, such as the decoder start, are
-    replaced by the id with the same role in the tokenizer, or removed if they exceed the vocabulary.
+    The padding id is replaced only if the config has one. Generation ids, such as the decoder start,
+    are replaced by the tokenizer's id with the same role, or removed if they exceed the vocabulary.
 
     Args:
-        config: Text config, which is changed in place.
-        values: Settings of the user for this config. Ids that they contain do not change.
+        config: Text config. Modified in place.
+        values: User settings for this config. Ids that they contain do not change.
         tokenizer: Tokenizer of the run.
     """
     defaults = {name: getattr(config, name, None) for name in _TOKEN_ID_KEYS}
@@ -311,11 +316,11 @@ def _replace_text_default_ids(config: Any, values: dict[str, Any], tokenizer: An
 def _find_shifted_start(config: Any) -> int | None:
     """Find the token that a model's label shift puts before the labels, by shifting two test sequences.
 
-    The two sequences differ only in their last label, which shows whether the shift moves it to the start.
+    The sequences differ only in their last label, which shows whether the shift moves it to the start.
 
     Returns:
-        The id, or ``LAST_LABEL`` if the shift moves the last label to the start. None if the label shift of
-        the model cannot be run on test labels, or if its result depends on them in another way.
+        The id, or ``LAST_LABEL`` if the shift moves the last label to the start. None if the label
+        shift cannot be run on test labels, or if its result depends on them in another way.
     """
     from transformers import AutoModelForSeq2SeqLM
 
@@ -334,7 +339,7 @@ def _find_shifted_start(config: Any) -> int | None:
 
 
 def _add_stop_token(token: int, generation: Any) -> list[str]:
-    """Add an end token to a generation config, in place, so that generation also stops there.
+    """Add an end token to a generation config in place, so that generation also stops at this token.
 
     Returns:
         A list with a note for the user. Empty if generation already stops at the token.
@@ -348,19 +353,20 @@ def _add_stop_token(token: int, generation: Any) -> list[str]:
 
 
 def _align_token_id(name: str, token: int | None, config: Any, generation: Any) -> str | None:
-    """Set a special token id in the model config and the generation config, as the Trainer does.
+    """Set a special token id in the model config and the generation config, like transformers' Trainer.
 
-    If a config has several end tokens, the end token of the tokenizer is put first and the others are kept.
+    If a config has several end tokens, the tokenizer's end token becomes the first, and the others are
+    kept.
 
     Args:
         name: Name of the id, such as ``eos_token_id``.
-        token: Id of the tokenizer. If it is None, nothing changes.
-        config: Text config of the model, which is changed in place.
-        generation: Generation config, which is changed in place. May be None.
+        token: Id in the tokenizer. If it is None, nothing changes.
+        config: Text config of the model. Modified in place.
+        generation: Generation config. Modified in place. May be None.
 
     Returns:
-        A note for the user. None if neither config changes, or if only the generation config changes and had
-        no such id before.
+        A note for the user. None if neither config changes, or if only the generation config changes
+        and had no such id before.
     """
     if token is None:
         return None

@@ -1,8 +1,8 @@
-"""Tensor parallelism of a model (``tensor_parallel_size``), according to the plan of transformers.
+"""Tensor-parallel plan of a model (``tensor_parallel_size``), based on transformers' plan.
 
-A plan assigns a style to modules and parameters. ``colwise`` shards a matrix along its outputs. ``rowwise``
-shards it along its inputs, and the ranks all-reduce the results. Experts are not split: each rank gets some
-of them. The token embedding and the output head are not sharded.
+A plan assigns a style to modules and parameters. ``colwise`` shards a matrix along its outputs.
+``rowwise`` shards it along its inputs, and the ranks all-reduce the results. Experts are not split:
+each rank gets some of them. The token embedding and the output head are not sharded.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ transformers omit such norms if they exist only with a certain model setting, so
 
 
 def check_tensor_parallel_support(model: Any, num_ranks: int) -> None:
-    """Check that tensor-parallel ranks can share the layers of a model.
+    """Check that the layers of a model can be sharded over tensor-parallel ranks.
 
     Args:
         model: The model, on the meta device.
@@ -97,7 +97,7 @@ def map_sharded_dims(model: Any, num_ranks: int) -> dict[str, int]:
         num_ranks: Number of tensor-parallel ranks.
 
     Returns:
-        Dimensions by parameter name. Empty for one rank.
+        Dimensions, keyed by parameter name. Empty for one rank.
 
     Raises:
         UserError: If the model has no plan, or if its plan contains a style that is not supported.
@@ -115,13 +115,13 @@ def map_sharded_dims(model: Any, num_ranks: int) -> dict[str, int]:
 
 
 def shrink_to_one_rank(model: Any, num_ranks: int) -> None:
-    """Reduce a model to the shards of one tensor-parallel rank, to measure its memory in a single process.
+    """Shrink a model to the shards of one tensor-parallel rank, to measure its memory in a single process.
 
-    Parameters of the styles ``colwise_gather_output`` and ``rowwise_split_input`` keep their shapes, because
-    the neighboring modules expect complete outputs or pass complete inputs.
+    Parameters with the styles ``colwise_gather_output`` and ``rowwise_split_input`` keep their shapes,
+    because the neighboring modules expect complete outputs or pass complete inputs.
 
     Args:
-        model: The model, on the meta device. It is changed in place.
+        model: The model, on the meta device. Modified in place.
         num_ranks: Number of tensor-parallel ranks.
     """
     plan, sharded_dims = map_parallel_styles(model, num_ranks), map_sharded_dims(model, num_ranks)
@@ -143,16 +143,16 @@ def shrink_to_one_rank(model: Any, num_ranks: int) -> None:
 def map_parallel_styles(model: Any, num_ranks: int) -> dict[str, str]:
     """Build the complete tensor-parallel plan of a model: the style of each module and parameter.
 
-    The plan of transformers is the starting point. This function removes the token embedding and the output
-    head, adds head norms that the plan omits, and moves the style of a module with LoRA to its base layer and
-    to one of its LoRA matrices.
+    The plan is transformers' plan with three changes. The token embedding and the output head are
+    removed. Head norms that the plan omits are added. The style of a module with LoRA is moved to its
+    base layer and to one of its LoRA matrices.
 
     Args:
         model: The model, on any device.
         num_ranks: Number of tensor-parallel ranks.
 
     Returns:
-        Styles by name. Empty for one rank.
+        Styles, keyed by module or parameter name. Empty for one rank.
 
     Raises:
         UserError: If the model has no plan, or if its plan contains a style that is not supported.

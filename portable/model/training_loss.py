@@ -1,6 +1,6 @@
-"""Losses that replace the loss of the task: custom losses (``train.loss``), and variants of cross-entropy.
+"""Losses that replace the task loss: custom losses (``train.loss``), and variants of cross-entropy.
 
-The module also checks the results of custom losses.
+This module also validates the results of custom losses.
 """
 
 from __future__ import annotations
@@ -42,9 +42,10 @@ class Outputs:
     """Outputs of a model for a micro-batch, on the device.
 
     Attributes:
-        predictions: Most likely class of each position, with the shape of the labels. None in training, if no
-            metric needs the predictions, or if the labels are floats.
-        logits: Logits as the model returns them. None if nothing needs them and they are computed in chunks.
+        predictions: Most likely class at each position, with the shape of the labels. None in training,
+            for float labels, or if no metric needs them.
+        logits: Logits as returned by the model. None if they are computed in chunks because nothing
+            needs all of them.
         log_probs: Log-probability of each label, fp32 with the shape of the labels, and 0 for positions
             without a label. None if the loss does not need them.
         log_z: Log-sum-exp of the logits of each position, fp32. None if the loss does not need it.
@@ -66,27 +67,29 @@ LossValue = tuple["Tensor", "Tensor | float"] | tuple["Tensor", "Tensor | float"
 class Loss(Protocol):
     """Interface of a custom loss for ``train.loss``: a function, or an instance of a class with ``__call__``.
 
-    ``train.loss`` names the function or class, as in ``my_package.my_module:focal`` or, with arguments,
-    ``my_package.my_module:Focal(gamma=2.0)``. A loss may also have these attributes and methods:
+    ``train.loss`` contains the import path of the function or class, as in
+    ``my_package.my_module:focal`` or, with arguments, ``my_package.my_module:Focal(gamma=2.0)``. A loss
+    may also have these attributes and methods:
 
-    - ``needs``: ``"logits"`` (the default), or a tuple of some of ``log_probs``, ``log_z`` and
-      ``mean_logits``. Statistics are computed for a chunk of tokens at a time if ``memory.loss_chunk_tokens``
-      applies. With logits, a language model keeps all logits of a micro-batch in memory.
-    - ``weight(batch)``: Weight of a micro-batch in the mean, a number that is computed on the host from CPU
-      tensors. The default is the number of labels.
-    - ``before(forward, batch)``: Called before each forward pass, without gradients or dropout. ``forward()``
-      runs the model in training on the batch, ``forward(adapter=False)`` runs it without its adapter, and
-      ``forward(other)`` runs another model, whose parameters are cast to the precision of the model in
-      training. Each returns :class:`Outputs`. The tensors that ``before`` returns, by name, are added to the
-      batch that is passed to the loss.
-    - ``once(forward, batch)``: Like ``before``, but called only once for every sample, with the weights at
-      the start of the run. The returned tensors ``[batch, ...]`` are cached with the data, and are part of
-      every batch.
-    - ``sequences``: Number of sequences of a sample, 2 for pairs. By default any number.
+    - ``needs``: ``"logits"`` (the default), or a tuple with any of ``log_probs``, ``log_z`` and
+      ``mean_logits``. These statistics are computed one chunk of tokens at a time if
+      ``memory.loss_chunk_tokens`` applies. With logits, a language model keeps all logits of a
+      micro-batch in memory.
+    - ``weight(batch)``: Weight of a micro-batch in the mean, a number that is computed on the host from
+      CPU tensors. The default is the number of labels.
+    - ``before(forward, batch)``: Called before each forward pass, without gradients or dropout.
+      ``forward()`` runs the trained model on the batch, ``forward(adapter=False)`` runs it without its
+      adapter, and ``forward(other)`` runs another model, whose parameters are cast to the precision of
+      the trained model. Each call returns :class:`Outputs`. ``before`` returns tensors, keyed by name,
+      which are added to the batch that is passed to the loss.
+    - ``once(forward, batch)``: Like ``before``, but called only once for every sample, with the weights
+      at the start of the run. The returned tensors ``[batch, ...]`` are cached with the data, and are
+      part of every batch.
+    - ``sequences``: Number of sequences per sample, such as 2 for pairs. By default, any number.
     - ``whole``: Whether the last token of a sample is also an input. By default, it is only a label.
-    - ``dropout``: Whether to train with dropout. The setting ``train.dropout`` has priority.
-    - ``reference``: Folder or Hub name of a model whose weights ``before`` uses, or ``"adapter"``. A run
-      cannot resume with another reference.
+    - ``dropout``: Whether to train with dropout. The setting ``train.dropout`` takes precedence.
+    - ``reference``: Folder or Hub name of a model whose weights ``before`` uses, or ``"adapter"``. A
+      run cannot resume with another reference.
     """
 
     def __call__(self, outputs: Outputs, batch: Batch) -> LossValue:
@@ -96,14 +99,14 @@ class Loss(Protocol):
         to the host. Gradients flow only through ``outputs``.
 
         Args:
-            outputs: Outputs of the model that ``needs`` names.
+            outputs: Model outputs that are listed in ``needs``.
             batch: Columns of the batch, including the columns of ``data.columns``. ``labels`` are aligned
-                with the logits. A label of -100 (NaN if labels are floats) must not count.
+                with the logits. A label of -100 (NaN for float labels) must be ignored.
 
         Returns:
-            The loss, the weight by which it is divided, and optionally a mapping from names to further values
-            to log. Each is a scalar tensor and a sum over the rows: the value of a batch equals the sum of
-            the values of its two halves.
+            The loss, the weight by which it is divided, and optionally a mapping from names to further
+            values to log. Each is a scalar tensor and a sum over the rows: the value of a batch equals the
+            sum of the values of its two halves.
         """
 
 
@@ -113,7 +116,7 @@ class LossSums(NamedTuple):
     Attributes:
         loss_sum: The summed loss, an fp32 scalar.
         weight: Weight by which the sum is divided. None for the number of valid labels.
-        metrics: Sums to log by name, which are divided by the same weight.
+        metrics: Sums to log, keyed by name. They are divided by the same weight.
     """
 
     loss_sum: Tensor
@@ -122,15 +125,16 @@ class LossSums(NamedTuple):
 
 
 class TrainingLoss:
-    """Loss that replaces the loss of the task: a custom loss or :class:`CrossEntropy`, with checks.
+    """Custom loss or :class:`CrossEntropy` that replaces the task loss, with validation of its results.
 
-    The first training micro-batch checks the value that the loss returns, its backward pass, and that it is a
-    sum over rows.
+    On the first training micro-batch, it checks the returned value, the backward pass, and that the
+    loss is a sum over rows.
 
     Args:
         key: Name of the loss, used in error messages.
         loss: The function or object.
-        in_evaluation: Whether ``eval_loss`` is the mean of this loss. Otherwise it is the cross-entropy.
+        in_evaluation: Whether ``eval_loss`` is the mean of this loss. Otherwise, it is the
+            cross-entropy.
         sources: Names of the sources of a mixture. Each step logs their losses and shares.
 
     Raises:
@@ -174,7 +178,7 @@ class TrainingLoss:
             batch: Micro-batch on the host.
 
         Returns:
-            The weight. None if the loss has no ``weight`` method, so that the number of labels is the weight.
+            The weight. None if the loss has no ``weight`` method. The weight is then the number of labels.
 
         Raises:
             UserError: If ``weight`` of the loss fails, or does not return a finite number of at least 0.
@@ -191,11 +195,11 @@ class TrainingLoss:
         """Compute the loss of a micro-batch. In the first training micro-batch, the result is also checked.
 
         Args:
-            outputs: Outputs of the model that the loss needs.
+            outputs: Model outputs that the loss needs.
             batch: Columns of the micro-batch, on the device.
 
         Returns:
-            The summed loss, the returned weight, and the sums to log by name, as fp32 scalars.
+            The summed loss, the returned weight, and the sums to log, as fp32 scalars.
 
         Raises:
             UserError: If the loss fails, or if its result is invalid.
@@ -247,13 +251,13 @@ class TrainingLoss:
         return value
 
     def compute_logged_values(self, means: dict[str, float]) -> dict[str, float]:
-        """Convert the means of a step to the values that are logged.
+        """Convert the means of a step to the values to log.
 
-        The sums of each source become a mean loss and a share of the labels; see
+        The sums of each source become a mean loss and a label share. See
         :meth:`LossBySource.compute_logged_values`. Other values do not change.
 
         Args:
-            means: Logged sums of a step by name, divided by the weight of the global batch.
+            means: Logged sums of a step, keyed by name and divided by the weight of the global batch.
         """
         return self._by_source.compute_logged_values(means)
 
@@ -261,8 +265,8 @@ class TrainingLoss:
         """Build the error message for a loss whose returned weights differ from its declared weights.
 
         Args:
-            weight_ratio: Sum of the weights that the loss returned, divided by the sum of the results of its
-                ``weight`` method, or by the number of labels if it has no such method.
+            weight_ratio: Sum of the weights that the loss returned, divided by the sum of the results of
+                its ``weight`` method. If it has no such method, divided by the number of labels.
         """
         declared = (
             "the number of labels that are not -100" if self._weight is None else "the result of its weight()"
@@ -277,8 +281,8 @@ class TrainingLoss:
     def _check_backward(self, outputs: Outputs, batch: Batch, total: Tensor) -> None:
         """Raise UserError if the backward pass of the loss fails, for example after an in-place change.
 
-        Computes gradients with respect to ``outputs``, not to parameters. Skipped on XLA and meta devices.
-        Out of memory errors are raised unchanged.
+        The gradients are computed with respect to ``outputs``, not parameters. The check is skipped on XLA
+        and meta devices. Out-of-memory errors are raised unchanged.
         """
         if total.device.type in ("meta", "xla"):
             return
@@ -293,11 +297,11 @@ class TrainingLoss:
             raise UserError(f"{self.key}: the backward pass fails ({reason}); correct the loss") from error
 
     def _find_failing_line(self, outputs: Outputs, batch: Batch) -> str:
-        """Run the loss in anomaly mode, and find the operation whose backward pass fails.
+        """Run the loss in anomaly mode to find the operation whose backward pass fails.
 
         Returns:
-            Text such as ``"; my_loss.py, line 12"`` to append to a message. Empty if the operation is not in
-            the file of the loss.
+            Text such as ``"; my_loss.py, line 12"`` to append to a message. Empty if the operation is not
+            in the loss's source file.
         """
         copied = {
             name: value.detach().requires_grad_(value.requires_grad)
@@ -336,17 +340,17 @@ class TrainingLoss:
     def check_loss_is_sum_over_rows(self, batch: Batch, num_classes: int) -> None:
         """Check on the host, with random outputs, that the loss is a sum over rows.
 
-        This method is called once, with the first micro-batch, if the outputs of the model cannot be used for
-        this check: on XLA, because the check would compile another graph, or if the micro-batch has one row.
-        It checks nothing if the loss has a ``before`` method, if labels are floats, or if random logits would
-        have more than 2**26 elements.
+        This method is called once, with the first micro-batch, if the model outputs cannot be used for
+        this check. This is the case on XLA, because the check would compile another graph, and if the
+        micro-batch has only one row. The check is skipped if the loss has a ``before`` method, if labels
+        are floats, or if random logits would have more than 2**26 elements.
 
         Args:
             batch: Micro-batch on the host.
             num_classes: Number of classes, or the vocabulary size of a language model.
 
         Raises:
-            UserError: If the loss of a repeated batch is not twice the loss of the batch.
+            UserError: If the loss of a batch that is repeated twice is not twice the loss of the batch.
         """
         labels = batch["labels"]
         many = LOGITS in self.needs and labels.numel() * num_classes > _MAX_CHECKED_LOGITS
@@ -371,7 +375,7 @@ class TrainingLoss:
         self._check_totals_match(twice, 2 * once)
 
     def _check_totals_match(self, total: float, sum_of_parts: float) -> None:
-        """Raise UserError if the loss of a micro-batch differs from the sum over its halves by over 1 %."""
+        """Raise UserError if a micro-batch's loss differs by over 1 % from the sum over its halves."""
         if abs(total - sum_of_parts) > 1e-2 * max(abs(total), abs(sum_of_parts), 1e-6):
             raise UserError(
                 f"{self.key}: returns {total:.6g} for a micro-batch, but {sum_of_parts:.6g} in total for "
@@ -380,7 +384,7 @@ class TrainingLoss:
 
 
 def _find_result_problem(value: Any, device: torch.device) -> str | None:
-    """Describe the problem of a loss function's result.
+    """Describe the error in the result of a loss function.
 
     Args:
         value: Result of the loss function.
@@ -418,31 +422,31 @@ def _find_result_problem(value: Any, device: torch.device) -> str | None:
 
 
 def _repeat_outputs(outputs: Outputs, times: int) -> Outputs:
-    """Concatenate the outputs ``times`` times along the rows."""
+    """Repeat the rows of the outputs ``times`` times."""
     tensors = {name: value for name, value in vars(outputs).items() if value is not None}
     return Outputs(**{name: torch.cat([value] * times) for name, value in tensors.items()})
 
 
 def _repeat_batch(batch: Batch, times: int) -> Batch:
-    """Concatenate the columns of a batch ``times`` times along the rows."""
+    """Repeat the rows of a batch ``times`` times."""
     return {name: torch.cat([value] * times) for name, value in batch.items()}
 
 
 def _to_scalar(value: Tensor | float, device: torch.device) -> Tensor:
-    """Convert a number or a scalar tensor to an fp32 scalar tensor on ``device``, without a gradient."""
+    """Convert a number or scalar tensor to an fp32 scalar on ``device`` without a gradient."""
     if isinstance(value, torch.Tensor):
         return value.detach().to(device).float()
     return torch.full((), value, device=device).float()
 
 
 def _select_rows(outputs: Outputs, row_slice: slice, num_rows: int) -> Outputs:
-    """Select rows of the outputs of a micro-batch, to compute the loss of a half of it.
+    """Select rows of a micro-batch's outputs, to compute the loss of one half.
 
     Args:
         outputs: Outputs of a micro-batch. They are not modified.
         row_slice: Rows to select.
-        num_rows: Number of rows of the micro-batch. Tensors whose first dimension has a different size are
-            kept complete.
+        num_rows: Number of rows in the micro-batch. Tensors whose first dimension has a different size
+            are not sliced.
     """
 
     def select_tensor_rows(value: Any) -> Any:
@@ -460,11 +464,12 @@ def _select_rows(outputs: Outputs, row_slice: slice, num_rows: int) -> Outputs:
 
 
 class CrossEntropy:
-    """Cross-entropy with optional label smoothing and z-loss, for the settings with these names.
+    """Cross-entropy with optional label smoothing (``train.label_smoothing``) and z-loss (``train.z_loss``).
 
     Args:
-        label_smoothing: Share of each target that is distributed evenly over all classes.
-        z_loss: Weight of the squared log-sum-exp of the logits, which prevents the logits from drifting.
+        label_smoothing: Fraction of each target that is distributed evenly over all classes.
+        z_loss: Weight of the squared log-sum-exp of the logits, which prevents the logits from
+            drifting.
     """
 
     def __init__(self, label_smoothing: float, z_loss: float) -> None:
@@ -478,8 +483,8 @@ class CrossEntropy:
         """Compute the loss, summed over the labels of a micro-batch.
 
         Returns:
-            The summed loss and the number of labels. With label smoothing or a z-loss, there is a third
-            value: the summed cross-entropy without them, to be logged as ``cross_entropy``.
+            The summed loss and the number of labels. With label smoothing or a z-loss, the third value is
+            the plain summed cross-entropy, to be logged as ``cross_entropy``.
         """
         valid = batch["labels"] != IGNORED_LABEL
         assert outputs.log_probs is not None
@@ -510,11 +515,12 @@ def build_training_loss(config: RunConfig) -> TrainingLoss | None:
         config: The config of the run.
 
     Returns:
-        The loss. None if the run uses the plain loss of the task.
+        The loss. None if the run uses the plain task loss.
 
     Raises:
-        UserError: If ``train.loss`` does not name a loss, or if the loss needs pairs or complete sequences,
-            which ``data.format`` or ``data.packing`` does not provide.
+        UserError: If ``train.loss`` does not refer to a loss, if the loss needs pairs and
+            ``data.format`` does not provide them, or if it needs complete sequences and
+            ``data.packing`` is set.
     """
     train, key, loss = config.train, "train.label_smoothing", None
     # Losses of sources are not available for classifiers, because their labels need not be classes.

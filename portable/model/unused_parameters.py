@@ -1,12 +1,14 @@
-"""Detection of the parameters that the training loss does not depend on.
+"""Detect the parameters that do not affect the training loss.
 
-Examples are the vision tower of a multimodal model that is trained on text, an indexer that only selects
-positions, and a head that the task does not use. These parameters never receive a gradient. They are frozen,
-because an optimizer with flat state, such as DeepSpeed's, would otherwise apply weight decay to them.
+Examples are the vision tower of a multimodal model that is trained on text, an indexer that only
+selects positions, and a head that the task does not use. These parameters never receive a gradient.
+They are frozen, because an optimizer with flat state, such as DeepSpeed's, would otherwise apply
+weight decay to them.
 
-The parameters are found from the autograd graph of a trial on the meta device rather than from the gradients
-of a batch, because experts that no token was routed to are also part of the graph. The result depends only on
-the model and the task, so it is identical on all ranks, in resumed runs, and on every engine.
+The parameters are found in the autograd graph of a trial on the meta device. The gradients of a
+batch are not sufficient, because experts to which no token was routed have none. The result depends
+only on the model and the task, so it is identical on all ranks, in resumed runs, and on every
+engine.
 """
 
 from __future__ import annotations
@@ -56,8 +58,8 @@ def record_unreached_names(model: nn.Module, names: frozenset[str]) -> None:
     """Store the names of the parameters that never receive a gradient in an attribute of ``model``.
 
     Args:
-        model: The model. :func:`get_unreached_names` reads the names from it.
-        names: Names of the parameters. A tied parameter has only its first name.
+        model: Model from which :func:`get_unreached_names` reads the names.
+        names: Names of the parameters. For a tied parameter, only its first name.
     """
     setattr(model, _UNREACHED_ATTRIBUTE, names)
 
@@ -65,10 +67,11 @@ def record_unreached_names(model: nn.Module, names: frozenset[str]) -> None:
 def find_unreached_names(
     model: PreTrainedModel, *, seq_len: int = _LONG_TRIAL_TOKENS, whole_output: bool = False
 ) -> frozenset[str]:
-    """Find the parameters that the loss does not depend on.
+    """Find the parameters that do not affect the loss.
 
-    A first trial runs the complete model on two tokens. If it leaves parameters unreached, a second trial
-    runs one layer of each kind on a long sequence, because some models skip modules on short sequences.
+    A first trial runs the complete model on two tokens. If it leaves parameters unreached, a second
+    trial runs one layer of each kind on a long sequence, because some models skip modules on short
+    sequences.
 
     Args:
         model: The model on the meta device, without an adapter. It is not modified.
@@ -76,10 +79,10 @@ def find_unreached_names(
         whole_output: Whether the loss may depend on every model output instead of only the logits.
 
     Returns:
-        Names of the parameters. Tied parameters have only their first name. If the graph cannot be
-        built on the meta device, for example because control flow depends on tensor values, the names come
-        from a trial with random values on the CPU. Empty if the model is too large for this trial, or if the
-        trial fails.
+        Names of the parameters. For tied parameters, only the first name. If the graph cannot be built
+        on the meta device, for example because control flow depends on tensor values, the names come
+        from a trial with random values on the CPU. Empty if the model is too large for this trial, or
+        if the trial fails.
     """
     try:
         reached_in_full_model = _trace_reached_names(
@@ -101,13 +104,13 @@ def find_unreached_names(
 def _find_unreached_names_by_values(
     model: PreTrainedModel, *, seq_len: int, whole_output: bool
 ) -> frozenset[str]:
-    """Find the parameters that the loss does not depend on, by a trial with random values on the CPU.
+    """Find the parameters that do not affect the loss, by a trial with random values on the CPU.
 
     The trial runs the complete model if it is small, otherwise a copy with one layer of each kind.
 
     Returns:
-        Names of the parameters. Tied parameters have only their first name. Empty if both the model
-        and the copy are too large, or if the trial fails.
+        Names of the parameters. For tied parameters, only the first name. Empty if both the model and
+        the copy are too large, or if the trial fails.
     """
     trial: Any = copy.deepcopy(model)
     if (is_reduced := _count_parameters(trial) > _MAX_VALUE_TRIAL_PARAMETERS) and _count_parameters(
@@ -204,10 +207,10 @@ def _find_leaves(loss: Tensor) -> set[int]:
 
 
 def _use_traceable_kernels(trial: Any) -> None:
-    """Replace attention and expert kernels that do not run on the meta device by kernels that do.
+    """Replace attention and expert kernels that do not support the meta device by kernels that do.
 
-    The selected kernels must not affect the set of frozen parameters, because a resumed run may select other
-    kernels.
+    The choice of kernels must not affect the set of frozen parameters, because a resumed run may use
+    other kernels.
     """
     if transformers_internals.get_attention_kernel(trial.config) not in ("sdpa", "eager"):
         trial.set_attn_implementation("sdpa")
@@ -229,14 +232,15 @@ def _iter_tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _map_to_full_model(model: nn.Module, names: set[str]) -> set[str]:
-    """Convert parameter names of a reduced copy to the names in the complete model.
+    """Map parameter names of a reduced copy to the names in the complete model.
 
     Args:
         model: The complete model.
-        names: Names of parameters in the result of :func:`copy_one_layer_per_kind`.
+        names: Parameter names in the result of :func:`copy_one_layer_per_kind`.
 
     Returns:
-        Names in ``model``. The name of a parameter in a layer becomes one name for each layer of that kind.
+        Names in ``model``. The name of a layer's parameter becomes one name for each layer of that
+        kind.
     """
     kinds = list(group_layers_by_kind(model).values())
     position = {name: number for number, (name, _) in enumerate(find_transformer_layers(model))}
@@ -259,16 +263,17 @@ def _map_to_full_model(model: nn.Module, names: set[str]) -> set[str]:
 def summarize_as_outermost_modules(
     model: PreTrainedModel, names: Collection[str], *, keep_base_prefix: bool = False
 ) -> list[str]:
-    """Summarize a set of parameters for a message, by the outermost modules that contain no other parameters.
+    """Summarize a set of parameters by the outermost modules that contain no other parameters.
 
     Args:
         model: The model.
-        names: Names of the parameters. A tied parameter has only its first name.
-        keep_base_prefix: Whether to keep the prefix of the base model, such as ``model.``, in the result.
+        names: Names of the parameters. For a tied parameter, only its first name.
+        keep_base_prefix: Whether to keep the prefix of the base model, such as ``model.``, in the
+            result.
 
     Returns:
-        Names of modules, or of parameters whose module has other parameters. Layer numbers are replaced by
-        ``*``, and each resulting name appears once.
+        Names of modules, and names of parameters whose module also has parameters outside the set.
+        Layer numbers are replaced by ``*``, and each resulting name appears once.
     """
     others = {name for name, _ in model.named_parameters()} - set(names)
     summary: dict[str, None] = {}

@@ -1,4 +1,4 @@
-"""Tensors whose slices are read or computed on demand, from a checkpoint or a random initialization."""
+"""Tensors whose slices are read from a checkpoint or computed on demand, for example as random weights."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ReadableTensor(Protocol):
         """Shape of the complete tensor."""
 
     def read(self, index: Index | None = None) -> NDArray[Any]:
-        """Read some elements of the tensor.
+        """Read a slice of the tensor.
 
         Args:
             index: One slice per dimension, with unit steps. None for all elements.
@@ -37,13 +37,13 @@ class ReadableTensor(Protocol):
 
 
 class ComputedTensor:
-    """:class:`ReadableTensor` that is computed completely each time that a slice of it is read.
+    """:class:`ReadableTensor` that computes the complete tensor for each read of a slice.
 
     Args:
         shape: Shape of the tensor.
         compute: Function that returns the tensor, on the CPU.
-        dtype: Dtype of the elements in a checkpoint file, such as ``BF16``, if ``compute`` only moves
-            elements of files. None otherwise.
+        dtype: Dtype in a checkpoint file, such as ``BF16``, if ``compute`` only moves elements of the
+            file. None otherwise.
     """
 
     def __init__(
@@ -63,14 +63,14 @@ class ComputedTensor:
 
 
 class SlicedTensor:
-    """:class:`ReadableTensor` whose slices are computed when they are read, without the rest of the tensor.
+    """:class:`ReadableTensor` that computes slices on demand, without the rest of the tensor.
 
     Args:
         shape: Shape of the complete tensor.
-        compute: Function that returns the elements at an index, on the CPU. The index has a slice with start
-            and stop for every dimension.
-        dtype: Dtype of the elements in a checkpoint file, such as ``BF16``, if ``compute`` only moves
-            elements of files. None otherwise.
+        compute: Function that returns the elements at an index, on the CPU. The index has one slice per
+            dimension, with a start and a stop.
+        dtype: Dtype in a checkpoint file, such as ``BF16``, if ``compute`` only moves elements of the
+            file. None otherwise.
     """
 
     def __init__(
@@ -94,15 +94,15 @@ class SlicedTensor:
 
 @torch.no_grad()
 def copy_into_tensor(target: torch.Tensor, source: ReadableTensor, index: Index | None = None) -> None:
-    """Read a source of weights and copy it into a tensor, with a conversion of the dtype if necessary.
+    """Copy the values of a lazily read tensor into a tensor, converting the dtype if necessary.
 
-    If ``source`` is in a file and has the dtype of ``target``, and ``target`` is on the CPU, the file is read
-    directly into the memory of ``target``.
+    If ``source`` is in a file and has the dtype of ``target``, and ``target`` is on the CPU, the file
+    is read directly into the memory of ``target``.
 
     Args:
-        target: Tensor that is overwritten, on any device. It has the shape of ``source[index]``.
+        target: Tensor to overwrite, on any device. It has the shape of ``source[index]``.
         source: Source of the values.
-        index: Slices of ``source`` to copy. All elements if None.
+        index: Slices of ``source`` to copy. None for all elements.
     """
     if isinstance(source, StoredTensor) and target.device.type == "cpu" and target.is_contiguous():
         buffer = to_numpy(target.detach())
@@ -122,7 +122,7 @@ def to_numpy(tensor: torch.Tensor) -> NDArray[Any]:
 
 
 def to_torch(array: NDArray[Any]) -> torch.Tensor:
-    """Convert a NumPy array to a tensor, without a copy if possible; the inverse of :func:`to_numpy`."""
+    """Convert a NumPy array to a tensor, without a copy if possible. Inverse of :func:`to_numpy`."""
     array = np.require(array, requirements=["C", "W"])
     if array.dtype.name == "bfloat16":
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)

@@ -1,7 +1,8 @@
 """Adafactor (Shazeer and Stern, 2018) for sharded and unsharded parameters.
 
-:class:`AdafactorRule` contains the formulas. The optimizer in this module applies them on torch devices, and
-sums over shards with all-reduces. :mod:`portable.tpu.xla.optim` applies them to the lazy tensors of XLA.
+:class:`AdafactorRule` contains the formulas. The optimizer in this module applies them on torch
+devices, and sums over shards with all-reduces. :mod:`portable.tpu.xla.optim` applies the same
+formulas to XLA's lazy tensors.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ The values are the defaults of torch and transformers.
 
 @dataclass(frozen=True)
 class AdafactorRule:
-    """Formulas of Adafactor, as torch or transformers implements them.
+    """Formulas of Adafactor, as implemented by torch or transformers.
 
     Attributes:
-        scales_learning_rate: Whether the learning rate is relative to the RMS of the parameter, and is at
-            most ``steps ** -0.5``.
+        scales_learning_rate: Whether the learning rate is relative to the RMS of the parameter, and is
+            at most ``steps ** -0.5``.
         gradient_epsilon: Constant that is added to each squared gradient.
-        min_row_mean: Lower bound of the mean of the row moments, which is a divisor.
-        min_variance: Lower bound of the second moments, to avoid a division by 0.
+        min_row_mean: Lower bound on the mean of the row moments, which is used as a divisor.
+        min_variance: Lower bound on the second moments, to avoid a division by 0.
     """
 
     scales_learning_rate: bool
@@ -43,23 +44,23 @@ class AdafactorRule:
     min_variance: float
 
     def compute_new_gradient_share(self, steps: Tensor) -> Tensor:
-        """Return the weight of the newest squared gradient in the average of the second moments.
+        """Return the weight of the newest squared gradient in the moving average of the second moments.
 
         Args:
-            steps: Number of steps of the parameter, from 1.
+            steps: Number of steps of the parameter, starting at 1.
         """
         return steps**BETA2_DECAY
 
     def square_gradient(self, gradient: Tensor) -> Tensor:
-        """Return the squared gradient plus ``gradient_epsilon``, which the second moments average."""
+        """Return the squared gradient plus ``gradient_epsilon``, the input of the second moments."""
         return gradient.square().add_(self.gradient_epsilon)
 
     def limit_learning_rate(self, rate: Tensor, steps: Tensor) -> Tensor:
-        """Return the learning rate, which is at most ``steps ** -0.5`` if the rule scales it.
+        """Return the learning rate, limited to ``steps ** -0.5`` if the rule scales the learning rate.
 
         Args:
             rate: Learning rate of the schedule.
-            steps: Number of steps of the parameter, from 1.
+            steps: Number of steps of the parameter, starting at 1.
         """
         return torch.minimum(rate, steps**-0.5) if self.scales_learning_rate else rate
 
@@ -89,7 +90,7 @@ class AdafactorRule:
         """Replace second moments by their reciprocal square roots in place.
 
         Returns:
-            ``variance``, by which the gradient has to be multiplied to get the update.
+            ``variance``, which is now the factor that converts the gradient to the update.
         """
         return variance.clamp_(min=self.min_variance).rsqrt_()
 
@@ -104,15 +105,15 @@ def compute_update_divisor(update_rms: Tensor) -> Tensor:
 
 
 def get_moment_shapes(shape: Sequence[int], num_stack_dims: int = 0) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a parameter's second moments by name.
+    """Return the shapes of a parameter's second moments, keyed by name.
 
     Args:
         shape: Shape of the parameter, or of a stack of parameters.
         num_stack_dims: Number of leading dimensions of ``shape`` that belong to the stack.
 
     Returns:
-        Shapes of ``row_var`` and ``col_var`` for a parameter with two or more dimensions, otherwise the shape
-        of ``variance``.
+        Shapes of ``row_var`` and ``col_var`` if the parameter has two or more dimensions, otherwise the
+        shape of ``variance``.
     """
     if len(shape) - num_stack_dims < 2:
         return {"variance": tuple(shape)}
@@ -132,11 +133,11 @@ ADAFACTOR_RULES = {
 
 
 class _ParameterStatistics(NamedTuple):
-    """Scalars of a parameter in a step, over all of its shards.
+    """Scalar statistics of a parameter in a step, computed over all of its shards.
 
     Attributes:
         rms: Root mean square of the parameter.
-        row_mean: Mean of ``row_var`` of a parameter with two dimensions. None for other parameters.
+        row_mean: Mean of ``row_var`` if the parameter has two dimensions, otherwise None.
     """
 
     rms: Tensor
@@ -144,19 +145,19 @@ class _ParameterStatistics(NamedTuple):
 
 
 class Adafactor(torch.optim.Optimizer):
-    """Adafactor with the state of ``torch.optim.Adafactor``, and the update rule of torch or of transformers.
+    """Adafactor with the state of ``torch.optim.Adafactor``, and the update rule of torch or transformers.
 
-    The state of a parameter consists of ``step`` and the second moments, in fp32. A parameter with two or
-    more dimensions has the moments ``row_var`` (``[..., rows, 1]``) and ``col_var`` (``[..., 1, columns]``).
-    Other parameters have ``variance``, with the shape of the parameter.
+    The state of a parameter consists of ``step`` and the second moments, in fp32. A parameter with two
+    or more dimensions has the moments ``row_var`` (``[..., rows, 1]``) and ``col_var`` (``[..., 1,
+    columns]``). Other parameters have ``variance``, with the shape of the parameter.
 
-    Column sums and RMS values are computed over all shards of a parameter. For this, each step does two
-    all-reduces for the complete model, with a few numbers per column, and no host sync. A step overwrites the
-    gradients.
+    Column sums and RMS values are computed over all shards of a parameter. Each step therefore does two
+    all-reduces for the complete model, with a few numbers per column, and no host sync. A step
+    overwrites the gradients.
 
     Args:
         groups: Parameter groups, as for ``torch.optim.Optimizer``.
-        lr: Learning rate of groups without one.
+        lr: Learning rate of groups that do not set one.
         rule: Formulas of the update.
     """
 
@@ -170,10 +171,10 @@ class Adafactor(torch.optim.Optimizer):
         super().__init__(groups, {"lr": lr, "weight_decay": 0.0})
 
     def build_initial_state(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Return the state of ``parameter`` before the first step, which is zero.
+        """Return the zero-valued state of ``parameter`` before the first step.
 
-        Moments are sharded like the parameter, except ``col_var`` of a matrix, which every rank has
-        completely.
+        Moments are sharded like the parameter, except for the ``col_var`` of a matrix, which is replicated
+        on every rank.
         """
         state = {"step": torch.zeros((), device=parameter.device)}
         for name, shape in get_moment_shapes(parameter.shape).items():
@@ -188,10 +189,10 @@ class Adafactor(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update every parameter that has a gradient, in place. All ranks have to call this method.
+        """Update all parameters that have a gradient in place. All ranks have to call this method.
 
-        Gradients are overwritten. If ``found_inf`` is 1, parameters and state do not change. The state of a
-        parameter is created at its first step.
+        Gradients are overwritten. If ``found_inf`` is 1, parameters and state do not change. A parameter's
+        state is created at its first step.
         """
         trained = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
         if not trained:
@@ -239,8 +240,8 @@ class Adafactor(torch.optim.Optimizer):
             parameters: Parameters with a gradient.
             gradients: Local shard of each gradient.
             states: State of each parameter.
-            new_shares: Weight of the new squared gradient in the moments of each parameter, 0 to change
-                nothing.
+            new_shares: Weight of the new squared gradient in the moments of each parameter. 0 to leave the
+                moments unchanged.
 
         Returns:
             Statistics of each parameter for the rest of the step.
@@ -277,7 +278,7 @@ class Adafactor(torch.optim.Optimizer):
         states: list[dict[str, Tensor]],
         statistics: list[_ParameterStatistics],
     ) -> list[Tensor]:
-        """Divide each gradient by the root of its second moments, in place, which gives the unclipped update.
+        """Divide each gradient in place by the root of its second moments, to get the unclipped update.
 
         Args:
             parameters: Parameters with a gradient.
@@ -305,14 +306,15 @@ class Adafactor(torch.optim.Optimizer):
 
 
 def _sum_over_shards(parts: list[Tensor], parameter: Tensor) -> list[Tensor]:
-    """Sum tensors over the ranks over which the parameters are sharded, in one all-reduce.
+    """Sum tensors over the ranks of the parameters' sharding group, in one all-reduce.
 
     Args:
         parts: Tensors of any shape, whose values differ between ranks.
         parameter: Any parameter, which determines the sharding group.
 
     Returns:
-        The sums in the same order. ``parts`` itself, without a collective, if the parameters are not sharded.
+        The sums in the same order. ``parts`` itself, without a collective, if the parameters are not
+        sharded.
     """
     group = get_shard_group(parameter)
     if group is None:

@@ -1,8 +1,8 @@
 """AdamW with 8-bit moments (Dettmers et al., 2021, "8-bit Optimizers via Block-wise Quantization").
 
-Each value is divided by the largest magnitude of its block and rounded to the nearest of 256 levels. The
-levels are denser near zero. A block is a part of one row of a parameter, and sharding never splits a row.
-Moments, updates and checkpoints are therefore independent of the world size.
+Each value is divided by the largest magnitude in its block and rounded to the nearest of 256
+levels, which are denser near zero. A block is a part of one row of a parameter, and sharding never
+splits a row. Moments, updates and checkpoints are therefore independent of the world size.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ if TYPE_CHECKING:
 
 @cache  # otherwise, a copy from the host in every step would be a host sync
 def build_quantization_levels(signed: bool, device: torch.device) -> Tensor:
-    """Return the 256 values between -1 and 1 to which scaled moments are rounded.
+    """Return the 256 levels to which scaled moments are rounded.
 
-    The levels cover [-1, 1] if ``signed``, otherwise [0, 1]. Their magnitudes span seven decades, each with
-    twice as many levels as the next smaller decade. Zero and one are included. The result is cached.
+    The levels cover [-1, 1] if ``signed``, otherwise [0, 1]. Their magnitudes span seven decades, and
+    the number of levels doubles from each decade to the next. Zero and one are included. The result
+    is cached.
 
     Args:
         signed: Whether half of the levels are negative.
@@ -46,11 +47,11 @@ def build_quantization_levels(signed: bool, device: torch.device) -> Tensor:
 
 
 class BlockQuantized(NamedTuple):
-    """Values that are quantized to 8 bits with one scale per block.
+    """Values quantized to 8 bits with one scale per block.
 
     Attributes:
         codes: Indices into :func:`build_quantization_levels`, uint8, with the shape of the values.
-        scales: Largest magnitude of each block, fp32 ``[rows, blocks]``.
+        scales: Largest magnitude in each block, fp32 ``[rows, blocks]``.
     """
 
     codes: Tensor
@@ -64,8 +65,9 @@ def quantize_in_blocks(values: Tensor, block_size: int, *, signed: bool) -> Bloc
 
     Args:
         values: Values, fp32 ``[rows, ...]``.
-        block_size: Number of consecutive elements of a row that share a scale. It divides the row size.
-        signed: Whether the values may be negative, as first moments are. Second moments are not negative.
+        block_size: Number of consecutive elements of a row that share a scale. The row size must be
+            divisible by it.
+        signed: Whether the values may be negative. True for first moments, False for second moments.
 
     Returns:
         Codes with the shape of ``values``, and scales ``[rows, blocks]``.
@@ -83,7 +85,7 @@ def quantize_in_blocks(values: Tensor, block_size: int, *, signed: bool) -> Bloc
 
 
 def dequantize_blocks(codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
-    """Convert codes and scales to values, which differ from the original values by the rounding to levels.
+    """Dequantize codes with their scales. The result differs from the original values by rounding errors.
 
     Args:
         codes: Codes, uint8 ``[rows, ...]``.
@@ -110,9 +112,9 @@ class AdamW8bit(torch.optim.Optimizer):
         groups: Parameter groups, as for ``torch.optim.AdamW``.
         lr: Learning rate.
         betas: Decay rates of the moments.
-        eps: Term that is added to the denominator of an update.
-        full_precision_parameters: Parameters with 32-bit moments, such as embeddings, because the gradients
-            of their rows have very different magnitudes.
+        eps: Term added to the denominator of an update.
+        full_precision_parameters: Parameters with 32-bit moments. Embeddings need them, because the
+            gradients of their rows have very different magnitudes.
     """
 
     found_inf: Tensor | None = None
@@ -131,7 +133,7 @@ class AdamW8bit(torch.optim.Optimizer):
         self._full_precision_ids = {id(parameter) for parameter in full_precision_parameters}
 
     def build_initial_state(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Return the state of ``parameter`` before the first step. Moments are sharded like the parameter."""
+        """Return the initial state of ``parameter``. Its moments are sharded like the parameter."""
         state = {"step": torch.zeros((), device=parameter.device)}
         block = (
             None if id(parameter) in self._full_precision_ids else choose_block_size(tuple(parameter.shape))
@@ -148,9 +150,9 @@ class AdamW8bit(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update every parameter that has a gradient, unless ``found_inf`` is 1.
+        """Update all parameters that have a gradient, unless ``found_inf`` is 1.
 
-        Each rank updates only its shards. The state of a parameter is created at its first step.
+        Each rank updates only its shards. A parameter's state is created at its first step.
         """
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -210,7 +212,7 @@ class AdamW8bit(torch.optim.Optimizer):
     def _store_quantized_moment(self, state: dict[str, Tensor], name: str, value: Tensor) -> None:
         """Quantize an updated moment and store its codes and scales in the state, unless ``found_inf`` is 1.
 
-        Does nothing for a moment in fp32, because it was updated in place.
+        Does nothing for an fp32 moment, because it was already updated in place.
 
         Args:
             state: Local shards of the state of a parameter.
@@ -226,12 +228,12 @@ class AdamW8bit(torch.optim.Optimizer):
 
 
 def _read_moment(state: dict[str, Tensor], name: str) -> Tensor:
-    """Return a moment in fp32: the state entry, or a new dequantized tensor if the moment has 8 bits."""
+    """Return a moment in fp32: the stored tensor, or a new dequantized tensor for an 8-bit moment."""
     if name in state:
         return state[name]
     return dequantize_blocks(state[f"{name}_codes"], state[f"{name}_scales"], signed=name == "exp_avg")
 
 
 def _compute_bias_correction(beta: float, step: Tensor) -> Tensor:
-    """Compute ``1 - beta ** step`` by ``expm1``. Cancellation would otherwise cost 4 digits at beta 0.999."""
+    """Compute ``1 - beta ** step`` with ``expm1``, because cancellation would cost 4 digits at beta 0.999."""
     return -torch.expm1(step * math.log(beta)) if beta else torch.ones_like(step)

@@ -1,4 +1,7 @@
-"""Block sizes of the 8-bit moments of :mod:`portable.optim.adamw_8bit`. This module does not import torch."""
+"""Choose block sizes for the 8-bit moments of :mod:`portable.optim.adamw_8bit`.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +15,14 @@ in bitsandbytes and torchao.
 
 
 def choose_block_size(shape: tuple[int, ...]) -> int | None:
-    """Choose the number of elements of a block, which is the largest divisor of the row size up to 256.
+    """Choose the number of elements per block: the largest divisor of the row size up to 256.
 
     Args:
         shape: Shape of the parameter. A row consists of the elements with the same first index.
 
     Returns:
-        The number of elements. None if the parameter keeps 32-bit moments, because it is a vector, is small,
-        or has no divisor of at least 32.
+        The number of elements. None if the parameter keeps 32-bit moments, because it is a vector or
+        small, or because its row size has no divisor between 32 and 256.
     """
     if len(shape) < 2 or math.prod(shape) < MIN_QUANTIZED_ELEMENTS:
         return None

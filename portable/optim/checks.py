@@ -1,4 +1,4 @@
-"""Checks of the settings of the learning-rate schedule."""
+"""Check the settings of the learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def check_schedule(config: RunConfig) -> Iterator[SettingProblem]:
-    """Yield the problems of settings that do not fit the schedule ``train.schedule``.
+    """Yield a problem for each setting that is incompatible with the schedule ``train.schedule``.
 
     Args:
         config: The config of the run.
@@ -47,7 +47,7 @@ def check_schedule(config: RunConfig) -> Iterator[SettingProblem]:
 
 
 def check_schedule_params(config: RunConfig) -> Iterator[SettingProblem]:
-    """Yield the problems of the warmup settings and of ``train.schedule_params``.
+    """Yield the problems with the warmup settings and ``train.schedule_params``.
 
     Args:
         config: The config of the run.

@@ -1,9 +1,9 @@
-"""Custom optimizers: any ``torch.optim.Optimizer``, which ``train.optimizer`` names by its import path.
+"""Support any ``torch.optim.Optimizer`` whose import path is given in ``train.optimizer``.
 
-The optimizers of torch create their state in the first step, but this trainer needs the state earlier: to
-restore a checkpoint into it, and to compile a step for XLA. :meth:`CustomOptimizer.build_initial_state`
-therefore takes a trial step with one parameter, records the first value of each entry of the state, and
-undoes the step.
+Torch optimizers create their state in the first step, but this trainer needs the state earlier: to
+restore a checkpoint into it, and to compile a step for XLA.
+:meth:`CustomOptimizer.build_initial_state` therefore takes a trial step with one parameter, records
+the first value of each state entry, and undoes the step.
 """
 
 from __future__ import annotations
@@ -42,28 +42,30 @@ KEY = "train.optimizer"
 class MakesOptimizer(Protocol):
     """Interface of ``train.optimizer``: an optimizer class, such as ``torch.optim.NAdam``, or a function.
 
-    ``step()`` of the optimizer updates every parameter with a gradient in place. The trainer sets the
+    The optimizer's ``step()`` updates every parameter with a gradient in place. The trainer sets the
     learning rate ``group["lr"]`` before each step. The optimizer stores the state of a parameter in
-    ``self.state[parameter]`` by name, as tensors of any shape and numbers. It stores state that is common to
-    a group as a number in the group. Checkpoints contain both, but no attributes of the optimizer.
+    ``self.state[parameter]``, a dict of numbers and tensors of any shape. State that is common to a
+    group is stored as a number in the group. Checkpoints contain both, but no attributes of the
+    optimizer.
 
     Under FSDP2, parameters, gradients and ``torch.zeros_like(parameter)`` are DTensors, and operations
-    between them act on complete tensors. On XLA, the step is traced, and learning rates and step counts are
-    tensors on the device.
+    between them act on complete tensors. On XLA, the step is traced, and learning rates and step counts
+    are tensors on the device.
 
-    If the class has an attribute ``found_inf``, as torch's fused optimizers do, the trainer sets it to an
-    fp32 scalar on the device. A step must not change anything if the scalar is 1. For other classes, the host
-    reads the scalar before each step, which is a host-device sync, and omits the step if it is 1.
+    If the class has an attribute ``found_inf``, like torch's fused optimizers, the trainer sets it to
+    an fp32 scalar on the device. A step must not change anything if the scalar is 1. For other classes,
+    the host reads the scalar before each step, which is a host-device sync, and skips the step if it is
+    1.
     """
 
     def __call__(self, groups: list[dict[str, Any]], *, lr: float, **arguments: Any) -> torch.optim.Optimizer:
         """Create the optimizer.
 
         Args:
-            groups: Parameter groups, each with ``params`` and ``param_names``, with ``lr`` if it differs from
-                the argument ``lr``, and with ``weight_decay`` if this callable accepts it.
+            groups: Parameter groups with ``params`` and ``param_names``. A group also has ``lr`` if it
+                differs from the argument ``lr``, and ``weight_decay`` if this callable accepts it.
             lr: ``train.learning_rate``. Omitted if this callable does not accept it.
-            arguments: Arguments that the setting contains.
+            arguments: Arguments in the setting.
 
         Returns:
             The optimizer.
@@ -75,13 +77,13 @@ class CustomOptimizer:
 
     Args:
         settings: The ``train`` section.
-        parameters: Parameters by name.
+        parameters: Parameters, keyed by name.
         groups: Parameter groups. See :func:`portable.optim.optimizers.build_parameter_groups`.
-        extra_arguments: Arguments that are passed to the optimizer if it accepts them.
+        extra_arguments: Arguments to pass to the optimizer if it accepts them.
 
     Raises:
-        UserError: If the optimizer cannot be created, or if its updates of shards differ from its updates of
-            complete tensors.
+        UserError: If the optimizer cannot be created, or if it updates shards and complete tensors
+            differently.
     """
 
     found_inf: Tensor | None = None
@@ -130,7 +132,7 @@ class CustomOptimizer:
 
         Args:
             settings: Settings of the optimizer.
-            parameter: Parameter of the model, whose mesh and placements the trial uses.
+            parameter: Model parameter that provides the mesh and the placements of the trial.
         """
 
         def shard(value: Tensor) -> Tensor:
@@ -153,8 +155,8 @@ class CustomOptimizer:
     def step(self) -> None:
         """Update every parameter that has a gradient.
 
-        Does nothing if ``found_inf`` is 1. To find this out, the host waits for the device if the optimizer
-        does not support ``found_inf``.
+        Does nothing if ``found_inf`` is 1. If the optimizer does not support ``found_inf``, the host reads
+        the flag, which is a host-device sync.
 
         Raises:
             UserError: If the optimizer fails.
@@ -171,7 +173,7 @@ class CustomOptimizer:
         """Return the state of ``parameter`` before the first step, without changing the parameter.
 
         Returns:
-            Tensors and numbers by name. Tensors are DTensors if the parameter is sharded.
+            Tensors and numbers, keyed by name. Tensors are DTensors if the parameter is sharded.
         """
         before = parameter.detach().clone()
         try:
@@ -182,16 +184,16 @@ class CustomOptimizer:
         return state
 
     def record_initial_state(self, parameter: Tensor) -> dict[str, Any]:
-        """Take a step with only ``parameter``, and return the first value of each entry of its state.
+        """Take a step with only ``parameter``, and return the first value of each state entry.
 
-        The gradient of the step is zero. The step may change the values of the parameter, which the caller
-        has to restore. This method restores the state, the gradients and the groups of the optimizer.
+        The gradient in this step is zero. The step may change the parameter, and the caller has to restore
+        it. This method restores the state, the gradients and the groups of the optimizer.
 
         Args:
             parameter: Parameter of the optimizer.
 
         Returns:
-            Tensors and numbers by name.
+            Tensors and numbers, keyed by name.
         """
         inner, old_state = self.inner, self.inner.state
         gradients = [(p, p.grad) for group in inner.param_groups for p in group["params"]]
@@ -226,14 +228,15 @@ class CustomOptimizer:
         return self.to_plain_state(parameter, first)
 
     def to_plain_state(self, parameter: Tensor, state: Mapping[Any, Any]) -> dict[str, Any]:
-        """Convert a state to the values that a checkpoint can store: shards, complete tensors and numbers.
+        """Convert a parameter's state to values that a checkpoint can store: numbers, tensors and shards.
 
         Args:
-            parameter: Parameter that the state belongs to.
-            state: State by name. Entries that are None are dropped.
+            parameter: Parameter to which the state belongs.
+            state: State, keyed by name. Entries that are None are dropped.
 
         Returns:
-            The converted state. DTensors with pending reductions are replicated, other values are unchanged.
+            The converted state. DTensors with pending reductions are replicated, other values are
+            unchanged.
 
         Raises:
             UserError: If a value is neither a tensor nor a number, or if a name is not a string.
@@ -251,7 +254,7 @@ class CustomOptimizer:
         return plain_state
 
     def collect_state(self) -> dict[str, dict[str, Any]]:
-        """Return the state of all parameters by parameter name, for a checkpoint.
+        """Return the state of all parameters for a checkpoint, keyed by parameter name.
 
         All ranks have to call this method if parameters are sharded.
 
@@ -272,10 +275,10 @@ class CustomOptimizer:
     def _check_state_equal_across_ranks(self, state: Mapping[Tensor, Mapping[str, Any]]) -> None:
         """Raise UserError if the replicated state of sharded parameters differs between ranks.
 
-        Checksums of the state are gathered from the ranks over which the parameters are sharded.
+        The ranks over which a parameter is sharded compare checksums of its state.
 
         Args:
-            state: State of each parameter by name.
+            state: State of each parameter, keyed by entry name.
         """
         names, groups, numbers = [], set(), []
         for parameter, entries in state.items():
@@ -297,9 +300,10 @@ class CustomOptimizer:
                 )
 
     def reset_state(self, stored: OptimizerState | None) -> None:
-        """Drop all state, and restore the custom entries of the parameter groups from a checkpoint.
+        """Reset the state, and restore the custom entries of the parameter groups from a checkpoint.
 
-        State that the constructor of the optimizer created is kept, and filled later.
+        All state is dropped, unless the optimizer's constructor creates it. Such state is kept, and the
+        caller fills it later.
 
         Args:
             stored: Optimizer state of a checkpoint. None if there is none.
@@ -309,21 +313,21 @@ class CustomOptimizer:
         restore_custom_group_values(self.param_groups, stored)
 
     def allocate_state(self, parameter: Tensor, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Allocate the state of a parameter, into which the values of a checkpoint are loaded.
+        """Allocate the state of a parameter, into which the values of a checkpoint are then loaded.
 
-        The result contains the initial state, and entries of the checkpoint that the optimizer creates only
+        The result contains the initial state, and the checkpoint entries that the optimizer creates only
         after its first step.
 
         Args:
-            parameter: Parameter that the state belongs to.
+            parameter: Parameter to which the state belongs.
             values: State of the parameter in the checkpoint.
 
         Returns:
-            Tensors and numbers by name.
+            Tensors and numbers, keyed by name.
 
         Raises:
-            UserError: If the sharding of an entry is unknown, because the optimizer creates it after its
-                first step and its shape differs from the parameter's.
+            UserError: If the sharding of an entry is unknown. This is the case if the optimizer creates it
+                after its first step, and its shape differs from the shape of the parameter.
         """
         state = self.build_initial_state(parameter)
         for name in values.keys() - state.keys():
@@ -339,7 +343,7 @@ class CustomOptimizer:
 
 
 def _summarize_value(value: Tensor | Number) -> tuple[Any, ...]:
-    """Summarize a state entry as a tuple that is equal on two ranks if the values are.
+    """Summarize a state entry as a tuple, to compare it between ranks.
 
     Returns:
         Shape, dtype and two checksums of a tensor. For a number, the number.
@@ -356,10 +360,10 @@ def _copy_value(value: Any) -> Any:
 
 
 class _FirstValueRecorder(dict[Any, Any]):
-    """Dict for the state of a parameter that also keeps a copy of the first value of each entry.
+    """Dict for a parameter's state that also keeps a copy of the first value of each entry.
 
     Attributes:
-        first_values: The copies by name of the entry.
+        first_values: The copies, keyed by entry name.
     """
 
     def __init__(self, values: Mapping[Any, Any]) -> None:
@@ -387,7 +391,7 @@ class _FirstValueRecorder(dict[Any, Any]):
 
 
 class _RecordedStates(defaultdict[Any, Any]):
-    """Replacement for ``optimizer.state`` in a trial step. Its values are :class:`_FirstValueRecorder`."""
+    """Substitute for ``optimizer.state`` in a trial step. Its values are :class:`_FirstValueRecorder`."""
 
     def __init__(self) -> None:
         super().__init__(lambda: _FirstValueRecorder({}))
@@ -417,7 +421,7 @@ def _list_accepted_arguments(make: Any) -> frozenset[str]:
 
 
 class _OptimizerSettings(NamedTuple):
-    """Settings of the ``train`` section that determine a custom optimizer. They are hashable, for caches."""
+    """Settings in the ``train`` section that define a custom optimizer. Hashable, for use in caches."""
 
     optimizer: str
     learning_rate: float
@@ -425,11 +429,11 @@ class _OptimizerSettings(NamedTuple):
 
 
 class _PartialReductionMode(TorchFunctionMode):
-    """Torch function mode in which reductions over a sharded dimension are completed immediately.
+    """Torch function mode that immediately completes reductions over a sharded dimension.
 
-    Without it, DTensor postpones them, so that ``item()`` and in-place operations would use the partial
-    result of one rank. The mode also corrects means, because DTensor averages the means of shards without
-    regard to their different sizes.
+    Without it, DTensor postpones these reductions, so that ``item()`` and in-place operations would use
+    the partial result of one rank. The mode also corrects means, because DTensor averages the means of
+    shards without weighting them by their sizes.
     """
 
     def __torch_function__(
@@ -444,7 +448,7 @@ class _PartialReductionMode(TorchFunctionMode):
 
 
 def _reduce_partial(value: DTensor) -> DTensor:
-    """Complete the pending reduction of a DTensor over ranks. Return other DTensors unchanged."""
+    """Complete a DTensor's pending reduction over ranks. Return other DTensors unchanged."""
     if not any(place.is_partial() for place in value.placements):
         return value
     return value.redistribute(placements=[Replicate() if p.is_partial() else p for p in value.placements])
@@ -455,14 +459,14 @@ def _extract_settings(train: TrainConfig) -> _OptimizerSettings:
 
 
 def check_custom_optimizer(config: RunConfig) -> None:
-    """Check a custom ``train.optimizer`` by three trial steps with two small parameters.
+    """Check a custom ``train.optimizer`` with three trial steps on two small parameters.
 
     Args:
         config: The config of the run.
 
     Raises:
-        UserError: If the optimizer cannot be created, if it fails, or if a setting of the ``train`` section
-            has no effect on it.
+        UserError: If the optimizer cannot be created, if it fails, or if it ignores a setting in the
+            ``train`` section.
     """
     train = config.train
     key, name = f"{KEY}: {train.optimizer}", plugins.parse_plugin_spec(train.optimizer).name
@@ -487,7 +491,7 @@ def check_custom_optimizer(config: RunConfig) -> None:
 
 
 def _build_trial_values() -> list[Tensor]:
-    """Return random values of two small parameters for trials, which are equal on all ranks."""
+    """Return random values for the two small trial parameters. They are equal on all ranks."""
     draws = torch.Generator().manual_seed(1)
     return [torch.randn(shape, generator=draws) for shape in ((4, 6), (5,))]
 
@@ -529,16 +533,17 @@ def _run_trial_steps(
 
 
 def is_elementwise(train: TrainConfig) -> bool:
-    """Return whether a custom optimizer updates each element independently, according to a trial."""
+    """Return whether a custom optimizer updates each element independently, as determined by a trial."""
     return _is_elementwise_in_trial(_extract_settings(train))
 
 
 @lru_cache(maxsize=4)
 def _is_elementwise_in_trial(settings: _OptimizerSettings) -> bool:
-    """Return whether updates of an optimizer do not depend on the shapes of parameters, according to a trial.
+    """Return whether an optimizer's updates are independent of the parameter shapes in a trial.
 
-    The trial updates two small parameters, and afterwards the same elements divided into two flat parameters
-    of different sizes. Returns False if the results differ, or if the optimizer rejects the flat parameters.
+    The trial updates two small parameters, and then the same elements, divided into two flat parameters
+    of different sizes. Returns False if the results differ, or if the optimizer rejects the flat
+    parameters.
     """
     values = _build_trial_values()
     expected = torch.cat([value.flatten() for value in _run_trial_steps(settings, values)])
@@ -551,27 +556,27 @@ def _is_elementwise_in_trial(settings: _OptimizerSettings) -> bool:
 
 
 def _build_for_parameter(settings: _OptimizerSettings, parameter: nn.Parameter) -> CustomOptimizer:
-    """Build a custom optimizer that has only one parameter, for trials."""
+    """Build a custom optimizer with a single parameter, for trials."""
     group: dict[str, Any] = {"params": [parameter], "weight_decay": settings.weight_decay}
     return CustomOptimizer(settings, {"0": parameter}, [group])
 
 
 def build_sample_state(train: TrainConfig) -> dict[str, Any]:
-    """Return the initial state of a custom optimizer for a vector of two elements, as a sample."""
+    """Return the initial state that a custom optimizer creates for a sample vector of two elements."""
     parameter = nn.Parameter(torch.zeros(2))
     return _build_for_parameter(_extract_settings(train), parameter).build_initial_state(parameter)
 
 
 def has_state_before_first_step(train: TrainConfig) -> bool:
-    """Return whether the constructor of a custom optimizer already creates state, as Adagrad's does."""
+    """Return whether the constructor of a custom optimizer already creates state, as in Adagrad."""
     return bool(_build_for_parameter(_extract_settings(train), nn.Parameter(torch.zeros(2))).state)
 
 
 def has_neutral_initial_state(train: TrainConfig) -> bool:
-    """Return whether a custom optimizer gives the same results from its initial state as from an empty state.
+    """Return whether starting from the initial state gives the same results as starting from empty state.
 
-    A trial of three steps decides. If the results differ, the optimizer recognizes its first step by the
-    empty state, so that the initial state cannot be created in advance.
+    The result is determined by a trial of three steps. If the results differ, the optimizer recognizes
+    its first step by the empty state, so the initial state cannot be created in advance.
     """
     settings = _extract_settings(train)
     pairs = zip(
@@ -583,7 +588,7 @@ def has_neutral_initial_state(train: TrainConfig) -> bool:
 
 
 class StateTensorLayout(NamedTuple):
-    """Shape of a tensor in the state of a parameter, and the number of bytes per element."""
+    """Shape and bytes per element of a tensor in the state of a parameter."""
 
     shape: tuple[int, ...]
     itemsize: int
@@ -592,7 +597,7 @@ class StateTensorLayout(NamedTuple):
 def list_state_tensor_layouts(train: TrainConfig, shape: tuple[int, ...]) -> tuple[StateTensorLayout, ...]:
     """Return the shape and element size of each tensor in the state of a parameter, for the planner.
 
-    The result is cached by shape.
+    Results are cached per shape.
 
     Args:
         train: The ``train`` section, with a custom optimizer.

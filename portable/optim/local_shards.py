@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def to_local(tensor: Tensor) -> Tensor:
-    """Return the shard of this rank, or ``tensor`` itself if it is not a DTensor. Both share memory."""
+    """Return this rank's shard of a DTensor, without copying. Other tensors are returned unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -41,7 +41,7 @@ def group_by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
 
 
 def compute_total_norm(tensors: Iterable[Tensor]) -> Tensor:
-    """Compute the 2-norm of all elements of tensors, on any meshes. A collective call for DTensors."""
+    """Compute the 2-norm of all elements of tensors on any meshes. For DTensors, all ranks must call this."""
     norms = [_compute_norm_on_mesh(group) for group in group_by_mesh(tensors)]
     return norms[0] if len(norms) == 1 else torch.nn.utils.get_total_norm(norms)
 
@@ -111,7 +111,7 @@ def create_sharded_zeros(
         dtype: Dtype of the result.
 
     Returns:
-        A DTensor if the parameter is one, otherwise a tensor.
+        A DTensor if the parameter is a DTensor, otherwise a plain tensor.
     """
     assert shape[0] == parameter.shape[0]
     local_zeros = torch.zeros(
@@ -132,10 +132,12 @@ def get_shard_group(parameter: Tensor) -> dist.ProcessGroup | None:
 
 
 class FsdpSharding(NamedTuple):
-    """Part of a parameter that FSDP2 shards.
+    """Shape and sharded dimension of the tensor that FSDP2 shards.
+
+    This tensor is a parameter, or the part of a parameter on an expert-parallel rank.
 
     Attributes:
-        shape: Shape of the part. Expert-parallel ranks divide dimension 0 first.
+        shape: Shape of this tensor. Expert parallelism first divides dimension 0 of the parameter.
         dim: Dimension that FSDP2 shards: 0, or 1 for a stack of few experts.
     """
 
@@ -144,7 +146,10 @@ class FsdpSharding(NamedTuple):
 
 
 def get_fsdp_sharding(parameter: Tensor) -> FsdpSharding:
-    """Return the part of a parameter that FSDP2 shards. This is the complete parameter for a plain tensor."""
+    """Return the shape and the sharded dimension of the tensor that FSDP2 shards.
+
+    This is ``parameter`` or, with expert parallelism, this rank's part of it.
+    """
     shape = tuple(parameter.shape)
     if not isinstance(parameter, DTensor):
         return FsdpSharding(shape, 0)
@@ -174,5 +179,5 @@ def list_shard_blocks(tensor: DTensor) -> list[tuple[slice, ...]]:
 
 
 def _list_sharded_axes(parameter: Any) -> list[int]:
-    """List the mesh axes over which a parameter is sharded. The first is the axis of FSDP2."""
+    """List the mesh axes over which a parameter is sharded. FSDP2's axis is the first."""
     return [i for i, placement in enumerate(parameter.placements) if not placement.is_replicate()]

@@ -1,8 +1,8 @@
 """Muon (Jordan et al., 2024): orthogonalized momentum for matrices, and AdamW for other parameters.
 
-A matrix has to be complete to be orthogonalized. Each sharded matrix is therefore gathered on one rank, which
-orthogonalizes it and sends the shards of the result back. Different matrices are gathered on different ranks.
-The total arithmetic of a step thus does not depend on the number of ranks.
+Orthogonalization needs complete matrices. Each sharded matrix is therefore gathered on one rank,
+which orthogonalizes it and sends the shards of the result back. Different matrices are gathered on
+different ranks, so the total arithmetic of a step does not depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -36,12 +36,13 @@ def orthogonalize_matrices(matrices: Tensor, compute_dtype: torch.dtype) -> Tens
     The singular values of the result are roughly between 0.7 and 1.2.
 
     Args:
-        matrices: Matrices ``[..., rows, columns]``, which are orthogonalized separately. On XLA, pass at
-            least three dimensions, because torch_xla computes ``addmm``, which is used for two, on the host.
+        matrices: Matrices ``[..., rows, columns]``, which are orthogonalized separately. On XLA, pass
+            at least three dimensions, because the ``addmm`` that is used for two dimensions runs on the
+            host there.
         compute_dtype: Dtype of the matrix products.
 
     Returns:
-        A tensor of the same shape and of dtype ``compute_dtype``.
+        Tensor of the same shape, in ``compute_dtype``.
     """
     shape, (a, b, c) = matrices.shape, NEWTON_SCHULZ_COEFFICIENTS
     x = matrices.to(compute_dtype)
@@ -58,24 +59,24 @@ def orthogonalize_matrices(matrices: Tensor, compute_dtype: torch.dtype) -> Tens
 
 
 def compute_nesterov_update(gradient: Tensor, buffer: Tensor, momentum: float, dtype: torch.dtype) -> Tensor:
-    """Compute the update of a matrix before orthogonalization, with Nesterov momentum.
+    """Compute the Nesterov momentum update of a matrix, before orthogonalization.
 
     Args:
         gradient: Gradient of a matrix, fp32.
         buffer: Momentum buffer, which already includes the gradient.
-        momentum: Share of the buffer in the update.
+        momentum: Weight of the buffer in the update.
         dtype: Dtype of the update.
     """
     return gradient.lerp(buffer, momentum).to(dtype)
 
 
 def compute_learning_rate_factor(rule: RateRule, shape: Sequence[int]) -> float:
-    """Return the factor by which the learning rate is multiplied for a matrix of a certain shape.
+    """Return the factor by which to multiply the learning rate for a matrix of the given shape.
 
-    The rules are the same as in ``adjust_lr_fn`` of ``torch.optim.Muon``.
+    The rules are the same as for ``adjust_lr_fn`` in ``torch.optim.Muon``.
 
     Args:
-        rule: Rule for the factor, by the name that torch uses.
+        rule: Name of the rule, as in torch.
         shape: Shape of the matrix ``[..., rows, columns]``.
     """
     rows, columns = shape[-2:]
@@ -86,13 +87,13 @@ def compute_learning_rate_factor(rule: RateRule, shape: Sequence[int]) -> float:
 
 @dataclass(frozen=True)
 class ShardedMatrix:
-    """Layout of a matrix whose elements, in row-major order, are distributed over ranks.
+    """Layout of a matrix whose elements are distributed over ranks in row-major order.
 
     Attributes:
         shape: Numbers of rows and columns.
-        elements_per_rank: Number of elements on each rank, in rank order. If the matrix is replicated, every
-            rank has all elements.
-        local_offset: Position of this rank's first element in the flat local tensor.
+        elements_per_rank: Number of elements on each rank, in rank order. If the matrix is replicated,
+            every rank has all elements.
+        local_offset: Offset of this rank's first element in the flat local tensor.
     """
 
     shape: tuple[int, int]
@@ -106,7 +107,7 @@ class ShardedMatrix:
 
     @property
     def owner_rank(self) -> int | None:
-        """The only rank that has elements of the matrix. None if several ranks have elements."""
+        """Rank that has all elements of the matrix. None if several ranks have elements."""
         holding = [rank for rank, size in enumerate(self.elements_per_rank) if size]
         return holding[0] if len(holding) == 1 else None
 
@@ -124,16 +125,16 @@ def list_sharded_matrices(
 
     Args:
         shape: Shape of the parameter, ``[..., rows, columns]``.
-        first_element: Index in the parameter of the first element on rank 0. Negative if the part of rank 0
+        first_element: Index of rank 0's first element in the parameter. Negative if rank 0's part
             begins with elements of other parameters.
         elements_per_part: Number of elements on each rank. Elements after the end of the parameter are
             padding.
         num_ranks: Number of ranks.
         rank: Rank of this process.
-        local_offset: Position of this rank's part in the flat local tensor.
+        local_offset: Offset of this rank's part in the flat local tensor.
 
     Returns:
-        The matrices in the order of the leading dimensions of the parameter.
+        The matrices, in the order of the parameter's leading dimensions.
     """
     rows, columns = shape[-2:]
     matrix_elements = rows * columns
@@ -151,7 +152,7 @@ def list_sharded_matrices(
 
 @dataclass(frozen=True)
 class _MatrixShard:
-    """Elements of a matrix on this rank, as flat views of the parameter, its gradient and its momentum."""
+    """This rank's elements of a matrix, as flat views of the parameter, its gradient and its momentum."""
 
     matrix: ShardedMatrix
     parameter: Tensor
@@ -160,17 +161,17 @@ class _MatrixShard:
 
 
 class Muon(torch.optim.Optimizer):
-    """Optimizer that applies Muon to parameter groups with ``matrices: True``, and AdamW to other groups.
+    """Optimizer that applies Muon to parameter groups with ``matrices: True``, and AdamW to all others.
 
-    The state of a matrix is ``momentum_buffer``, sharded like the parameter. Other parameters have the state
-    of AdamW. A parameter with more than two dimensions is a stack of matrices in its last two dimensions.
-    Updates equal the updates of ``torch.optim.Muon`` and ``torch.optim.AdamW``.
+    The state of a matrix is ``momentum_buffer``, sharded like the parameter. Other parameters have the
+    state of AdamW. A parameter with more than two dimensions is a stack of matrices, which are its last
+    two dimensions. Updates equal the updates of ``torch.optim.Muon`` and ``torch.optim.AdamW``.
 
     Args:
-        groups: Parameter groups, as for torch's optimizers, each with a bool ``matrices``.
+        groups: Parameter groups, as for torch's optimizers, with an additional bool ``matrices``.
         lr: Learning rate.
         betas: Decay rates of AdamW's moments.
-        eps: Term that is added to the denominator of AdamW's updates.
+        eps: Term added to the denominator of AdamW's updates.
         momentum: Nesterov momentum of Muon.
         rate_rule: Rule of ``adjust_lr_fn`` of ``torch.optim.Muon``.
         compute_dtype: Dtype of the matrix products, and of the tensors that ranks exchange.
@@ -202,15 +203,14 @@ class Muon(torch.optim.Optimizer):
         super().__init__([{**build_group_settings(g, betas, eps, momentum), **g} for g in groups], defaults)
 
     def build_initial_state(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Return the state of ``parameter`` before the first step. Tensors are sharded like the parameter."""
+        """Return the initial state of ``parameter``. Its tensors are sharded like the parameter."""
         (group,) = (g for g in self.param_groups if any(p is parameter for p in g["params"]))
         return self._build_state(parameter, group)
 
     def _build_state(self, parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Return the state of a parameter before the first step.
+        """Return the initial state of a parameter.
 
-        A matrix has a momentum buffer. Other parameters have the state of AdamW: a step count and two
-        moments.
+        A matrix has a momentum buffer. Other parameters have AdamW's state: a step count and two moments.
         """
         if group["matrices"]:
             return {"momentum_buffer": torch.zeros_like(parameter)}
@@ -222,9 +222,9 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update every parameter that has a gradient, unless ``found_inf`` is 1.
+        """Update all parameters that have a gradient, unless ``found_inf`` is 1.
 
-        All ranks have to call this method. The state of a parameter is created at its first step.
+        All ranks have to call this method. A parameter's state is created at its first step.
         """
         for group in self.param_groups:
             trained = [p for p in group["params"] if p.grad is not None]
@@ -262,8 +262,9 @@ class Muon(torch.optim.Optimizer):
     def _step_muon(self, trained: list[Any], group: dict[str, Any]) -> None:
         """Update the matrices of a group.
 
-        A matrix that is entirely on one rank is updated there. The other matrices are processed in rounds, in
-        which each rank gathers and orthogonalizes one matrix. All ranks have to call this method.
+        If a matrix is entirely on one rank, that rank updates it. The other matrices are processed in
+        rounds, in which each rank gathers and orthogonalizes one matrix. All ranks have to call this
+        method.
 
         Args:
             trained: Parameters of the group with a gradient.
@@ -302,8 +303,8 @@ class Muon(torch.optim.Optimizer):
     def _list_matrices(self, parameter: Tensor, ranks: _ShardRanks) -> Sequence[ShardedMatrix]:
         """List the matrices of a parameter, with the number of elements on each rank.
 
-        The layout is one of three: flat partitions of ZeRO (:attr:`flat_matrices`), replicas on all ranks, or
-        shards of rows, as FSDP2 creates them.
+        There are three layouts: flat ZeRO partitions (:attr:`flat_matrices`), replicas on all ranks, and
+        row shards, as created by FSDP2.
         """
         if self.flat_matrices is not None:
             return self.flat_matrices[parameter]
@@ -334,8 +335,8 @@ class Muon(torch.optim.Optimizer):
         """Update the momentum with the gradient, unless ``found_inf`` is 1.
 
         Returns:
-            This rank's elements of the update before orthogonalization, flat, in the compute dtype and on the
-            device that orthogonalizes.
+            This rank's elements of the update before orthogonalization, as a 1-D tensor in the compute
+            dtype, on the device that computes the orthogonalization.
         """
         momentum = group["momentum"]
         new_gradient_share: Tensor | float = 1 - momentum
@@ -350,7 +351,7 @@ class Muon(torch.optim.Optimizer):
         """Apply weight decay and an update to this rank's elements of a matrix, unless ``found_inf`` is 1.
 
         Args:
-            part: Elements of the matrix, which are changed in place.
+            part: This rank's elements of the matrix. Modified in place.
             update: Orthogonalized update of these elements, of any shape.
             group: Parameter group.
         """
@@ -367,12 +368,12 @@ class Muon(torch.optim.Optimizer):
 def build_group_settings(
     group: Mapping[str, Any], betas: tuple[float, float], eps: float, momentum: float
 ) -> dict[str, Any]:
-    """Return the hyperparameters of a parameter group, under the names that torch's optimizers use.
+    """Return the hyperparameters of a parameter group, keyed by the names in torch's optimizers.
 
     Args:
         group: Parameter group, with a bool ``matrices``.
         betas: Decay rates of AdamW's moments.
-        eps: Term that is added to the denominator of AdamW's updates.
+        eps: Term added to the denominator of AdamW's updates.
         momentum: Nesterov momentum of Muon.
     """
     if group["matrices"]:
@@ -400,8 +401,8 @@ class _ShardRanks:
     def from_parameter(cls, parameter: Tensor, *, flat: bool) -> _ShardRanks:
         """Find the ranks over which a parameter is sharded or replicated.
 
-        For a DTensor, these are the ranks of its sharding group. Other parameters are replicated over all
-        ranks, or sharded over all ranks if they are flat.
+        A DTensor is sharded over the ranks of its sharding group. A flat ZeRO partition is sharded over all
+        ranks. Any other parameter is replicated over all ranks.
 
         Args:
             parameter: Parameter of the optimizer.
@@ -424,7 +425,7 @@ class _ShardRanks:
         broadcasts its result instead, and ``updates`` are overwritten.
 
         Args:
-            updates: This rank's elements of the update of each matrix, flat.
+            updates: This rank's elements of the update of each matrix, as 1-D tensors.
             shards: This rank's elements of each matrix, in the same order.
             compute_dtype: Dtype of the matrix products.
         """

@@ -1,9 +1,10 @@
-"""Detection of non-finite updates, which are skipped and counted on the device, without a host sync.
+"""Detect non-finite updates, which are skipped and counted on the device without a host sync.
 
-An engine has a tensor of counters, fp32 ``[5]``, on its device, which is exact for up to 16 million updates
-per launch. The engine counts every update with device operations. The training loop reads the counters when
-it logs and before it saves. A *streak* is a sequence of consecutive skipped updates. When it reaches the
-limit, the engine skips all further updates, and the training loop ends the run when it reads the counters.
+An engine has a tensor of counters on its device, fp32 ``[5]``, which is exact for up to 16 million
+updates per launch. The engine counts every update with device operations. The training loop reads
+the counters when it logs and before it saves. A *streak* is a sequence of consecutive skipped
+updates. When it reaches the limit, the engine skips all further updates, and the training loop ends
+the run as soon as it reads the counters.
 """
 
 from __future__ import annotations
@@ -34,11 +35,13 @@ class UpdateHealth:
     """Counters of non-finite updates since the start of this launch, on the host.
 
     Attributes:
-        skipped_updates: Number of updates that were skipped, because the loss or the gradient norm was not
+        skipped_updates: Number of updates that were skipped because the loss or the gradient norm was
+            not finite.
+        first_bad_update: Zero-based index of the first update in the latest streak. None if there was
+            no streak.
+        bad_loss: Whether the loss of that update was not finite. False if only its gradients were not
             finite.
-        first_bad_update: First update of the latest streak, counted from 0. None if there was no streak.
-        bad_loss: Whether the loss of that update was not finite. False if only its gradients were not finite.
-        halted: Limit of a streak if the current streak has reached it, so that the run has to end. Otherwise
+        halted: Streak limit if the current streak has reached it, so that the run has to end. Otherwise
             0.
     """
 
@@ -52,7 +55,7 @@ class UpdateHealth:
         """Create the object from counters that were copied to the host.
 
         Args:
-            counters: The five counters; see :data:`INITIAL_COUNTERS`.
+            counters: The five counters. See :data:`INITIAL_COUNTERS`.
             limit: Result of :func:`get_max_streak`.
         """
         _, skipped, streak, start, loss = counters
@@ -61,7 +64,7 @@ class UpdateHealth:
 
 
 def get_max_streak(on_non_finite: str) -> int:
-    """Return the number of consecutive non-finite updates that end the run: 1 or :data:`MAX_STREAK`.
+    """Return the number of consecutive non-finite updates that ends the run: 1 or :data:`MAX_STREAK`.
 
     Args:
         on_non_finite: Value of ``train.on_non_finite``, either ``stop`` or ``skip``.
@@ -95,13 +98,14 @@ def count_update_and_decide_skip(
 ) -> CountedUpdate:
     """Count an update, and decide whether to skip it.
 
-    An update is skipped if it is not finite. Once the streak has reached its limit, all further updates are
-    skipped as well. Engines call this function before each update. It does not sync with the host.
+    An update is skipped if it is not finite. Once the streak has reached its limit, all further updates
+    are also skipped. Engines call this function before each update. It does not trigger a host-device
+    sync.
 
     Args:
         counters: Counters before the update, fp32 ``[5]``.
-        is_non_finite: Whether the update is not finite, a boolean scalar on the device that is equal on all
-            ranks.
+        is_non_finite: Whether the update is not finite, a boolean scalar on the device. It must be
+            equal on all ranks.
         loss: Loss of the step, a scalar on the device.
         max_streak: Result of :func:`get_max_streak`.
 
@@ -121,7 +125,7 @@ def count_update_and_decide_skip(
 def find_nonfinite_names(tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
     """Return the names of the tensors that contain NaN or infinity.
 
-    Names are in the order of ``tensors`` and occur once. Causes one host-device sync per device.
+    The names are unique and in the order of ``tensors``. Triggers one host-device sync per device.
 
     Args:
         tensors: Names and local tensors. Integers and scalars, such as step counts, are ignored.

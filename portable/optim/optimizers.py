@@ -1,4 +1,4 @@
-"""Construction of the optimizer of a run, with its parameter groups and their learning rates."""
+"""Build the optimizer of a run, with its parameter groups and their learning rates."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class EngineOptimizer(Protocol):
-    """Interface of the optimizers that engines use, an extension of ``torch.optim.Optimizer``."""
+    """Optimizer interface that engines use. It extends ``torch.optim.Optimizer``."""
 
     param_groups: list[dict[str, Any]]
     state: Any
@@ -34,7 +34,7 @@ class EngineOptimizer(Protocol):
     """Flag on the device of the parameters, an fp32 scalar. If it is 1, the step does not change anything."""
 
     def build_initial_state(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Return the state of ``parameter`` before the first step. Tensors are sharded like the parameter."""
+        """Return the initial state of ``parameter``. Its tensors are sharded like the parameter."""
 
     def step(self) -> None:
         """Update every parameter that has a gradient, unless ``found_inf`` is 1."""
@@ -44,13 +44,14 @@ class EngineOptimizer(Protocol):
 
 
 class OptimizerGroup(NamedTuple):
-    """Properties that all parameters of an optimizer group have in common. Groups are sorted by these fields.
+    """Properties shared by all parameters of an optimizer group. Groups are sorted by these fields.
 
     Attributes:
-        pattern_number: Position of the pattern in ``train.parameter_groups``, counted from 1. 0 if none
-            matches.
+        pattern_number: One-based position of the matching pattern in ``train.parameter_groups``. 0 if
+            none matches.
         is_undecayed: Whether the parameters are excluded from weight decay.
-        learning_rate: Peak learning rate. The schedule scales the rates of all groups by the same factor.
+        learning_rate: Peak learning rate. The schedule scales the rates of all groups by the same
+            factor.
         weight_decay: Weight decay of the parameters.
         uses_muon: Whether Muon updates the parameters as matrices.
     """
@@ -68,9 +69,10 @@ def build_parameter_groups(
     """Build the parameter groups of an optimizer, by default one with and one without weight decay.
 
     Args:
-        parameters: Parameters by name. Parameters that are not in ``groups`` are skipped.
-        groups: Group of each parameter. See :func:`portable.model.parameter_groups.assign_parameter_groups`.
-        learning_rate: Learning rate of the run. A group with a different learning rate stores it as
+        parameters: Parameters, keyed by name. Parameters that are not in ``groups`` are skipped.
+        groups: Group of each parameter. See
+            :func:`portable.model.parameter_groups.assign_parameter_groups`.
+        learning_rate: Learning rate of the run. If a group has a different rate, the rate is stored as
             ``initial_lr``, torch's name for the value that a schedule scales.
 
     Returns:
@@ -130,7 +132,7 @@ def _create_optimizer(
     embeddings: Collection[nn.Parameter],
     compute_dtype: torch.dtype,
 ) -> FusedAdamW | FusedSGD | Adafactor | AdamW8bit | Muon | CustomOptimizer:
-    """Create the optimizer ``train.optimizer``, without the weight average of :func:`build_optimizer`."""
+    """Create the optimizer ``train.optimizer`` without weight averaging. See :func:`build_optimizer`."""
     beta1, beta2 = settings.betas
     if is_plugin_name(settings.optimizer):
         from portable.optim.custom_optimizer import CustomOptimizer
@@ -215,7 +217,7 @@ def set_learning_rates(optimizer: Any, learning_rate: float, settings: TrainConf
     """Set the learning rate of a step in all parameter groups.
 
     Args:
-        optimizer: Optimizer whose groups are changed.
+        optimizer: Optimizer whose groups are updated.
         learning_rate: Learning rate of the schedule at this step.
         settings: The ``train`` section, whose ``learning_rate`` is the peak of the schedule.
     """
@@ -224,12 +226,12 @@ def set_learning_rates(optimizer: Any, learning_rate: float, settings: TrainConf
 
 
 def set_betas(optimizer: Any, cycle: OneCycle | None, step: int) -> None:
-    """Set Adam's betas of a step in all parameter groups except the matrices of Muon.
+    """Set Adam's betas for a step in all parameter groups except Muon's matrices.
 
     Args:
-        optimizer: Optimizer whose groups are changed.
-        cycle: Schedule that changes the betas. None leaves them unchanged.
-        step: Optimizer step, counted from 0.
+        optimizer: Optimizer whose groups are updated.
+        cycle: Schedule that changes the betas. None to leave them unchanged.
+        step: Zero-based optimizer step.
     """
     betas = None if cycle is None else cycle.compute_betas(step)
     for group in optimizer.param_groups:
@@ -241,7 +243,7 @@ def compute_group_learning_rate(group: Mapping[str, Any], learning_rate: Any, se
     """Compute the learning rate of a parameter group at a step. The schedule scales all groups equally.
 
     Args:
-        group: Parameter group, with ``initial_lr`` if its rate differs from the rate of the run.
+        group: Parameter group. It has ``initial_lr`` if its rate differs from the rate of the run.
         learning_rate: Learning rate of the run at this step, a number or a tensor.
         settings: The ``train`` section.
     """
@@ -250,7 +252,17 @@ def compute_group_learning_rate(group: Mapping[str, Any], learning_rate: Any, se
 
 
 class FusedAdamW(torch.optim.AdamW):
-    """AdamW with ``fused=True``, and with the initial state that engines need."""
+    """Fused AdamW that can also create its state before the first step.
+
+    Args:
+        groups: Parameter groups, as for ``torch.optim.AdamW``.
+        lr: Learning rate of groups that do not set one.
+        betas: Decay rates of the moments.
+        eps: Term added to the denominator of an update.
+
+    Attributes:
+        found_inf: Flag on the device. If it is 1, a step does not change anything. None for no flag.
+    """
 
     found_inf: Tensor | None = None
 
@@ -260,7 +272,7 @@ class FusedAdamW(torch.optim.AdamW):
         super().__init__(groups, lr=lr, betas=betas, eps=eps, fused=True)
 
     def build_initial_state(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Return the state of ``parameter`` before the first step: two moments and a step count, all zero.
+        """Return the initial state of ``parameter``: two moments and a step count, all zero.
 
         The moments are sharded like the parameter, and the step count is on its device.
         """
@@ -274,8 +286,16 @@ class FusedAdamW(torch.optim.AdamW):
 class FusedSGD(torch.optim.Optimizer):
     """SGD with momentum like ``torch.optim.SGD(fused=True)``, but also for sharded parameters.
 
-    The fused kernel of torch does not support DTensors. The update is elementwise, so it is applied to local
-    shards.
+    The fused kernel of torch does not support DTensors. The update is elementwise, so it is applied to
+    local shards.
+
+    Args:
+        groups: Parameter groups, as for ``torch.optim.SGD``.
+        lr: Learning rate of groups that do not set one.
+        momentum: Momentum. If 0, there are no momentum buffers.
+
+    Attributes:
+        found_inf: Flag on the device. If it is 1, a step does not change anything. None for no flag.
     """
 
     found_inf: Tensor | None = None
@@ -284,7 +304,7 @@ class FusedSGD(torch.optim.Optimizer):
         super().__init__(groups, {"lr": lr, "momentum": momentum, "weight_decay": 0.0})
 
     def build_initial_state(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Return the state of ``parameter`` before the first step, which is empty if the momentum is 0.
+        """Return the initial state of ``parameter``, which is empty if the momentum is 0.
 
         Otherwise, the state is a momentum buffer, sharded like the parameter.
         """
@@ -293,7 +313,7 @@ class FusedSGD(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update every parameter that has a gradient with torch's fused kernel, unless ``found_inf`` is 1."""
+        """Update all parameters that have a gradient with torch's fused kernel, unless ``found_inf`` is 1."""
         for group in self.param_groups:
             trained = [p for p in group["params"] if p.grad is not None]
             buffers: list[torch.Tensor] = []

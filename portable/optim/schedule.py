@@ -1,9 +1,9 @@
-"""Learning rate schedules, which are pure functions of the step.
+"""Learning-rate schedules, as pure functions of the step.
 
-Schedules with lowercase names equal the schedules of transformers at every step. The others have the names
-and the arithmetic of DeepSpeed (``deepspeed/runtime/lr_schedules.py``). All schedules except
-:data:`ZERO_ONLY_SCHEDULES` run on every backend, so that a run that started with a DeepSpeed JSON can resume
-without DeepSpeed, and vice versa.
+Schedules with lowercase names equal transformers' schedules at every step. The others have the
+names and the arithmetic of DeepSpeed's schedules (``deepspeed/runtime/lr_schedules.py``). All
+schedules except :data:`ZERO_ONLY_SCHEDULES` run on every backend, so that a run that started with a
+DeepSpeed JSON can resume without DeepSpeed, and vice versa.
 """
 
 from __future__ import annotations
@@ -50,23 +50,24 @@ class Schedule:
     total_steps: int
 
     def __call__(self, step: int) -> float:
-        """Return the learning rate of an optimizer step, counted from 0. Subclasses implement this method."""
+        """Return the learning rate at ``step`` (zero-based). Subclasses implement this method."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True, config=_STRICT)
 class Constant(Schedule):
-    """Linear warmup from zero in the first step, then a constant learning rate.
+    """Linear warmup from zero, then a constant learning rate.
 
-    This schedule and its subclasses equal the schedules of transformers, such as
-    ``get_constant_schedule_with_warmup``, at every step. Subclasses override :meth:`_compute_decay`.
+    The rate of the first step is 0 if there is a warmup. This schedule and its subclasses equal
+    transformers' schedules, such as ``get_constant_schedule_with_warmup``, at every step. Subclasses
+    override :meth:`_compute_decay`.
     """
 
     def __call__(self, step: int) -> float:
-        """Return the learning rate of an optimizer step, counted from 0.
+        """Return the learning rate at ``step`` (zero-based).
 
-        The rate rises linearly from 0 during the warmup. Afterwards it is between the minimum and the peak,
-        as :meth:`_compute_decay` determines.
+        The rate rises linearly from 0 to the peak during the warmup. Afterwards, :meth:`_compute_decay`
+        determines its position between the minimum and the peak.
         """
         if step < self.warmup_steps:
             return self.peak * step / self.warmup_steps
@@ -80,7 +81,7 @@ class Constant(Schedule):
         This class always returns 1. In subclasses, the result falls from 1 to 0.
 
         Args:
-            progress: Part of the steps after the warmup that have been taken, from 0 to 1.
+            progress: Completed fraction of the steps after the warmup, from 0 to 1.
         """
         return 1.0
 
@@ -106,11 +107,11 @@ _Shape = Literal["linear", "cosine", "1-sqrt"]
 
 @dataclass(frozen=True, config=_STRICT)
 class WarmupStableDecay(Schedule):
-    """Warmup from the minimum, then the peak, and a decay to the minimum at the end of the run.
+    """Warmup from the minimum to the peak, a constant rate, and a decay to the minimum at the end of the run.
 
     Attributes:
-        decay_ratio: Number of decay steps as a fraction of all steps. The number is rounded up, and limited
-            to the steps after the warmup.
+        decay_ratio: Number of decay steps as a fraction of all steps. The number is rounded up, and
+            limited to the steps after the warmup.
         decay_type: Shape of the decay.
         warmup_type: Shape of the warmup.
     """
@@ -120,7 +121,7 @@ class WarmupStableDecay(Schedule):
     warmup_type: _Shape = "linear"
 
     def __call__(self, step: int) -> float:
-        """Return the learning rate of an optimizer step, counted from 0."""
+        """Return the learning rate at ``step`` (zero-based)."""
         # Subtract an epsilon before rounding up, because fractions such as 0.07 are not exact.
         decay = math.ceil(self.decay_ratio * self.total_steps - 1e-9)
         decay = min(decay, self.total_steps - self.warmup_steps)
@@ -136,7 +137,7 @@ def _compute_rising_share(progress: float, shape: str) -> float:
     """Return a value that rises from 0 to 1 as ``progress`` rises from 0 to 1.
 
     Args:
-        progress: Part of the warmup that has passed, from 0 to 1.
+        progress: Completed fraction of the warmup, from 0 to 1.
         shape: Shape of the curve: ``linear``, ``cosine`` or ``1-sqrt``.
     """
     if shape == "cosine":
@@ -148,7 +149,7 @@ def _compute_falling_share(progress: float, shape: str) -> float:
     """Return a value that falls from 1 to 0 as ``progress`` rises from 0 to 1.
 
     Args:
-        progress: Part of the decay that has passed, from 0 to 1.
+        progress: Completed fraction of the decay, from 0 to 1.
         shape: Shape of the curve: ``linear``, ``cosine`` or ``1-sqrt``.
     """
     if shape == "cosine":
@@ -158,17 +159,17 @@ def _compute_falling_share(progress: float, shape: str) -> float:
 
 @dataclass(frozen=True, config=_STRICT)
 class InverseSqrt(Schedule):
-    """Linear warmup from zero, then a decay with the inverse square root of the step, down to the minimum.
+    """Linear warmup from zero, then inverse-square-root decay down to the minimum.
 
     Attributes:
-        timescale: Number of steps after the warmup until the rate is the peak divided by the square root of
-            2. If None, the number of warmup steps is used, or 10,000 without a warmup.
+        timescale: Number of steps after the warmup at which the rate is the peak divided by the square
+            root of 2. None for the number of warmup steps, or 10,000 without a warmup.
     """
 
     timescale: Annotated[int, Field(gt=0, le=MAX_STEPS)] | None = None
 
     def __call__(self, step: int) -> float:
-        """Return the learning rate of an optimizer step, counted from 0.
+        """Return the learning rate at ``step`` (zero-based).
 
         After the warmup, the rate is ``peak / sqrt(1 + steps_after_warmup / timescale)``, but not less than
         the minimum.
@@ -183,15 +184,19 @@ class InverseSqrt(Schedule):
 class WarmupLR(Schedule):
     """Warmup from ``warmup_min_lr`` to the peak, then a constant learning rate, as in DeepSpeed.
 
-    The first two steps have the same rate, because DeepSpeed's step count is 0 in both. The warmup takes at
-    least two steps.
+    The first two steps have the same rate, because DeepSpeed's step count is 0 in both. The warmup
+    takes at least two steps.
+
+    Attributes:
+        warmup_min_lr: Learning rate at the start of the warmup.
+        warmup_type: Shape of the warmup: linear or logarithmic.
     """
 
     warmup_min_lr: Rate = 0.0
     warmup_type: Literal["log", "linear"] = "log"
 
     def __call__(self, step: int) -> float:
-        """Return the learning rate of an optimizer step, counted from 0."""
+        """Return the learning rate at ``step`` (zero-based)."""
         return self.warmup_min_lr + (self.peak - self.warmup_min_lr) * self._compute_peak_share(
             max(0, step - 1)
         )
@@ -225,16 +230,20 @@ class WarmupDecayLR(WarmupLR):
 
 @dataclass(frozen=True, config=_STRICT)
 class WarmupCosineLR(Schedule):
-    """Warmup from a fraction of the peak, then a decay along half a cosine, as in DeepSpeed.
+    """Warmup from a fraction of the peak, then cosine decay, as in DeepSpeed.
 
     The first step has a learning rate of 0, and the warmup begins with the second step.
+
+    Attributes:
+        warmup_min_ratio: Learning rate at the start of the warmup, as a fraction of the peak.
+        warmup_type: Shape of the warmup: linear or logarithmic.
     """
 
     warmup_min_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
     warmup_type: Literal["log", "linear"] = "log"
 
     def __call__(self, step: int) -> float:
-        """Return the learning rate of an optimizer step, counted from 0.
+        """Return the learning rate at ``step`` (zero-based).
 
         Step 0 has a rate of 0. The warmup and the cosine decay to the minimum follow.
         """
@@ -257,10 +266,25 @@ def _compute_warmup_share(counted: int, warmup: int, shape: str) -> float:
 class OneCycle(Schedule):
     """One cycle from ``cycle_min_lr`` to the peak and back, then an optional decay, as in DeepSpeed.
 
-    Adam's first beta changes in the opposite direction. Only ZeRO supports this schedule, because only its
+    Adam's first beta changes in the opposite direction. This schedule requires ZeRO, because only its
     engine calls :meth:`compute_betas`.
 
-    L. N. Smith, "A disciplined approach to neural network hyper-parameters", arXiv:1803.09820.
+    Source: L. N. Smith, "A disciplined approach to neural network hyper-parameters", arXiv:1803.09820.
+
+    Attributes:
+        cycle_min_lr: Learning rate at the start and the end of the cycle.
+        decay_lr_rate: Decay rate of the learning rate after the cycle. 0 for no decay.
+        cycle_first_step_size: Number of steps in which the learning rate rises.
+        cycle_second_step_size: Number of steps in which the learning rate falls. None for
+            ``cycle_first_step_size``.
+        cycle_first_stair_count: Number of discrete steps of the rise. 0 for a continuous rise.
+        cycle_second_stair_count: Number of discrete steps of the fall. None for
+            ``cycle_first_stair_count``.
+        decay_step_size: Number of steps to which both decay rates refer. 0 for no decay.
+        cycle_momentum: Whether Adam's first beta changes.
+        cycle_min_mom: Minimum of the first beta in the cycle.
+        cycle_max_mom: Maximum of the first beta in the cycle.
+        decay_mom_rate: Growth rate of the first beta after the cycle. 0 for a constant beta.
     """
 
     cycle_min_lr: Rate
@@ -276,9 +300,9 @@ class OneCycle(Schedule):
     decay_mom_rate: Growth = 0.0
 
     def __call__(self, step: int) -> float:
-        """Return the learning rate of an optimizer step, counted from 0.
+        """Return the learning rate at ``step`` (zero-based).
 
-        After the cycle, the rate stays at ``cycle_min_lr``, or decays from it if ``decay_step_size`` and
+        After the cycle, the rate stays at ``cycle_min_lr``, or decays further if ``decay_step_size`` and
         ``decay_lr_rate`` are not 0.
         """
         if step - 1 < self._cycle_length:
@@ -295,7 +319,7 @@ class OneCycle(Schedule):
         The first beta falls while the learning rate rises, and vice versa. The second beta is always 0.99.
 
         Args:
-            step: Optimizer step, counted from 0.
+            step: Zero-based optimizer step.
 
         Returns:
             Both betas. None if ``cycle_momentum`` is false, so that the betas of the run apply.
@@ -323,7 +347,8 @@ class OneCycle(Schedule):
     def _compute_cycle_height(self, step: int) -> float:
         """Return the position of the rate between ``cycle_min_lr`` (0) and the peak (1) in the cycle.
 
-        The position rises from 0 to 1 and falls back to 0, in discrete stairs if the stair counts are set.
+        The position rises from 0 to 1 and falls back to 0. If stair counts are set, it changes in discrete
+        steps.
         """
         first_step_size, length = self.cycle_first_step_size, self._cycle_length
         cycle_position = 1.0 + step / length - math.floor(1 + step / length)
@@ -348,10 +373,11 @@ class OneCycle(Schedule):
 
 @dataclass(frozen=True, config=_STRICT)
 class LRRangeTest(Schedule):
-    """Learning rate that rises without limit from ``train.learning_rate``, to find where the loss diverges.
+    """Learning rate that grows without limit from ``train.learning_rate``, to find where a run diverges.
 
-    The rate increases by ``lr_range_test_step_rate`` times the initial rate in each interval of
-    ``lr_range_test_step_size`` steps.
+    In each interval of ``lr_range_test_step_size`` steps, the rate increases by
+    ``lr_range_test_step_rate`` times the initial rate. It increases continuously or, with
+    ``lr_range_test_staircase``, only at the end of each interval.
     """
 
     lr_range_test_step_size: Annotated[int, Field(gt=0, le=MAX_STEPS)] = 2000
@@ -359,7 +385,7 @@ class LRRangeTest(Schedule):
     lr_range_test_staircase: bool = False
 
     def __call__(self, step: int) -> float:
-        """Return the learning rate of an optimizer step, counted from 0."""
+        """Return the learning rate at ``step`` (zero-based)."""
         interval = step / self.lr_range_test_step_size
         if self.lr_range_test_staircase:
             interval = math.floor(interval)
@@ -371,14 +397,14 @@ class CustomSchedule(Schedule):
     """Schedule that multiplies ``train.learning_rate`` by a custom function ``(step, total_steps)``.
 
     Attributes:
-        code: Import path of the function or class (see :mod:`portable.plugins`), which is loaded at the first
-            step.
+        code: Import path of the function or class (see :mod:`portable.plugins`). It is imported at the
+            first step.
     """
 
     code: str = ""
 
     def __call__(self, step: int) -> float:
-        """Call the custom function and return the learning rate of an optimizer step, counted from 0.
+        """Call the custom function, and return the learning rate at ``step`` (zero-based).
 
         Raises:
             UserError: If the function fails, or does not return a finite number of at least 0.
@@ -423,15 +449,15 @@ ZERO_ONLY_SCHEDULES = ("OneCycle", "LRRangeTest")
 
 
 def get_schedule_class(name: str) -> type[Schedule]:
-    """Return the class for a value of ``train.schedule``. For custom code, it is :class:`CustomSchedule`."""
+    """Return the class for a value of ``train.schedule``: :class:`CustomSchedule` for custom code."""
     return CustomSchedule if plugins.is_plugin_name(name) else SCHEDULES[name]
 
 
 class ScheduleParamsError(ValueError):
-    """Raised for invalid values of ``train.schedule_params``.
+    """Error raised for invalid values of ``train.schedule_params``.
 
     Args:
-        problem: Settings that contradict the schedule, and the reason.
+        problem: Settings that are incompatible with the schedule, and the reason.
     """
 
     def __init__(self, problem: SettingProblem) -> None:
@@ -440,15 +466,15 @@ class ScheduleParamsError(ValueError):
 
 
 def build_schedule(settings: TrainConfig, total_steps: int) -> Schedule:
-    """Build the schedule of a run of ``total_steps`` optimizer steps.
+    """Build the schedule of a run.
 
     Args:
         settings: The ``train`` section.
         total_steps: Length of the run in optimizer steps.
 
     Raises:
-        ScheduleParamsError: If ``train.schedule_params`` lacks a required key of the schedule, or contains an
-            unknown key or an invalid value.
+        ScheduleParamsError: If ``train.schedule_params`` lacks a required key of the schedule, or
+            contains an unknown key or an invalid value.
     """
     values: dict[str, Any] = {
         "peak": settings.learning_rate,
@@ -476,8 +502,8 @@ def build_schedule(settings: TrainConfig, total_steps: int) -> Schedule:
 def build_one_cycle_schedule(settings: TrainConfig) -> OneCycle | None:
     """Build the schedule of the run if it is ``OneCycle``, which also changes Adam's betas.
 
-    Use the result only for :meth:`OneCycle.compute_betas`. The learning rates would be wrong, because this
-    function assumes a run of one step, but the betas do not depend on the length of the run.
+    Use the result only for :meth:`OneCycle.compute_betas`, which does not depend on the length of the
+    run. The learning rates are wrong, because this function assumes a run of one step.
 
     Args:
         settings: The ``train`` section.
@@ -490,15 +516,15 @@ def build_one_cycle_schedule(settings: TrainConfig) -> OneCycle | None:
 
 
 def explain_long_warmup(settings: TrainConfig, total_steps: int) -> str | None:
-    """Build the error message for ``train.warmup_steps`` that exceeds the length of the run.
+    """Build the error message for a ``train.warmup_steps`` that exceeds the length of the run.
 
     Args:
         settings: The ``train`` section.
         total_steps: Length of the run in optimizer steps.
 
     Returns:
-        The message in one line. None if the warmup fits into the run, or if the schedule is ``WarmupLR``, for
-        which a run may end during the warmup.
+        The message, on one line. None if the warmup fits into the run, or if the schedule is
+        ``WarmupLR``, which allows a run to end during the warmup.
     """
     steps = settings.warmup_steps or 0
     # WarmupLR consists of a warmup, so a run may end during it.
@@ -518,7 +544,7 @@ def list_schedule_params(schedule_name: str) -> tuple[str, ...]:
         schedule_name: Value of ``train.schedule``.
 
     Returns:
-        Keys, in the order in which error messages list them.
+        Keys, in the order used in error messages.
     """
     common = Schedule.__dataclass_fields__
     fields = get_schedule_class(schedule_name).__dataclass_fields__

@@ -1,4 +1,4 @@
-"""Optimizer state in checkpoints: checks of its entries, and conversion of numbers and parameter groups.
+"""Check the optimizer state in checkpoints, and convert its numbers and parameter groups.
 
 All engines use these functions.
 """
@@ -23,11 +23,11 @@ KEYS_FROM_SETTINGS = ("params", "param_names", "lr", "initial_lr", "weight_decay
 
 
 def check_state_entry(value: Any, shape: Sequence[int], name: str) -> None:
-    """Check that an entry of a parameter's optimizer state exists and has the right shape.
+    """Check that an entry of a parameter's optimizer state exists and has the expected shape.
 
     Args:
         value: Tensor or number in the checkpoint. None if the checkpoint does not contain the entry.
-        shape: Shape of the entry in the run, empty for a number. A number may be stored as a tensor of one
+        shape: Shape of the entry in the run. Empty for a number, which may be stored as a tensor of one
             element.
         name: Name of the entry, used in error messages.
 
@@ -40,13 +40,14 @@ def check_state_entry(value: Any, shape: Sequence[int], name: str) -> None:
 
 
 def restore_custom_group_values(groups: list[dict[str, Any]], stored: OptimizerState | None) -> None:
-    """Restore the numbers that a custom optimizer keeps in its parameter groups, such as a step count.
+    """Restore the numbers that a custom optimizer stores in its parameter groups, such as a step count.
 
-    Settings of the run (:data:`KEYS_FROM_SETTINGS`), booleans and other types are not restored.
+    Settings of the run (:data:`KEYS_FROM_SETTINGS`), booleans and values of other types are not
+    restored.
 
     Args:
-        groups: Parameter groups, which are changed in place.
-        stored: Optimizer state of a checkpoint. None leaves the groups unchanged.
+        groups: Parameter groups. Modified in place.
+        stored: Optimizer state of a checkpoint. None to leave the groups unchanged.
     """
     by_name = {name: group for group in (stored.param_groups if stored else ()) for name in group["params"]}
     for group in groups:
@@ -72,8 +73,8 @@ def cast_number(like: Any, number: float) -> Any:
 def to_plain_group(group: Mapping[str, Any]) -> dict[str, Any]:
     """Convert a parameter group to values that a checkpoint can store.
 
-    These are numbers, strings, None, and tuples and lists of them. A tensor of one element becomes a number.
-    Other entries are dropped, as is ``param_names``.
+    These are numbers, strings, None, and tuples and lists of them. A tensor of one element becomes a
+    number. All other entries and ``param_names`` are dropped.
     """
     values = {name: value.item() if _is_scalar(value) else value for name, value in group.items()}
     return {name: value for name, value in values.items() if _is_plain(value) and name != "param_names"}

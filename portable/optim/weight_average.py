@@ -1,7 +1,7 @@
-"""Exponential moving average of the weights (EMA), stored as an additional entry of the optimizer state.
+"""Exponential moving average (EMA) of the weights, stored as an additional entry in the optimizer state.
 
-As a part of this state, the average is sharded like the parameters, contained in checkpoints, and converted
-between engines without further code.
+The average is therefore sharded like the parameters, saved in checkpoints, and converted between
+engines without additional code.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ AVERAGE_KEY = "ema"
 def install_weight_average(optimizer: Any, decay: float) -> None:
     """Make an optimizer average its parameters: ``ema = decay * ema + (1 - decay) * parameter``.
 
-    The average starts from the values before the first step. It is updated after every step, on the device
-    and without a host sync. A step with ``found_inf`` equal to 1 does not change it.
+    The average is initialized with the values before the first step. It is updated after every step, on
+    the device and without a host sync. If ``found_inf`` is 1 in a step, the average does not change.
 
     Args:
         optimizer: Optimizer of :func:`portable.optim.optimizers.build_optimizer`.
-        decay: Share of the old average that remains after a step.
+        decay: Weight of the old average in each update.
     """
     initial_averages: dict[Tensor, Tensor] = {}
 
@@ -61,11 +61,11 @@ def install_weight_average(optimizer: Any, decay: float) -> None:
 
 @torch.no_grad()
 def swap_weights_and_averages(pairs: Iterable[tuple[Tensor, Any]]) -> None:
-    """Swap the values of parameters and their averages, in place.
+    """Swap the values of parameters with their averages, in place.
 
     Args:
-        pairs: Parameters with their states. A parameter that has not been trained yet has no average and is
-            skipped.
+        pairs: Parameters with their states. Parameters without an average, because they have not been
+            trained yet, are skipped.
     """
     for parameter, state in pairs:
         if AVERAGE_KEY in state:

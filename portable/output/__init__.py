@@ -1,1 +1,1 @@
-"""Output folder or URL of a run: the lock, the uploads, the export, and the repository on the hub."""
+"""Output folder or URL of a run: lock, uploads, export, and hub repository."""

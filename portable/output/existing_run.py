@@ -1,4 +1,4 @@
-"""Checks of a run that already exists in an output folder, before a new launch continues or replaces it."""
+"""Check the existing run in an output folder before a new launch continues or replaces it."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ DATA_SAMPLES_FILE = "data_samples.json"
 
 @dataclass(frozen=True)
 class ExistingRun:
-    """Run that already exists in an output folder.
+    """Existing run in an output folder.
 
     Attributes:
         config: Resolved config of the run. None if the folder does not contain a run.
-        config_digest: Digest of the config file, for :func:`check_config_unchanged`. None if there is no such
-            file.
+        config_digest: Digest of the config file, for :func:`check_config_unchanged`. None if the file
+            does not exist.
     """
 
     config: RunConfig | None
@@ -84,7 +84,7 @@ def check_config_unchanged(folder: AnyPath, existing: ExistingRun) -> None:
 
 
 def _compute_config_digest(path: AnyPath) -> str | None:
-    """Compute the digest of a config file. Returns None if the file does not exist.
+    """Compute the digest of a config file, or return None if the file does not exist.
 
     Raises:
         UserError: If the file is a link or cannot be read.
@@ -105,9 +105,9 @@ def _compute_config_digest(path: AnyPath) -> str | None:
 def check_may_continue_run(folder: AnyPath, existing: ExistingRun, config: RunConfig) -> None:
     """Check that the settings of a launch are compatible with the run in its output folder.
 
-    A run may always become longer. With ``checkpoint.allow_changes``, other settings of the optimizer and the
-    schedule may change as well. A run that has written neither a checkpoint nor a model may be replaced by
-    any other run.
+    A run may always be extended. With ``checkpoint.allow_changes``, other settings of the optimizer and
+    the schedule may also change. If the existing run has written neither a checkpoint nor a model, any
+    other run may replace it.
 
     Args:
         folder: Output folder or URL.
@@ -115,8 +115,8 @@ def check_may_continue_run(folder: AnyPath, existing: ExistingRun, config: RunCo
         config: Resolved config of the launch.
 
     Raises:
-        UserError: If a setting has changed that may not change, or the run is already past the end of the new
-            schedule.
+        UserError: If a setting has changed that must not change, or if the run is already past the end
+            of the new schedule.
     """
     if existing.config is None:
         return
@@ -140,7 +140,7 @@ def check_may_continue_run(folder: AnyPath, existing: ExistingRun, config: RunCo
 
 
 def _format_changes(changes: list[SettingChange]) -> str:
-    """Format up to three changed settings for an error message, and the number of further changes."""
+    """Format up to three changed settings and the number of further changes, for an error message."""
     # List changes of the length last, because they need no permission and do not cause an error.
     ordered = sorted(changes, key=lambda change: change.setting in LENGTH_SETTINGS)
     others = len(changes) - _MAX_SHOWN_CHANGES
@@ -149,9 +149,10 @@ def _format_changes(changes: list[SettingChange]) -> str:
 
 
 def _format_branch_hint(changes: list[SettingChange], newest: AnyPath | None) -> str:
-    """Format the end of an error message that advises to start a new run from the newest checkpoint.
+    """Format the last part of an error message, which suggests a new run from the newest checkpoint.
 
-    Returns an empty string if there is no checkpoint, or if a setting may not change in a new run either.
+    Returns an empty string without a checkpoint, or if one of the settings must not change in a new run
+    either.
     """
     if newest is None or not all(is_allowed_in_new_folder(change) for change in changes):
         return ""
@@ -162,8 +163,8 @@ def _check_schedule_reaches_step(newest: AnyPath, changes: list[SettingChange], 
     """Check that the new schedule does not end before the newest checkpoint.
 
     Raises:
-        UserError: If the run is past the end of the new schedule, or the end is given in epochs although the
-            batch size has changed.
+        UserError: If the run is past the end of the new schedule, or if the length is given in epochs
+            but the batch size has changed.
     """
     with convert_storage_errors("output_dir"):
         state = TrainerState.read(newest)

@@ -1,15 +1,15 @@
-"""Export of the model to ``final/`` at the end of a run.
+"""Export the model to ``final/`` at the end of a run.
 
-A new export replaces a previous export, but never deletes other files. For this, a marker in ``final`` lists
-the files of the export with their sizes and modification times. If ``final`` contains any other or changed
-file, or is not a folder, it is renamed before the new export takes its name. Two hidden folders exist
-temporarily:
+A new export replaces a previous export, but never deletes other files. For this purpose, a marker
+in ``final`` lists the files of the export with their sizes and modification times. If ``final``
+contains any other or changed file, or is not a folder, it is renamed before the new export takes
+its name. Two hidden folders exist temporarily:
 
     .final.new        the new export while it is being written
     .final.replaced   the previous ``final`` until it is deleted or renamed
 
-In an object store, the completion marker lists the objects of the export with their versions. Other objects
-are moved one by one, because an object store cannot rename a folder.
+In an object store, the completion marker lists the objects of the export with their versions. Other
+objects are moved one by one, because an object store cannot rename a folder.
 """
 
 from __future__ import annotations
@@ -57,22 +57,23 @@ def export_model(
 ) -> None:
     """Write a checkpoint of a run as safetensors, with its config and tokenizer.
 
-    A previous export in the folder is replaced. Files that do not belong to it are not deleted, but kept
-    under another name, with a warning. If writing to a local folder fails, the previous export remains.
+    A previous export in the folder is replaced. Files that do not belong to it are kept under another
+    name, with a warning. If writing to a local folder fails, the previous export remains.
 
     Args:
         checkpoint: Folder or URL of the checkpoint.
         folder: Folder or URL of the export.
         is_adapter: Whether the run trained an adapter.
-        base: Base model to merge the adapter into. None to write the adapter in the format of peft.
-        quantized_like: Quantized model whose layout the export has. None to write the weights unquantized.
+        base: Base model into which to merge the adapter. None to write the adapter in peft's format.
+        quantized_like: Quantized model whose layout the export adopts. None to write the weights
+            unquantized.
         extra_files: Further files to copy into the export, keyed by name.
         uses_average: Whether to export the moving average of the weights.
-        rename_to_published: Function that converts a checkpoint without an adapter to its published names. It
-            returns the model, and the names of the tensors that are identical to the base model's. None to
-            keep the names.
-        group: Processes that call this function together, each of which writes some of the files. None if
-            only this process writes.
+        rename_to_published: Function that converts a checkpoint without an adapter to its published
+            names. It returns the model, and the names of the tensors that are identical to the base
+            model's. None to keep the names.
+        group: Processes that call this function together. Each of them writes some of the files. None
+            if only this process writes.
 
     Raises:
         UserError: If the export cannot be written.
@@ -164,7 +165,7 @@ def _write_safetensors_or_adapter(model: Checkpoint | StoredAdapter, out: AnyPat
 
 
 def recover_export(folder: Path) -> None:
-    """Clean up after an export that was killed: delete temporary folders, and restore the previous export.
+    """Clean up after a killed export: delete temporary folders, and restore the previous export.
 
     The caller must hold the lock of the run.
 
@@ -198,9 +199,10 @@ def _replace_export(new: Path, folder: Path) -> None:
 
 
 def _move_foreign_objects(folder: RemotePath) -> None:
-    """Move the objects below ``folder`` that no export wrote to another folder, and print a warning.
+    """Move foreign objects from ``folder`` to another folder, and print a warning.
 
-    Objects that were changed after an export are moved as well. Does nothing if there are no such objects.
+    Foreign objects are objects that no export wrote, or that were changed after an export. Does nothing
+    if there are none.
     """
     from portable.converters.writers.store_output import list_content_objects, read_written_objects
 
@@ -225,7 +227,7 @@ def _delete_export_or_move(old_folder: Path, folder: Path) -> None:
     """Delete ``old_folder`` if it contains only an export. Otherwise, rename it and print a warning.
 
     Args:
-        old_folder: Former export folder. If it does not exist, nothing happens.
+        old_folder: Previous export folder. If it does not exist, nothing happens.
         folder: Folder of the export, from which the new name is derived.
     """
     if not os.path.lexists(old_folder):
@@ -241,11 +243,11 @@ def _delete_export_or_move(old_folder: Path, folder: Path) -> None:
 
 
 def _explain_foreign_content(folder: Path) -> str | None:
-    """Check whether a folder contains nothing but an unchanged export.
+    """Explain why a folder contains more than an unchanged export.
 
     Returns:
-        None if so. Otherwise the reason, as a clause for a warning. For example, a file was changed after the
-        export.
+        The reason, as a clause for a warning, such as that a file was changed after the export. None if
+        the folder contains only an unchanged export.
     """
     if folder.is_symlink() or not folder.is_dir():
         return "the path was a link or a file, not an export"
@@ -261,15 +263,15 @@ def _explain_foreign_content(folder: Path) -> str | None:
 
 
 def _find_version_difference(name: str, version: object, written: Mapping[str, object]) -> str | None:
-    """Check whether a file is an unchanged file of an export.
+    """Explain why a file is not an unchanged file of an export.
 
     Args:
         name: Name of the file.
         version: Current version of the file.
-        written: Versions of the exported files by name.
+        written: Versions of the exported files, keyed by name.
 
     Returns:
-        None if so. Otherwise the reason, as a clause for a warning.
+        The reason, as a clause for a warning. None if the file is unchanged.
     """
     if written.get(name) == version:
         return None
@@ -284,7 +286,10 @@ class _FileVersion(NamedTuple):
 
 
 def _list_file_versions(folder: Path) -> dict[str, _FileVersion]:
-    """Return the version of each file and symlink below a folder, except the marker, by relative path."""
+    """Return the version of each file and symlink below a folder, keyed by relative path.
+
+    The marker of the export is omitted.
+    """
     files: dict[str, _FileVersion] = {}
     for path in folder.rglob("*"):
         if path.is_symlink() or not path.is_dir():

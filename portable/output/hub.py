@@ -1,4 +1,4 @@
-"""Upload of a run's export to a model repository on the Hugging Face Hub (section ``hub``)."""
+"""Upload the export of a run to a model repository on the Hugging Face Hub (section ``hub``)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _TOKEN_HINT = "set HF_TOKEN to a token that may write, or log in with: hf auth l
 
 
 class HubRepository:
-    """Model repository that a run uploads its export to.
+    """Model repository to which a run uploads its export.
 
     Args:
         config: Config of the run, which must set ``hub.push``.
@@ -54,9 +54,10 @@ class HubRepository:
             raise UserError(f"hub.repo: {hint}{to_one_line(error)}") from error
 
     def check_access(self) -> None:
-        """Check the token, the name, and the permissions before a run, without changing anything on the hub.
+        """Check the token, the name and the permissions before a run, without changing anything on the hub.
 
-        If the hub does not respond, only a warning is printed, because the run can train and upload later.
+        If the hub does not respond, only a warning is printed, because the run can still train and upload
+        later.
 
         Raises:
             UserError: If the run could not upload its export.
@@ -84,17 +85,17 @@ class HubRepository:
         self._find_connection_error(self._create_repository_once)
 
     def push_export(self, folder: Path, message: str) -> str:
-        """Upload an export as a commit. A failed upload is retried twice; see :data:`RETRY_WAIT_SECONDS`.
+        """Upload an export as a commit. A failed upload is retried twice. See :data:`RETRY_WAIT_SECONDS`.
 
         Args:
             folder: Folder of the export.
-            message: Message of the commit.
+            message: Commit message.
 
         Returns:
             The URL of the repository.
 
         Raises:
-            RunError: If the last attempt failed, or if the Hub has rejected a request.
+            RunError: If the last attempt failed, or if the Hub rejected a request.
         """
         from huggingface_hub import HfApi
 
@@ -125,7 +126,7 @@ class HubRepository:
         return f"hf upload {self.name} {folder} . --exclude {EXPORT_MARKER_FILE}{private}"
 
     def _find_connection_error(self, action: Callable[[], None]) -> Exception | None:
-        """Run an action on the Hub with a time limit, and return the error if the Hub did not respond.
+        """Run an action on the Hub with a time limit, and return the error if there was a connection problem.
 
         Args:
             action: Function that sends requests to the hub.
@@ -146,14 +147,16 @@ class HubRepository:
         return None
 
     def _check_repository_access(self, api: Any) -> None:
-        """Check the token and its permissions, and complete the name of the repository with the token's user.
+        """Check the token and its permissions, and complete the repository name.
+
+        A name without an owner is prefixed with the token's user.
 
         Args:
             api: ``HfApi`` object.
 
         Raises:
-            UserError: If there is no token that may write to the repository, or if the repository is public
-                although ``hub.private`` is set.
+            UserError: If no token with write access to the repository is available, or if the repository is
+                public although ``hub.private`` is set.
         """
         from huggingface_hub.errors import LocalTokenNotFoundError, RepositoryNotFoundError
 
@@ -195,10 +198,9 @@ class HubRepository:
         self._created = True
 
     def _build_user_error(self, error: Exception) -> UserError | None:
-        """Convert an exception to an error with a remedy for the user.
+        """Convert an exception to an error that suggests a remedy to the user.
 
-        Returns None if the exception is a connection error or a temporary error of the Hub, so that a retry
-        may help.
+        Returns None for a connection error or a temporary error of the Hub, because a retry may help.
         """
         from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 
@@ -231,7 +233,7 @@ def _format_reason(error: BaseException) -> str:
 
 @contextmanager
 def _limit_request_seconds(seconds: float) -> Iterator[None]:
-    """Set the timeout of requests to the Hub within this context, because huggingface_hub has none."""
+    """Set a timeout for requests to the Hub within this context, because huggingface_hub sets none."""
     from huggingface_hub.utils import get_session
 
     session = get_session()
@@ -244,7 +246,7 @@ def _limit_request_seconds(seconds: float) -> Iterator[None]:
 
 @contextmanager
 def _disable_hub_progress_bars() -> Iterator[None]:
-    """Disable the progress bars of huggingface_hub within this context, because the run has its own bar."""
+    """Disable huggingface_hub's progress bars within this context, because the run has its own bar."""
     from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
     before = are_progress_bars_disabled()

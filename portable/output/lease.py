@@ -1,14 +1,15 @@
 """Lease of an output URL, so that only one run writes to it.
 
-The lease is an object in the store that identifies the run. Since an object store does not notice when a
-process dies, the run changes the object every :data:`RENEWAL_SECONDS` seconds. A new run takes over a lease
-that does not change for :data:`STALE_SECONDS` seconds. The clocks of the hosts are never compared.
+The lease is an object in the store that identifies the run. An object store does not notice when a
+process dies, so the run changes the object every :data:`RENEWAL_SECONDS` seconds. A new run takes
+over a lease that does not change for :data:`STALE_SECONDS` seconds. The clocks of the hosts are
+never compared.
 
-All writes of the lease are conditional: it is created only if it does not exist, and replaced only if it
-still has the version that was read. If two runs start at the same moment, only one of them succeeds. After
-each write, the lease is read again to determine its holder, because the response to the write may be lost. If
-a store has no conditional writes, a note is printed. In this case, both runs may start, and the run whose
-lease was overwritten stops at its next renewal or save.
+All writes of the lease are conditional: it is created only if it does not exist, and replaced only
+if it still has the version that was read. If two runs start at the same moment, only one of them
+succeeds. After each write, the lease is read again to determine its holder, because the response to
+the write may be lost. If a store does not support conditional writes, a note is printed. Both runs
+may then start, and the run whose lease was overwritten stops at its next renewal or save.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class _StoredLease(NamedTuple):
     """Content of the lease object.
 
     Attributes:
-        holder: JSON object that identifies the run that holds the lease. Empty if there is no lease.
+        holder: JSON object that identifies the run with the lease. Empty if there is no lease.
         tag: Version of the object, for a conditional write. ``""`` if there is no object.
     """
 
@@ -55,7 +56,7 @@ class _StoredLease(NamedTuple):
 class Lease:
     """Context that holds the lease of a URL. A thread renews the lease until the context ends.
 
-    Entering the context raises `UserError` if another run holds the lease.
+    Entering the context raises ``UserError`` if another run holds the lease.
 
     Args:
         place: URL of the run.
@@ -114,7 +115,7 @@ class Lease:
         """Read the lease, and record in ``_taken_by`` whether another run has taken it over.
 
         Returns:
-            Tag of the lease, for the next conditional write.
+            Version tag of the lease, for the next conditional write.
         """
         holder, tag = self._read_lease()
         if holder.get("id") not in (None, self._holder_id):
@@ -135,7 +136,7 @@ class Lease:
                     self._write_lease(tag)
 
     def _wait_until_gone(self, holder: dict[str, Any]) -> None:
-        """Wait until a holder has not renewed the lease for `STALE_SECONDS` seconds, or has deleted it.
+        """Wait until a holder has deleted its lease, or has not renewed it for ``STALE_SECONDS`` seconds.
 
         Raises:
             UserError: If the holder renews the lease.
@@ -164,8 +165,8 @@ class Lease:
         """Read the lease object.
 
         Returns:
-            Holder and tag. The holder is empty if the object does not exist, and ``{"damaged": True}`` if its
-            content is invalid.
+            Holder and version tag. The holder is empty if the object does not exist, and ``{"damaged":
+            True}`` if its content is invalid.
         """
         try:
             content, tag = self._object.read_versioned()
@@ -181,10 +182,10 @@ class Lease:
         """Write a new version of the lease.
 
         Args:
-            tag: Version that the write replaces. ``""`` if the lease must not exist.
+            tag: Version to replace. ``""`` if the lease must not exist yet.
 
         Raises:
-            ConflictError: If the lease is another version.
+            ConflictError: If the stored lease has another version.
         """
         self._last_write_time = time.monotonic()
         # Each renewal has new content, so that the object gets a new tag.
@@ -206,7 +207,7 @@ def _format_holder(holder: dict[str, Any]) -> str:
 
 
 def _is_dead_process(holder: dict[str, Any]) -> bool:
-    """Return whether the holder of a lease was a process of this machine and container that has ended.
+    """Return whether a lease holder was a process on this machine, in this container, and has ended.
 
     Returns False if the holder ran on another machine, because its state is unknown.
     """
@@ -225,7 +226,7 @@ def _is_dead_process(holder: dict[str, Any]) -> bool:
 
 
 def _read_machine_identity() -> str | None:
-    """Return an id of this boot of the machine and of the container, within which process ids are unique.
+    """Return an id of the current boot of this machine and container, in which process ids are unique.
 
     Returns:
         The id. None if the system is not Linux.

@@ -1,4 +1,4 @@
-"""Output of a run: ``output_dir``, its lock, and the local folder that this process writes to."""
+"""Output of a run: its location (``output_dir``), its lock, and the local folder of this process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def open_output(config: RunConfig, rank: int = 0) -> RunOutput:
-    """Create the object for the output that ``output_dir`` specifies, without accessing it.
+    """Create the object for the output location ``output_dir``, without accessing it.
 
     Args:
         config: Config of the run.
@@ -52,22 +52,21 @@ def open_output(config: RunConfig, rank: int = 0) -> RunOutput:
 
 
 class RunOutput:
-    """Output of a run, which is a local folder or a URL.
+    """Output of a run, in a local folder or at a URL.
 
-    If ``output_dir`` is a local folder, all ranks write to it. If it is a URL, each rank writes to a separate
-    local folder, and the :class:`~portable.output.publisher.Publisher` of the rank uploads the files.
+    If ``output_dir`` is a local folder, all ranks write to it. If it is a URL, each rank writes to a
+    separate local folder, and its :class:`~portable.output.publisher.Publisher` uploads the files.
 
     Args:
-        place: Path or URL that ``output_dir`` specifies.
+        place: Path or URL in ``output_dir``.
         rank: Rank of this process.
         publisher: Publisher of this rank. Required if ``place`` is a URL.
 
     Attributes:
-        work_folder: Local folder for the files of this process. They are available at ``place`` under the
-            same names.
+        work_folder: Local folder for the files of this process. They have the same names at ``place``.
         scratch_folder: Local folder for temporary files, which are not uploaded. It may not exist.
-        agreed_location: Part of ``output_dir`` that must be equal on all ranks. Empty for a local folder,
-            because the path of a shared folder may differ between ranks.
+        agreed_location: Part of ``output_dir`` that must be equal on all ranks. Empty for a local
+            folder, because the path of a shared folder may differ between ranks.
     """
 
     def __init__(self, place: AnyPath, rank: int, publisher: Publisher | None = None) -> None:
@@ -87,7 +86,7 @@ class RunOutput:
     def check_writable(self) -> None:
         """Check that a URL is writable, before the run spends time on anything else.
 
-        Does nothing for a local folder, which is checked when it is locked.
+        Does nothing for a local folder, because it is checked when it is locked.
 
         Raises:
             UserError: If the URL is not writable.
@@ -99,17 +98,17 @@ class RunOutput:
         """Return a context that locks the output against other runs. Call this method only on rank 0.
 
         Returns:
-            The context. Entering it raises `UserError` if another run has the lock or the output is not
+            The context. Entering it raises ``UserError`` if another run has the lock or the output is not
             writable.
         """
         return self._lock_and_recover_folder() if self._publisher is None else self._publisher.build_lease()
 
     @contextmanager
     def _lock_and_recover_folder(self) -> Iterator[None]:
-        """Lock the local folder within this context, and clean up after an export that was killed.
+        """Lock the local folder within this context, and clean up after a killed export.
 
-        If the context ends with a UserError before the run has written its config, and the folder did not
-        exist before, the folder is removed.
+        A folder that did not exist before is removed again if the context ends with a UserError before the
+        run has written its config.
         """
         is_new = not self.work_folder.exists()
         with lock_run_folder(self.work_folder):
@@ -123,14 +122,13 @@ class RunOutput:
                 raise
 
     def prepare_work_folder(self, estimate_shard_bytes: Callable[[], int]) -> None:
-        """Create the local folders for a URL, and download the logs of previous launches on rank 0.
+        """Create the local folders for a URL. On rank 0, also download the logs of previous launches.
 
-        Does nothing if ``output_dir`` is a local folder. Call this method on all ranks while rank 0 holds the
-        lock.
+        Does nothing if ``output_dir`` is a local folder. Call this method on all ranks while rank 0 holds
+        the lock.
 
         Args:
-            estimate_shard_bytes: Function that estimates the size of this rank's shards of a checkpoint in
-                bytes.
+            estimate_shard_bytes: Function that estimates the bytes of this rank's shards of a checkpoint.
 
         Raises:
             UserError: If a local folder cannot be created or has too little space.
@@ -139,7 +137,7 @@ class RunOutput:
             self._publisher.prepare_local_folders(estimate_shard_bytes)
 
     def open_checkpoints(self, *, keep: int | None) -> CheckpointStore[Any]:
-        """Return the checkpoint store of the run, for reading and for saving on this rank.
+        """Return the checkpoint store of the run, to read and save checkpoints on this rank.
 
         Args:
             keep: Number of recent checkpoints to keep. None to keep all checkpoints.
@@ -162,8 +160,8 @@ class RunOutput:
         """Upload the new files of this process in a background thread. A failure only prints a warning.
 
         Args:
-            starts_now: Whether to start an upload in any case. Otherwise, nothing is uploaded if the last
-                upload is still running or was recent.
+            starts_now: Whether to always start an upload. Otherwise, nothing is uploaded if the last upload
+                is still running or was recent.
         """
         if self._publisher is not None:
             self._publisher.publish_in_background(starts_now=starts_now)
@@ -182,15 +180,15 @@ LOCK_FILE = ".lock"
 
 @contextmanager
 def lock_run_folder(folder: Path) -> Iterator[None]:
-    """Lock a folder within this context, and record the process id and host in the lock file.
+    """Lock a folder within this context, and write the process id and host to the lock file.
 
-    The operating system releases the lock when the process ends, even if the process is killed.
+    The operating system releases the lock when the process ends, even if it is killed.
 
     Args:
         folder: Output folder. Created if it does not exist.
 
     Raises:
-        UserError: If another process has the lock, or the folder is not writable.
+        UserError: If another process has the lock, or if the folder is not writable.
     """
     import fcntl
 

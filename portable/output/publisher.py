@@ -1,8 +1,8 @@
-"""Uploads of a run whose ``output_dir`` is a URL.
+"""Upload the files of a run whose ``output_dir`` is a URL.
 
-Each rank of the run writes to a local folder. Its :class:`Publisher` uploads the checkpoints once they are
-written, and the other files of the run when they have changed. The last object of a checkpoint that rank 0
-uploads is a marker, which makes the checkpoint complete.
+Each rank of the run writes to a local folder. Its :class:`Publisher` uploads checkpoints as soon as
+they are written, and the other files of the run when they have changed. For each checkpoint, rank 0
+finally uploads a marker, which makes the checkpoint complete.
 """
 
 from __future__ import annotations
@@ -48,13 +48,14 @@ class Publisher:
     Args:
         place: URL of the run.
         rank: Rank of this process.
-        staging: Local folder for files that are not uploaded yet. If None, the system's temporary folder is
-            used.
-        outage_seconds: Seconds that the object store may be unavailable before a failed save stops the run.
+        staging: Local folder for files that are not uploaded yet. None for the system's temporary
+            folder.
+        outage_seconds: Seconds that the object store may be unavailable before a failed save stops the
+            run.
 
     Attributes:
-        store: URL of the run. Requests to it are retried for `RETRY_SECONDS` seconds.
-        work_folder: Local folder for the files of the run, which appear under the same names at ``store``.
+        store: URL of the run. Requests to it are retried for ``RETRY_SECONDS`` seconds.
+        work_folder: Local folder for the files of the run. They have the same names at ``store``.
         shards_folder: Local folder for checkpoints that are being written.
         scratch_folder: Local folder for temporary files. They are not uploaded. It may not exist.
     """
@@ -93,25 +94,24 @@ class Publisher:
             probe.unlink()
 
     def build_lease(self) -> Lease:
-        """Create the lease of the URL, which keeps other runs from writing there. Call it only on rank 0.
+        """Create the lease of the URL, which prevents other runs from writing there. Call it only on rank 0.
 
-        If another run takes over the lease later, uploads of this publisher raise RunError.
+        If another run takes over the lease later, uploads by this publisher raise RunError.
 
         Returns:
-            The lease, which is a context that the caller has to enter.
+            The lease, as a context that the caller has to enter.
         """
         self._lease = Lease(self.store)
         return self._lease
 
     def prepare_local_folders(self, estimate_shard_bytes: Callable[[], int]) -> None:
-        """Create the local folders, and download the log files of previous launches on rank 0.
+        """Create the local folders. On rank 0, also download the log files of previous launches.
 
         Call this method on all ranks while rank 0 has the lease. Local folders of killed launches are
         deleted.
 
         Args:
-            estimate_shard_bytes: Function that estimates the size of this rank's shards of a checkpoint in
-                bytes.
+            estimate_shard_bytes: Function that estimates the bytes of this rank's shards of a checkpoint.
 
         Raises:
             UserError: If a local folder cannot be created or has too little space.
@@ -165,8 +165,8 @@ class Publisher:
             final: URL of the checkpoint.
 
         Raises:
-            RemoteError: If the upload failed. Uploaded files remain, and the checkpoint is marked as
-                incomplete.
+            RemoteError: If the upload failed. Files that were already uploaded remain, and the checkpoint
+                is still marked as incomplete.
         """
         _upload_files({local_folder / name: final / name for name in list_files_below(local_folder)})
         self._upload_changed_files()
@@ -176,7 +176,7 @@ class Publisher:
 
         Args:
             final: URL of the checkpoint.
-            step: Step of the checkpoint. The marker records it.
+            step: Step of the checkpoint, which is stored in the marker.
 
         Raises:
             RunError: If another run has taken over the lease.
@@ -230,8 +230,8 @@ class Publisher:
         """Upload the changed files of the run in a background thread. A failure only prints a warning.
 
         Args:
-            starts_now: Whether to start an upload in any case. Otherwise, nothing is uploaded if the last
-                upload is still running or was recent.
+            starts_now: Whether to always start an upload. Otherwise, nothing is uploaded if the last upload
+                is still running or was recent.
         """
         busy = self._upload_thread is not None and self._upload_thread.is_alive()
         if not starts_now and (busy or time.monotonic() < self._next_upload_time):
@@ -254,10 +254,10 @@ class Publisher:
 
 
 def _upload_files(files: Mapping[Path, RemotePath]) -> None:
-    """Upload files in threads. After an error, wait for the running uploads and raise the first error.
+    """Upload files in threads. After an error, wait for running uploads and raise the first error.
 
     Args:
-        files: URL of each local file.
+        files: Mapping from local files to their URLs.
     """
     jobs = (lambda _, path=path, target=target: target.upload_file(path) for path, target in files.items())
     run_jobs_in_threads(jobs, lambda _: None, NUM_PARALLEL_UPLOADS)

@@ -1,4 +1,4 @@
-"""Planner that computes the memory, communication, time, and price of a run under each strategy.
+"""Compute the memory, communication, time, and price of a run under each strategy.
 
 No weights are loaded, and the devices do not have to exist on this machine.
 """

@@ -1,9 +1,9 @@
-"""Measurement of the activation memory: the forward and backward pass without parameters and gradients.
+"""Measure the activation memory: the memory of a training pass without parameters and gradients.
 
-The model runs on fake tensors, which have shapes, dtypes, and storages, but no memory. This counts all
-allocations, regardless of the architecture, attention kernel, autocast, recomputation, and loss. To save
-time, only two copies of the model with few layers are run. They differ by one layer, and the difference of
-their memory is the memory of each further layer.
+The model runs on fake tensors, which have shapes, dtypes, and storages, but no memory. This counts
+all allocations, regardless of the architecture, attention kernel, autocast, recomputation, and
+loss. To save time, only two copies of the model with few layers are run. They differ by one layer,
+and the difference of their memory is the memory of each further layer.
 """
 
 from __future__ import annotations
@@ -57,18 +57,18 @@ all other storages. Only the last two types are activation memory.
 
 
 def measure_activations(model: nn.Module, request: PassRequest) -> Activations:
-    """Measure the peak memory of the passes of a model by running it on fake tensors.
+    """Measure the peak memory of a model's passes by running it on fake tensors.
 
-    For each type of layers, the model is run with few layers and with one more layer. The results are
+    For each layer type, the model is run with few layers and with one more layer. The results are
     extrapolated to the actual number of layers.
 
     Args:
-        model: Model on the meta device, which is not changed.
+        model: Model on the meta device. It is not modified.
         request: Pass to run.
 
     Raises:
-        Exception: Any error of the model. The usual cause is control flow that depends on the values of
-            tensors, because fake tensors have no values.
+        Exception: Any error of the model. The usual cause is control flow that depends on tensor
+            values, because fake tensors have no values.
     """
     kinds = group_layers_by_kind(model)
     # The phase before the first gradient should end when the backward pass enters the layers. If most
@@ -107,7 +107,7 @@ def measure_activations(model: nn.Module, request: PassRequest) -> Activations:
 
 
 def _is_mostly_frozen(model: nn.Module, layer: str) -> bool:
-    """Return whether less than half of the elements of a layer's parameters are trained, but not none.
+    """Return whether some, but less than half, of the elements of a layer's parameters are trained.
 
     Args:
         model: Model that contains the layer.
@@ -228,7 +228,7 @@ def _compute_loss(
         model: Model with fake tensors.
         batch: Micro-batch of fake tensors.
         head: Output head that computes the loss in chunks. None to compute all logits at once.
-        request: Request with the precision, and with the type of autocast.
+        request: Request that specifies the precision and the type of autocast.
     """
     with ExitStack() as stack:
         stack.enter_context(skip_mask_value_checks())
@@ -241,10 +241,10 @@ def _compute_loss(
 
 
 class _OriginalLayer(nn.Module):
-    """Module that calls the original forward method of a layer, even after the layer's method is replaced.
+    """Module that always calls a layer's original forward method, even after the method is replaced.
 
     Args:
-        layer: Layer whose `forward` has not been replaced yet.
+        layer: Layer whose ``forward`` has not been replaced yet.
     """
 
     def __init__(self, layer: nn.Module) -> None:
@@ -254,14 +254,14 @@ class _OriginalLayer(nn.Module):
 
 
 def _replace_layers_by_graphs(model: nn.Module) -> None:
-    """Replace the forward method of each layer by graphs that save the same activations as inductor's graphs.
+    """Replace the forward method of each layer by graphs that save the same activations as with inductor.
 
-    torch's partitioner, which inductor uses as well, chooses the activations to save. Only one layer of each
-    type is traced, and all layers of the type share the graphs. Layers are traced in their first forward
-    pass.
+    The activations to save are chosen by torch's partitioner, which inductor also uses. Only one layer
+    of each type is traced, and all layers of the type share its graphs. Layers are traced in their
+    first forward pass.
 
     Args:
-        model: Model with fake tensors, which is changed in place.
+        model: Model with fake tensors. Modified in place.
     """
     for names in group_layers_by_kind(model).values():
         layers = [_OriginalLayer(model.get_submodule(name)) for name in names]
@@ -272,20 +272,20 @@ def _replace_layers_by_graphs(model: nn.Module) -> None:
 
 
 def _call_graphs(graphs: Any, state: dict[str, torch.Tensor], *args: Any, **kwargs: Any) -> Any:
-    """Call the graphs of a layer with its parameters and buffers, and the arguments of its forward method."""
+    """Call a layer's graphs with its parameters, its buffers, and the arguments of its forward method."""
     return graphs(state, args, kwargs)
 
 
 def measure_image_tower(model: nn.Module, request: PassRequest, columns: Batch) -> TowerMemory:
-    """Measure the memory of the forward pass of an image tower by running it on fake tensors.
+    """Measure the memory of an image tower's forward pass by running it on fake tensors.
 
-    Only tensors that depend on parameters are fake, because the control flow of a tower depends on the sizes
-    of its images.
+    Only tensors that depend on parameters are fake, because the control flow of a tower depends on the
+    sizes of its images.
 
     Args:
-        model: Model on the meta device, which is not changed.
+        model: Model on the meta device. It is not modified.
         request: Pass of the complete model.
-        columns: Columns of a batch with the images of one sample, keyed by name. Other columns are ignored.
+        columns: Batch columns with the images of one sample, keyed by name. Other columns are ignored.
 
     Raises:
         Exception: Any error of the model.
@@ -314,13 +314,13 @@ def measure_image_tower(model: nn.Module, request: PassRequest, columns: Batch) 
 
 
 def build_fake_batch(model: nn.Module, request: PassRequest) -> Batch:
-    """Build a micro-batch with the columns and shapes of the run's batches, and placeholder values.
+    """Build a micro-batch of placeholder values with the columns and shapes of the run's batches.
 
     In a fake tensor mode, the tensors are fake tensors.
 
     Args:
         model: Model that receives the batch. Not used.
-        request: Request with the sizes, the task, and the packing.
+        request: Request that specifies the sizes, the task, and the packing.
     """
     shape = (request.micro_batch, request.seq_len)
     tokens = torch.zeros(shape, dtype=torch.int64)
@@ -341,7 +341,7 @@ def build_fake_batch(model: nn.Module, request: PassRequest) -> Batch:
 
 
 class LiveStorageTracker:
-    """Tracker that counts the bytes of all live storages and records their peak.
+    """Tracker of the bytes of all live storages and their peak.
 
     Args:
         model: Model that is run. Its parameters, buffers, and complete gradients are not counted.
@@ -360,7 +360,7 @@ class LiveStorageTracker:
                 parameter.register_post_accumulate_grad_hook(self._mark_complete_gradient)
 
     def track_inputs(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Count the storages of tensors that exist before the first operation."""
+        """Count the storages of tensors that already exist before the first operation."""
         for tensor in tensors:
             self._track_storage(tensor, _WORK)
 
@@ -371,11 +371,11 @@ class LiveStorageTracker:
 
     @property
     def live_bytes(self) -> int:
-        """Size of all live storages, without parameters, buffers, and complete gradients."""
+        """Bytes of all live storages, without parameters, buffers, and complete gradients."""
         return self._live[_WORK] + self._live[_COPY]
 
     def get_peaks(self) -> list[Peak]:
-        """Return the peak of each phase that has ended."""
+        """Return the peaks of all completed phases."""
         return self._peaks
 
     def run_operation(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -406,7 +406,7 @@ class LiveStorageTracker:
         return results
 
     def _get_storage_kind(self, tensor: torch.Tensor) -> int | None:
-        """Return the type of a tensor's storage, such as `_WORK`. None if the storage is not tracked."""
+        """Return the type of a tensor's storage, such as `_WORK`, or None if the storage is not tracked."""
         return self._kinds.get(torch_internals.get_storage_id(tensor.untyped_storage()))
 
     def _track_storage(self, tensor: torch.Tensor, kind: int) -> None:
@@ -432,7 +432,7 @@ class LiveStorageTracker:
         self._live[kind] += size
 
     def _mark_complete_gradient(self, parameter: torch.Tensor) -> None:
-        """Stop counting a complete gradient as activation memory. Called after its accumulation."""
+        """Stop counting a gradient as activation memory. Called after its accumulation is complete."""
         assert parameter.grad is not None
         storage = parameter.grad.untyped_storage()
         key = torch_internals.get_storage_id(storage)
@@ -449,9 +449,9 @@ _GROUPED, _TO_COPY = (
 
 
 def _run_grouped_mm(func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
-    """Compute a grouped matrix product of fake tensors whose dtype is not bfloat16.
+    """Compute a grouped matrix product of fake tensors in a dtype other than bfloat16.
 
-    torch has a fake implementation only for bfloat16.
+    torch's fake implementation supports only bfloat16.
     """
     product = func(
         *(a.bfloat16() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args),
@@ -461,10 +461,10 @@ def _run_grouped_mm(func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tenso
 
 
 def _make_chunked_attention(chunk_rows: int, attention: Any) -> Any:
-    """Create an attention function that computes the scores of `chunk_rows` query tokens at a time.
+    """Create an attention function that computes the scores of ``chunk_rows`` query tokens at a time.
 
-    Like the compiled loop that it simulates, the function recomputes the scores in the backward pass. To save
-    time, only two chunks are computed, because further chunks do not raise the peak.
+    Like the compiled loop that it simulates, the function recomputes the scores in the backward pass.
+    To save time, only two chunks are computed, because more chunks do not raise the peak.
 
     Args:
         chunk_rows: Number of query tokens whose scores exist at the same time.
@@ -489,11 +489,11 @@ def _make_chunked_attention(chunk_rows: int, attention: Any) -> Any:
 
 
 def _make_context_parallel_attention(num_ranks: int, attention: Any) -> Any:
-    """Create an attention function with the memory of a context-parallel rank.
+    """Create an attention function with the memory usage of a context-parallel rank.
 
-    The rest of the model runs on the rank's part of each sequence with all heads. For attention, the ranks
-    exchange data, so that each rank has the complete sequences with a fraction of the heads. The exchange is
-    simulated by a reshape.
+    Outside of attention, a rank has all heads of its part of each sequence. For attention, the ranks
+    exchange data, so that each rank has a fraction of the heads of the complete sequences. A reshape
+    simulates this exchange.
 
     Args:
         num_ranks: Number of context-parallel ranks.
@@ -514,9 +514,9 @@ def _make_context_parallel_attention(num_ranks: int, attention: Any) -> Any:
 
 
 class _CudaAutocast(TorchFunctionMode):
-    """Function mode that converts inputs to fp32 for the operations that CUDA's autocast runs in fp32.
+    """Torch function mode that casts inputs to fp32 for the operations that CUDA's autocast runs in fp32.
 
-    The fake tensors are on the CPU, whose autocast runs fewer operations in fp32.
+    The fake tensors are on the CPU, and the CPU's autocast runs fewer operations in fp32.
 
     Args:
         dtype: Dtype of autocast. Only inputs with this dtype are converted.

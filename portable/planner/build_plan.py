@@ -1,4 +1,4 @@
-"""Functions behind ``portable-plan`` and :func:`portable.plan`: choose the devices, and compute the plan."""
+"""Choose the devices and compute the plan, for ``portable-plan`` and :func:`portable.plan`."""
 
 from __future__ import annotations
 
@@ -31,19 +31,21 @@ def resolve_target(
 
     Args:
         config: Config of the run.
-        device: Name of the accelerator, for example ``h100``. None if it is unknown.
+        device: Name of the accelerator, such as ``h100``. None if it is unknown.
         devices: Number of devices.
-        device_memory: Memory of a device, for example ``80GB``. If None, the memory of ``device`` is used. If
-            ``device`` is None, a device with this memory and otherwise typical properties is used.
-        host_memory: Memory of a node, for example ``512GB``. None if it is unknown.
+        device_memory: Memory per device, such as ``80GB``. None for the memory of ``device``. If only
+            this argument is set, the target is a device with this memory and otherwise typical
+            properties.
+        host_memory: Memory per node, such as ``512GB``. None if it is unknown.
         notes: Whether to print the backend's notes about the config.
 
     Returns:
-        The config with the backend of the target, and the target. The device of the target is None if neither
-        ``device`` nor ``device_memory`` is set.
+        The config with the backend of the target, and the target. The device of the target is None if
+        neither ``device`` nor ``device_memory`` is set.
 
     Raises:
-        UserError: If the device is unknown, a size is not valid, or the config names another backend.
+        UserError: If the device is unknown, a size is not valid, or the config specifies another
+            backend.
     """
     memory = None if device_memory is None else device_lookup.parse_bytes(device_memory, "--device-memory")
     host = None if host_memory is None else device_lookup.parse_bytes(host_memory, "--host-memory")
@@ -93,7 +95,7 @@ def build_plan(config: RunConfig, target: PlanTarget, prices: dict[str, float] |
 
 
 def _fits_without_offloading(option: PlanOption | None) -> bool:
-    """Return whether ``option`` is not None and does not use offloading.
+    """Return whether an option that fits was found and does not use offloading.
 
     Args:
         option: Option that fits, or None if no option fits.
@@ -102,11 +104,11 @@ def _fits_without_offloading(option: PlanOption | None) -> bool:
 
 
 def _find_option_with_adapter(planner: Planner) -> PlanOption | None:
-    """Find an option that fits because it trains a LoRA adapter instead of all weights.
+    """Find an option that fits by training a LoRA adapter instead of all weights.
 
     Returns:
-        The option. None if no option fits without offloading, if the config already has an adapter, or if an
-        adapter does not work with its other settings.
+        The option. None if no such option fits without offloading, if the config already has an
+        adapter, or if an adapter is incompatible with its other settings.
     """
     if planner.config.adapter.type is not None:
         return None
@@ -114,10 +116,10 @@ def _find_option_with_adapter(planner: Planner) -> PlanOption | None:
 
 
 def _find_option_with_shared_sequences(planner: Planner) -> PlanOption | None:
-    """Find an option that fits because devices share sequences, with the smallest ``context_parallel_size``.
+    """Find an option that fits with context parallelism, with the smallest ``context_parallel_size``.
 
     Returns:
-        The option. None if no option with a larger size than the config's fits without offloading.
+        The option. None if no size larger than the config's fits without offloading.
     """
     devices = planner.target.cluster.devices
     for size in range(planner.config.context_parallel_size + 1, devices + 1):
@@ -162,15 +164,17 @@ def _find_option_with_divided_experts(planner: Planner, best: PlanOption | None)
 def _find_option_with_settings(
     planner: Planner, settings: dict[str, Any], model: MetaModel | None = None
 ) -> PlanOption | None:
-    """Find the best option for a config with some settings changed.
+    """Find the best option for the config with some settings changed.
 
     Args:
         planner: Planner of the unchanged config.
-        settings: New values of the settings to change, keyed by setting.
-        model: Model of the planner, if the settings do not change the model. None to build the model again.
+        settings: New values, keyed by setting.
+        model: Model of the planner, to reuse it if the settings do not change the model. None to build
+            the model again.
 
     Returns:
-        The option. None if no option fits without offloading, or if the changed settings are not supported.
+        The option. None if no option fits without offloading, or if the changed settings are not
+        supported.
     """
     try:
         config = planner.config.replaced(settings)

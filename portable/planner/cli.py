@@ -91,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run ``portable-plan``.
 
     Args:
-        argv: Arguments of the command. By default, these are the arguments of the process.
+        argv: Command-line arguments. None for the arguments of the process.
 
     Returns:
         One of :data:`portable.converters.commands.EXIT_CODES`. A UserError is printed, not raised.
@@ -110,9 +110,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_command(argv: Sequence[str]) -> int:
-    """Compute the plan for the arguments of the command, and print it.
+    """Compute and print the plan for the command-line arguments.
 
-    With ``--budget``, a table of the machines and their costs is printed instead.
+    With ``--budget``, a table of machines and their costs is printed instead.
 
     Returns:
         The exit code.
@@ -146,23 +146,23 @@ _DEVICE_COUNTS = (1, 2, 4, 8)
 
 
 def _print_cost_table(config: RunConfig, options: dict[str, Any], prices: dict[str, float]) -> int:
-    """Print the machines that the run fits on, sorted by the cost of the run.
+    """Print the machines on which the run fits, sorted by the cost of the run.
 
-    For each type of device, the table shows the smallest number of devices that the run fits on without
+    For each device type, the table shows the smallest number of devices on which the run fits without
     offloading. More devices would finish sooner, but cost about the same.
 
     Args:
         config: Config of the run.
-        options: Options on the command line, keyed by name. ``budget`` is set.
-        prices: Price of a device per hour, keyed by the name of the device. If empty, prices are read from
+        options: Command-line options, keyed by name. ``budget`` is set.
+        prices: Price per device and hour, keyed by device name. If empty, prices are read from
             SkyPilot's catalog.
 
     Returns:
         The exit code.
 
     Raises:
-        UserError: If an option is invalid or has no effect, if prices or the number of tokens are unknown, or
-            if the run fits on none of the machines.
+        UserError: If an option is invalid or has no effect, if prices or the number of tokens are
+            unknown, or if the run fits on none of the machines.
     """
     match = re.fullmatch(r"\s*(\d{1,9}(?:\.\d{1,6})?)\s*", options["budget"])
     require(
@@ -230,7 +230,7 @@ def _print_cost_table(config: RunConfig, options: dict[str, Any], prices: dict[s
 
 
 def _check_compile_options(options: dict[str, Any]) -> None:
-    """Raise UserError if an option for the compiler is set without ``--compile``."""
+    """Raise UserError if a compiler option is set without ``--compile``."""
     compiles = options.get("compile")
     require(
         compiles or "topology" not in options,
@@ -243,19 +243,20 @@ def _check_compile_options(options: dict[str, Any]) -> None:
 
 
 class _CompilerResult(NamedTuple):
-    """Statistics of a run's compiled graphs, and a comparison of the plan with them."""
+    """Statistics of a run's compiled graphs, and their comparison with the plan."""
 
     compiled: CompiledRun
     comparisons: list[compiled_report.Comparison]
 
 
 def _compile_if_requested(planner: Planner, options: dict[str, Any]) -> _CompilerResult | None:
-    """Compile the run with the compiler of the target device, if ``--compile`` is set. Takes minutes.
+    """Compile the run for the target device if ``--compile`` is set. This takes minutes.
 
     The run is compiled with its configured strategy, not with the recommended option.
 
     Returns:
-        The statistics of the graphs, and the comparison with the plan. None if ``--compile`` is not set.
+        The statistics of the graphs, and their comparison with the plan. None if ``--compile`` is not
+        set.
     """
     if not options.get("compile"):
         return None
@@ -278,7 +279,7 @@ def _compile_if_requested(planner: Planner, options: dict[str, Any]) -> _Compile
 
 
 def _resolve_target(config: RunConfig, options: dict[str, Any], *, notes: bool = True) -> ConfigAndTarget:
-    """Call :func:`resolve_target` with the options on the command line, which are keyed by name."""
+    """Call :func:`resolve_target` with the command-line options, which are keyed by name."""
     names = ("device", "devices", "device_memory", "host_memory")
     return resolve_target(config, **{name: options[name] for name in names if name in options}, notes=notes)
 

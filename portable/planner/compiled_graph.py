@@ -1,4 +1,4 @@
-"""Classes for the statistics that a device's compiler reports about the graphs of a training step."""
+"""Statistics that a device's compiler reports about the graphs of a training step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 class CollectiveStatistics:
     """Statistics of all collectives of one type, such as all-gather, in a graph.
 
-    A collective in a loop counts once per iteration.
+    A collective inside a loop counts once per iteration.
     """
 
     count: int = 0
@@ -33,7 +33,7 @@ class CollectiveStatistics:
 
 @dataclass(frozen=True)
 class LargeValue:
-    """Value in device memory that has at least as many elements as the logits of a device's micro-batch.
+    """Value in device memory with no fewer elements than the logits of a device's micro-batch.
 
     Such values are worth reporting, because they often determine the peak memory.
     """
@@ -72,7 +72,7 @@ class CompiledGraph:
 
     @property
     def working_bytes(self) -> int:
-        """Device memory in bytes that the running graph requires in addition to its arguments and code."""
+        """Device memory in bytes that the running graph needs in addition to its arguments and code."""
         return self.output_bytes - self.alias_bytes + self.temporary_bytes
 
     @property
@@ -105,17 +105,17 @@ class CompiledRun:
 
     @property
     def state_bytes(self) -> int:
-        """Size of the arguments of the graph with the largest arguments: the training state and a batch."""
+        """Size in bytes of the largest arguments of any graph: the training state and a batch."""
         return max((graph.argument_bytes for graph in self.graphs), default=0)
 
     @property
     def working_bytes(self) -> int:
-        """Working memory of the graph that requires the most."""
+        """Working memory of the graph that needs the most, in bytes."""
         return max((graph.working_bytes for graph in self.graphs), default=0)
 
     @property
     def code_bytes(self) -> int:
-        """Size of the code of all graphs. They are added up, because all programs stay loaded."""
+        """Total code size of all graphs, because all programs stay loaded."""
         return sum(graph.code_bytes for graph in self.graphs)
 
     @property
@@ -132,7 +132,7 @@ class CompiledRun:
         return not self.problems and self.peak_bytes <= self.hbm_bytes
 
     def find_graph(self, name: str) -> CompiledGraph | None:
-        """Return the graph with a name, or None if there is none."""
+        """Return the graph with the given name, or None if there is none."""
         return next((graph for graph in self.graphs if graph.name == name), None)
 
     def compute_sent_bytes_per_step(self, micro_batches: int) -> int:

@@ -1,4 +1,4 @@
-"""Report on the compiled graphs of a run, as text and as JSON, with a comparison to the plan."""
+"""Report on a run's compiled graphs as text and JSON, with a comparison to the plan."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ GRAPH_ADAPTER = TypeAdapter(CompiledGraph)
 
 
 def add_remedy_to_problems(compiled: CompiledRun, remedy: str) -> CompiledRun:
-    """Return a copy of a compiled run in which each problem ends with a remedy.
+    """Return a copy of a compiled run with a remedy appended to each problem.
 
-    If the compiler reported no problem but the graphs together do not fit, a problem is added first.
+    If the compiler reported no problem but the graphs together do not fit, a problem is first added.
 
     Args:
         compiled: Result of the compiler.
-        remedy: Settings that reduce the memory, as text.
+        remedy: Text that lists settings that reduce the memory.
     """
     problems = compiled.problems
     if not problems and not compiled.fits:
@@ -47,7 +47,7 @@ def add_remedy_to_problems(compiled: CompiledRun, remedy: str) -> CompiledRun:
 
 
 def _describe_largest_value(compiled: CompiledRun) -> str:
-    """Describe the largest value of all graphs, as the end of a sentence.
+    """Describe the largest value in all graphs, as the end of a sentence.
 
     Returns:
         Text that begins with a comma. Empty if the graphs have no large values.
@@ -64,7 +64,7 @@ def _describe_largest_value(compiled: CompiledRun) -> str:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Number of bytes according to the plan, and the corresponding number according to the compiler."""
+    """Number of bytes in the plan, and the compiler's corresponding number."""
 
     name: str
     planned: int
@@ -82,8 +82,8 @@ class Comparison:
 def compare_with_plan(compiled: CompiledRun, option: PlanOption, micro_batches: int) -> list[Comparison]:
     """Compare the memory and the sent bytes in the plan with the compiler's numbers.
 
-    The gradients are compared with the arguments of the graphs if they are accumulated over micro-batches.
-    Otherwise, they are compared with the temporary values, because the single graph of a step frees them.
+    If the gradients are accumulated over micro-batches, they are part of the graphs' arguments.
+    Otherwise, they are temporary values, because the single graph of a step frees them.
 
     Args:
         compiled: Result of the compiler.
@@ -108,7 +108,7 @@ def compare_with_plan(compiled: CompiledRun, option: PlanOption, micro_batches: 
 
 
 def to_json_values(compiled: CompiledRun, compared: Sequence[Comparison]) -> dict[str, Any]:
-    """Convert the report to a dictionary for JSON. Sizes are in bytes per device.
+    """Convert the report to a JSON-compatible dict. Sizes are in bytes per device.
 
     Args:
         compiled: Result of the compiler.
@@ -132,7 +132,7 @@ def to_json_values(compiled: CompiledRun, compared: Sequence[Comparison]) -> dic
 
 
 def format_report(compiled: CompiledRun, compared: Sequence[Comparison]) -> str:
-    """Format the report as text, with tables of the graphs, of their collectives, and of the comparison.
+    """Format the report as text, with tables of the graphs, their collectives, and the comparison.
 
     Args:
         compiled: Result of the compiler.
@@ -158,7 +158,7 @@ def format_report(compiled: CompiledRun, compared: Sequence[Comparison]) -> str:
 
 
 def _format_graphs(compiled: CompiledRun) -> str:
-    """Format a table with a row for each graph: its sizes, its FLOPs, and the time to compile it."""
+    """Format a table with one row per graph: its sizes, FLOPs, and compile time."""
     head = ("graph", "arguments", "results", "aliased", "temporary", "code", "TFLOP", "accessed", "seconds")
     lines = [
         (
@@ -178,7 +178,7 @@ def _format_graphs(compiled: CompiledRun) -> str:
 
 
 def _format_collectives(compiled: CompiledRun) -> str:
-    """Format a table with a row for each type of collective in each graph. Empty if there are none."""
+    """Format a table with one row per graph and collective type. Empty if there are no collectives."""
     head = ("graph", "collective", "count", "sends", "asynchronous", "overlapped")
     lines = [
         (
@@ -196,7 +196,7 @@ def _format_collectives(compiled: CompiledRun) -> str:
 
 
 def _format_findings(graph: CompiledGraph) -> list[str]:
-    """Format the large values, host transfers, and notes of a graph as one block of lines.
+    """Format the large values, host transfers, and notes of a graph as a block of lines.
 
     Returns:
         A list with the block as its only element. Empty if the graph has none of these.

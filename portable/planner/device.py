@@ -1,4 +1,4 @@
-"""Class for types of accelerators, with the properties that a plan requires."""
+"""Properties of accelerator types that are needed for a plan."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ The buffers of collectives are not part of the allocator's memory.
 
 @dataclass(frozen=True)
 class ReachedUtilization:
-    """Model FLOPs utilization (MFU) that runs on a device have reached."""
+    """Usual model FLOPs utilization (MFU) of runs on a device."""
 
     mfu_range: tuple[float, float]
     """Lowest and highest usual MFU, as fractions from 0 to 1."""
@@ -34,7 +34,7 @@ NOT_MEASURED = ReachedUtilization((0.30, 0.50), "a guess: no run on this device 
 
 @dataclass(frozen=True)
 class Device:
-    """Type of accelerator, such as the H100."""
+    """Accelerator type, such as the H100."""
 
     name: str
     """Name of the device in the planner's options, such as ``h100``."""
@@ -60,11 +60,10 @@ class Device:
     def compute_usable_bytes(self, num_devices: int) -> int:
         """Compute the number of bytes on each device that a plan may use.
 
-        This is the memory of the device without the fraction to leave free and without the buffers of
-        collectives.
+        This is the device memory without the fraction to leave free and the communication buffers.
 
         Args:
-            num_devices: Number of devices of the run. A single device needs no buffers of collectives.
+            num_devices: Number of devices of the run. A single device needs no communication buffers.
         """
         free = int(self.memory_bytes * SHARE_KEPT_FREE)
         return self.memory_bytes - free - (self.collective_buffer_bytes if num_devices > 1 else 0)

@@ -1,4 +1,4 @@
-"""Functions that find devices by name, and parse memory sizes."""
+"""Find devices by name, and parse memory sizes."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from portable.registry import BACKENDS, DEFAULT_PLANNED_BACKEND, load_backend_pa
 
 
 def build_generic_device(backend: str) -> Device:
-    """Build a device of unknown type. The caller replaces its memory size.
+    """Build a device of unknown type, whose memory size the caller replaces.
 
-    The other properties are copied from a typical device of the backend, except that the speed of links and
+    The other properties are copied from a typical device of the backend, except that the link speed and
     the reached utilization are unknown.
 
     Args:
@@ -33,7 +33,7 @@ def build_generic_device(backend: str) -> Device:
 
 
 def list_known_devices() -> dict[str, Device]:
-    """Return all types of devices of all backends, keyed by name."""
+    """Return the device types of all backends, keyed by name."""
     return {device.name: device for name in BACKENDS for device in load_backend_package(name).list_devices()}
 
 
@@ -52,11 +52,11 @@ _APPLE = re.compile("(apple-)?m[1-9](-?(pro|max|ultra))?|mps")
 
 
 def find_device(name: str, flag: str = "--device") -> Device:
-    """Find a type of device by a name that people or drivers use, such as ``RTX 4090`` or ``v5litepod``.
+    """Find a device type by a name that people or drivers use, such as ``RTX 4090`` or ``v5litepod``.
 
     Args:
-        name: Name of the device, in any case, with or without the manufacturer. ``cpu`` is the CPU of this
-            machine.
+        name: Name of the device, ignoring case, with or without the manufacturer. ``cpu`` for the CPU
+            of this machine.
         flag: Option or setting that contains the name, used in error messages.
 
     Raises:
@@ -86,7 +86,7 @@ def find_device(name: str, flag: str = "--device") -> Device:
 
 
 class DeviceAndCount(NamedTuple):
-    """Type of device, and number of devices."""
+    """Device type and number of devices."""
 
     device: Device
     num_devices: int
@@ -96,8 +96,8 @@ def parse_devices(text: str) -> DeviceAndCount:
     """Parse a device with an optional number of devices, such as ``h100:8``.
 
     Returns:
-        The device, and the number of devices, which is 1 if ``text`` does not contain a number. The memory of
-        this machine is divided among several ranks on the CPU.
+        The device and the number of devices, by default 1. For several ranks on the CPU, the memory of
+        this machine is divided among them.
 
     Raises:
         UserError: If no device has this name, or if the count is not a positive number.
@@ -117,7 +117,7 @@ def parse_devices(text: str) -> DeviceAndCount:
 def _build_cpu_device() -> Device:
     """Build a device for the CPU of this machine.
 
-    Its memory is the memory of the machine, or the limit of the container (cgroup) if it is lower.
+    Its memory is the memory of the machine, or the container's memory limit (cgroup) if that is lower.
     """
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = Path("/sys/fs/cgroup/memory.max")
@@ -134,11 +134,11 @@ _UNITS = {"": 1, "B": 1} | {
 
 
 def load_rental_device_names() -> dict[str, Any]:
-    """Load the names that programs for renting machines, such as SkyPilot, use for the devices.
+    """Load the device names that rental tools, such as SkyPilot, use.
 
     Returns:
-        A dictionary for each device, keyed by the name of the device. It contains the device's names, keyed
-        by program. The additional key ``topologies`` contains the topologies of TPU slices.
+        A dict for each device, keyed by device name. It maps each tool to the tool's names for the
+        device. For TPUs, the additional key ``topologies`` contains the topologies of slices.
     """
     text = files("portable").joinpath("configs", "machines", "names.yaml").read_text("utf-8")
     entries: dict[object, Any] = yaml.safe_load(text)

@@ -1,9 +1,9 @@
-"""Measurement of the activation memory of a pass that a compiler such as XLA runs with fused operations.
+"""Measure the activation memory of a pass that a compiler such as XLA runs with fused operations.
 
-A compiler does not store the results of cheap operations, but computes them again in each operation that
-reads them, so these results require no memory. Therefore, :class:`OperationTape` first records the operations
-of the pass. Then, :func:`compute_phase_peaks` simulates the results that the compiler writes to memory. The
-backend defines which results are written, with a :class:`portable.planner.pass_cost.CompilerModel`.
+A compiler does not store the results of cheap operations. Each operation that reads such a result
+recomputes it, so it needs no memory. Therefore, :class:`OperationTape` first records the operations
+of the pass. Then, :func:`compute_phase_peaks` simulates which results the compiler writes to
+memory, as defined by the :class:`portable.planner.pass_cost.CompilerModel` of the backend.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ class RecordedValue:
 
 
 class OperationTape:
-    """Recorder for the operations of a pass, from which it computes the peak memory of each phase.
+    """Recorder of a pass's operations that computes the peak memory of each phase.
 
     Args:
-        model: Model with fake tensors. Its parameters and buffers are not counted. A gradient of a parameter
-            is only counted until it is complete.
+        model: Model with fake tensors. Its parameters and buffers are not counted. A parameter's
+            gradient is counted only until it is complete.
         compiler: Compiler that would run the pass.
     """
 
@@ -76,7 +76,7 @@ class OperationTape:
         self._phase_ends.append(len(self._values))
 
     def get_peaks(self) -> list[Peak]:
-        """Compute the peak of each phase that has ended."""
+        """Compute the peaks of all completed phases."""
         return [
             Peak(peak, 0)
             for peak in compute_phase_peaks(self._values, self._phase_ends, self._transient_values)
@@ -115,9 +115,9 @@ class OperationTape:
         return results
 
     def _set_newest(self, tensor: torch.Tensor, value: int) -> None:
-        """Record that the storage of a tensor now holds a recorded value.
+        """Record that the storage of a tensor now contains a recorded value.
 
-        The new value replaces the earlier value of the storage, for example after an in-place operation. The
+        The new value replaces the storage's earlier value, for example after an in-place operation. The
         entry is removed when the storage is freed.
 
         Args:
@@ -138,7 +138,7 @@ class OperationTape:
     def _remove_gradient(self, parameter: torch.Tensor) -> None:
         """Count a complete gradient only while it is computed, because gradients are not activation memory.
 
-        Hook that runs after gradient accumulation.
+        This hook runs after gradient accumulation.
         """
         assert parameter.grad is not None
         value = self._newest_values.pop(_get_storage_id(parameter.grad), None)
@@ -146,10 +146,10 @@ class OperationTape:
             self._transient_values.add(value)
 
     def _mark_saved_tensors(self, layer: nn.Module) -> None:
-        """Wrap the layer's ``forward``, so that all values that autograd saves in the layer count as stored.
+        """Wrap a layer's ``forward`` so that all values that autograd saves in the layer count as stored.
 
-        A compiler that runs the layers in a loop must store these values, because the backward loop reads
-        them.
+        A compiler that runs the layers in a loop must store these values, because the loop of the backward
+        pass reads them.
         """
         forward = layer.forward
 
@@ -175,10 +175,10 @@ def _get_storage_id(tensor: torch.Tensor) -> int:
 def compute_phase_peaks(
     values: Sequence[RecordedValue], phase_ends: Sequence[int], transient: set[int]
 ) -> list[int]:
-    """Simulate which values a compiler writes to memory, and compute the peak memory of each phase in bytes.
+    """Simulate which values a compiler writes to memory, and compute the peak bytes of each phase.
 
-    A value that is written to memory occupies it until the last operation that reads it, directly or through
-    values that are recomputed.
+    A written value occupies memory until its last use. Operations use it directly, or through values
+    that are recomputed from it.
 
     Args:
         values: Recorded values, in the order of computation.
@@ -230,15 +230,15 @@ def compute_phase_peaks(
 def _fuse_elementwise_into_products(values: Sequence[RecordedValue]) -> list[RecordedValue]:
     """Fuse each matrix product with the elementwise operation that reads it.
 
-    If a product is read by a single elementwise operation whose result is not larger, the compiler writes
-    only the result of the elementwise operation to memory.
+    If only one elementwise operation reads the product, and its result is not larger, the compiler
+    writes only the elementwise result to memory.
 
     Args:
         values: Recorded values, in the order of computation.
 
     Returns:
-        Copy of the values, in which the type of a fused product is ``computed`` and the type of the
-        elementwise result is ``product``.
+        Copy of the values, in which a fused product has the type ``computed``, and its elementwise
+        result has the type ``product``.
     """
     readers: list[list[int]] = [[] for _ in values]
     for i, value in enumerate(values):

@@ -1,4 +1,4 @@
-"""Columns of a batch with the images for which the planner measures the memory of the image tower."""
+"""Build the images with which the planner measures the memory of the image tower."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ if TYPE_CHECKING:
 
 
 def build_largest_image_columns(config: RunConfig, sizes: DataSizes | None) -> Batch | None:
-    """Build the columns of a batch with the images of the sample that needs the most memory.
+    """Build the batch columns for the images of the sample that needs the most memory.
 
-    If the data is tokenized, these are the images of the conversation whose images have the most tokens.
-    Otherwise, it is one square image that is as large as ``data.image_max_pixels``, the processor of the
-    model and ``data.seq_len`` allow.
+    If the data is tokenized, these are the images of the conversation with the most image tokens.
+    Otherwise, it is one square image of the maximum size that ``data.image_max_pixels``, the model's
+    processor and ``data.seq_len`` allow.
 
     Args:
         config: Resolved config of the run.
         sizes: Sizes of the data. None if the data is not on this machine.
 
     Returns:
-        Tensors keyed by the name of the model's argument. None if the run has no images. Also None if the
-        processor is not on this machine, which is printed as a note.
+        Tensors, keyed by the name of the model's argument. None if the run has no images, or if the
+        processor is not on this machine. In the latter case, a note is printed.
     """
     if not config.data.images:
         return None
@@ -63,7 +63,7 @@ def _print_note_once(note: str) -> None:
 
 
 def _load_local_processor(config: RunConfig) -> ImageProcessor | None:
-    """Load the image processor of the model from this machine. Returns None if it is not there."""
+    """Load the model's image processor from this machine, or return None if it is not available."""
     from portable.data.tokens.image_processing import load_image_processor
 
     if config.model.name_or_path is None:

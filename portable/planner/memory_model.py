@@ -1,7 +1,8 @@
-"""Interface and data classes with which a backend describes the memory and communication of its engines.
+"""Interface through which a backend describes the memory and communication of its engines.
 
-Each backend package has a module ``footprint`` that computes them from the sizes of a model, without building
-an engine. The module must not import an accelerator library. See :class:`FootprintModule`.
+Each backend package has a module ``footprint`` that computes them from the sizes of a model,
+without building an engine. The module must not import an accelerator library. See
+:class:`FootprintModule`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ COMPUTE_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}
 
 @dataclass(frozen=True)
 class Cluster:
-    """Number of devices of a run, and their distribution over nodes."""
+    """Number of devices of a run and their distribution over nodes."""
 
     devices: int
     """Total number of devices."""
@@ -50,14 +51,14 @@ class StrategySetting:
 
     @classmethod
     def from_config(cls, config: RunConfig) -> StrategySetting:
-        """Return the combination of settings that a config contains."""
+        """Return the combination of settings in a config."""
         return cls(config.strategy, config.memory.offload_optimizer, config.memory.offload_params)
 
     @property
     def offload_targets(self) -> dict[str, str]:
-        """Offloading targets, ``cpu`` or ``nvme``, keyed by ``optimizer`` and ``params``.
+        """Offload targets, ``cpu`` or ``nvme``, keyed by ``optimizer`` and ``params``.
 
-        A key is missing if nothing is offloaded for it.
+        If one of the two is not offloaded, its key is missing.
         """
         places = {"optimizer": self.offload_optimizer, "params": self.offload_params}
         return {part: place for part, place in places.items() if place != "none"}
@@ -70,10 +71,11 @@ class StrategySetting:
     def apply_to(self, config: RunConfig) -> RunConfig:
         """Return a copy of a config with this combination of settings.
 
-        ``memory.nvme_path`` is set to a placeholder if the combination needs a path and the config has none.
+        ``memory.nvme_path`` is set to a placeholder if the combination needs a path and the config has
+        none.
 
         Raises:
-            UserError: If the combination is not valid together with the other settings.
+            UserError: If the combination is incompatible with the other settings.
         """
         return config.replaced(
             {
@@ -103,10 +105,10 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Footprint:
-    """Memory of an engine for a model, without activations, and its communication. Sizes are in bytes.
+    """Memory and communication that an engine needs for a model. Sizes are in bytes.
 
-    The sizes are for the rank that requires the most memory. They only include sizes that do not depend on
-    the micro-batch.
+    The sizes are for the rank that needs the most memory. Only sizes that do not depend on the
+    micro-batch are included, so activations are not.
     """
 
     parameters: int
@@ -147,12 +149,12 @@ class Footprint:
 
 
 class FootprintModule(Protocol):
-    """Interface of the module ``footprint`` that each backend package contains."""
+    """Interface of the ``footprint`` module of each backend package."""
 
     def resolve_config(self, config: RunConfig, cluster: Cluster) -> RunConfig:
-        """Replace defaults by the values in the engine's own config file, such as a DeepSpeed JSON.
+        """Replace defaults with the values in the engine's own config file, such as a DeepSpeed JSON.
 
-        Also checks the config.
+        The config is also checked.
 
         Args:
             config: Config of the run.
@@ -175,11 +177,11 @@ class FootprintModule(Protocol):
 
         Args:
             model: Model on the meta device.
-            config: Config of the run, whose section ``fsdp`` may select the modules.
+            config: Config of the run. Its ``fsdp`` section may select the modules.
 
         Returns:
-            The modules, with outer modules before inner modules. Empty if the footprint of this backend's
-            engines does not depend on such modules.
+            The modules, with outer modules before inner modules. Empty if this backend's footprint does not
+            depend on such modules.
 
         Raises:
             UserError: If the config selects modules that the model does not have.
@@ -199,7 +201,7 @@ class UpdateCost(NamedTuple):
     """Device memory and communication of an optimizer update.
 
     Attributes:
-        temporary_bytes: Device memory that the update requires in addition to the optimizer state.
+        temporary_bytes: Device memory that the update needs in addition to the optimizer state.
         sent_bytes: Number of bytes that a device sends to other devices during the update.
     """
 
@@ -210,20 +212,20 @@ class UpdateCost(NamedTuple):
 def compute_muon_update_cost(
     model: ModelInventory, compute_itemsize: int, ranks: int, *, replicated: bool
 ) -> UpdateCost:
-    """Compute the device memory and communication of an update with Muon.
+    """Compute the device memory and communication of a Muon update.
 
-    The matrices of the model are distributed among the ranks, and each rank orthogonalizes one complete
-    matrix at a time. Its memory consists of the received matrix, the parts of other ranks' matrices before
-    and after the update, and the operands and results of the matrix products.
+    The matrices of the model are distributed over the ranks, and each rank orthogonalizes one complete
+    matrix at a time. A rank needs memory for this matrix, for the parts of other ranks' matrices before
+    and after the update, and for the operands and results of the matrix products.
 
     Args:
         model: Inventory of the model. Its largest matrix determines the memory.
-        compute_itemsize: Size in bytes of an element in the matrix products.
-        ranks: Number of ranks among which the matrices are distributed.
+        compute_itemsize: Bytes per element in the matrix products.
+        ranks: Number of ranks over which the matrices are distributed.
         replicated: Whether each rank has a complete copy of all matrices, as in DDP.
 
     Returns:
-        The cost. Both numbers are 0 if Muon does not update any matrix of the model.
+        The cost. Both numbers are 0 if Muon updates none of the model's matrices.
     """
     matrices = [weight for weight in model.trained_weights if weight.uses_muon]
     sizes = [(math.prod(w.shape[-2:]), min(w.shape[-2:])) for w in matrices]

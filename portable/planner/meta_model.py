@@ -1,4 +1,4 @@
-"""Model on the meta device, from which the planner reads parameter sizes and measures activation memory."""
+"""Build a model on the meta device, read its parameter sizes, and measure its activation memory."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class ContextParallelTraffic(NamedTuple):
 
     Attributes:
         sent_bytes: Number of bytes that the rank sends to all other ranks of its group.
-        sent_between_nodes: Number of bytes among them that go to ranks on other nodes.
+        sent_between_nodes: Number of these bytes that are sent to ranks on other nodes.
     """
 
     sent_bytes: float
@@ -46,16 +46,16 @@ class ContextParallelTraffic(NamedTuple):
 
 
 class MetaModel:
-    """Model on the meta device, together with the numbers that the planner derives from the model.
+    """Model on the meta device, together with the numbers that the planner derives from it.
 
-    Attribute ``inventory`` contains the parameters. If the strategy cannot split the model into FSDP units,
-    the constructor does not raise an error but stores the message in ``inventory.unit_error``, because other
-    strategies may not need units.
+    The attribute ``inventory`` contains the parameters. If the strategy cannot split the model into
+    FSDP units, the error message is stored in ``inventory.unit_error``. The constructor does not raise
+    the error, because other strategies may not need units.
 
     Args:
-        model: Model on the meta device, which is not changed.
+        model: Model on the meta device. It is not modified.
         config: Config of the run. Its backend must not be ``auto``.
-        image_columns: Columns of a batch with the images of the sample that needs the most memory, keyed by
+        image_columns: Batch columns with the images of the sample that needs the most memory, keyed by
             name. None if the samples have no images.
     """
 
@@ -109,8 +109,8 @@ class MetaModel:
     def compute_context_parallel_traffic(self, config: RunConfig, cluster: Cluster) -> ContextParallelTraffic:
         """Compute the number of bytes that a context-parallel rank sends in a micro-batch.
 
-        In the attention of each layer, a rank sends its share of the queries, keys, values, and results to
-        the other ranks of its group. This occurs in the forward pass, in the backward pass for the gradients,
+        In each attention layer, a rank sends its share of the queries, keys, values, and results to the
+        other ranks of its group. This happens in the forward pass, in the backward pass for the gradients,
         and once more if the layer is recomputed. Returns zeros without context parallelism.
 
         Args:
@@ -136,7 +136,7 @@ class MetaModel:
         """Measure the peak memory of a pass. Results are cached.
 
         If the model cannot be run without values, for example because its control flow depends on them, the
-        result is estimated with a formula. In this case, ``failure`` of the result is set.
+        peak is estimated with a formula, and ``failure`` is set in the result.
 
         Args:
             request: Pass to run.
@@ -164,8 +164,8 @@ class MetaModel:
     def _measure_image_tower(self, columns: Batch, request: PassRequest) -> TowerMemory:
         """Measure the memory of the image tower for one sample, or estimate it if the tower cannot be run.
 
-        The estimate is the size of the images in the processor's output, times 10: a layer of a vision
-        transformer has some 10 numbers per number of a patch in memory.
+        The estimate is 10 times the size of the images in the processor's output, because a layer of a
+        vision transformer stores about 10 numbers per number in a patch.
         """
         from portable.planner.activations import measure_image_tower
 
@@ -183,7 +183,7 @@ class MetaModel:
 def build_inventory(
     module: nn.Module, train: TrainConfig, units: Sequence[nn.Module] = (), *, sharing: int = 1
 ) -> ModelInventory:
-    """Build the inventory of a transformers model: its parameters and sizes as plain data.
+    """Build the inventory of a transformers model, which lists its parameters and sizes as plain data.
 
     Args:
         module: Model on any device.

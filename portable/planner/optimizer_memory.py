@@ -1,4 +1,4 @@
-"""Functions that compute the size of the optimizer state of a parameter, without creating the state."""
+"""Compute the size of a parameter's optimizer state, without creating the state."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ quantized have the same size."""
 
 
 class CustomStateBytes(NamedTuple):
-    """Size of the state that a custom optimizer keeps for a parameter, in bytes.
+    """Size in bytes of a custom optimizer's state for a parameter.
 
     Attributes:
         sharded: Size of the state tensors with the shape of the parameter, which are sharded like the
             parameter.
-        replicated: Size of all other state, such as step counters, which each rank stores completely.
+        replicated: Size of all other state, such as step counters, which is replicated on each rank.
     """
 
     sharded: int
@@ -34,12 +34,12 @@ class CustomStateBytes(NamedTuple):
 
 
 def compute_custom_state_bytes(train: TrainConfig, shape: tuple[int, ...], elements: int) -> CustomStateBytes:
-    """Compute the size of the state that a custom optimizer keeps for a shard of a parameter.
+    """Compute the size of a custom optimizer's state for a shard of a parameter.
 
-    To find out which state the optimizer creates, it is run on tensors of the meta device.
+    The optimizer is run on meta tensors to find the state that it creates.
 
     Args:
-        train: Settings, whose ``optimizer`` names the custom optimizer.
+        train: Settings whose ``optimizer`` is a custom optimizer.
         shape: Shape of the complete parameter.
         elements: Number of elements of the shard.
     """
@@ -63,7 +63,7 @@ def compute_optimizer_state_bytes(
     keeps_fp32_moments: bool,
     uses_muon: bool = False,
 ) -> int:
-    """Compute the size in bytes of the optimizer state for a parameter, or for a shard with some of its rows.
+    """Compute the bytes of the optimizer state for a parameter, or for a shard with some of its rows.
 
     This includes the exponential moving average of the weights if ``train.ema`` is set.
 

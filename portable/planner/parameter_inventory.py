@@ -1,7 +1,7 @@
-"""Data classes for the parameters of a model, and for other properties of the model that a plan requires.
+"""Data classes for a model's parameters and the other model properties that a plan needs.
 
-:func:`portable.planner.meta_model.build_inventory` creates them from a model on the meta device. This module
-does not import torch, so footprint modules can use it cheaply.
+:func:`portable.planner.meta_model.build_inventory` creates them from a model on the meta device.
+This module does not import torch, so footprint modules can use it cheaply.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ParameterEntry:
-    """Properties of a parameter of a model. A tied parameter has a single entry."""
+    """Properties of a model parameter. A tied parameter has a single entry."""
 
     name: str
     """Name of the parameter. For a tied parameter, the first of its names."""
@@ -54,7 +54,7 @@ class ParameterEntry:
 
     @property
     def is_trained(self) -> bool:
-        """Whether the parameter is trained, and not frozen."""
+        """Whether the parameter is trained instead of frozen."""
         return self.group is not None
 
     @property
@@ -65,7 +65,7 @@ class ParameterEntry:
 
 @dataclass(frozen=True)
 class ModelInventory:
-    """Parameters of a model, and other properties of the model that a plan requires."""
+    """Parameters of a model, and the other model properties that a plan needs."""
 
     architecture: str
     """Name of the transformers class, such as ``LlamaForCausalLM``."""
@@ -99,7 +99,7 @@ class ModelInventory:
         return tuple(w for w in self.weights if w.is_trained)
 
     def shard_for_tensor_parallel(self, ranks: int) -> ModelInventory:
-        """Return the inventory of a single tensor-parallel rank, in which the split parameters are smaller.
+        """Return the inventory of one tensor-parallel rank, in which sharded parameters are smaller.
 
         Args:
             ranks: Number of tensor-parallel ranks. If it is 1, this object itself is returned.
@@ -114,9 +114,9 @@ class ModelInventory:
         return self if ranks == 1 else replace(self, weights=tuple(map(cut_weight, self.weights)))
 
     def shard_for_expert_parallel(self, ranks: int) -> ModelInventory:
-        """Return the inventory of one expert-parallel rank out of ``ranks``.
+        """Return the inventory of one of ``ranks`` expert-parallel ranks, which has fewer experts.
 
-        Returns self if ``ranks`` is 1.
+        Returns this object itself if ``ranks`` is 1.
         """
         if ranks == 1:
             return self
@@ -132,7 +132,7 @@ class ModelInventory:
     def count_elements_by_part(
         self, part: Literal["layer", "unit"], *, only_trained: bool = False
     ) -> list[int]:
-        """Count the parameters' elements in each transformer layer or in each FSDP unit.
+        """Count the parameter elements in each transformer layer or each FSDP unit.
 
         Args:
             part: ``layer`` to count per transformer layer, or ``unit`` to count per FSDP unit.
@@ -153,7 +153,7 @@ class ModelInventory:
         return self.state_bytes + self.compute_optimizer_state_bytes(train)
 
     def compute_optimizer_state_bytes(self, train: TrainConfig) -> int:
-        """Compute the size in bytes of the optimizer state of all trained parameters, before sharding."""
+        """Compute the bytes of the optimizer state of all trained parameters, before sharding."""
         return sum(
             compute_optimizer_state_bytes(
                 train,

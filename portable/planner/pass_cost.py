@@ -1,6 +1,6 @@
-"""Data classes that describe a forward and backward pass, and its measured memory.
+"""Data classes that describe a forward and backward pass and its measured memory.
 
-This module does not import torch. :mod:`portable.planner.activations`, which runs the passes, does.
+This module does not import torch. Use :mod:`portable.planner.activations` to run the passes.
 """
 
 from __future__ import annotations
@@ -34,15 +34,16 @@ class Peak(NamedTuple):
 
     @property
     def total_bytes(self) -> int:
-        """Sum of both sizes."""
+        """Sum of ``work_bytes`` and ``copy_bytes``."""
         return self.work_bytes + self.copy_bytes
 
 
 @dataclass(frozen=True)
 class Activations:
-    """Peak memory of a pass, before and after the backward pass has computed gradients of layers.
+    """Peak memory of a pass, before and after the backward pass has computed the first layer gradients.
 
-    The phases are separate, because engines keep different amounts of gathered parameters in memory in them.
+    The two phases are separate, because engines keep different amounts of gathered parameters in
+    memory.
     """
 
     before_layers: Peak
@@ -59,11 +60,14 @@ class Activations:
 
     @property
     def total_bytes(self) -> int:
-        """Larger of the totals of both peaks."""
+        """Maximum of the total bytes of both peaks."""
         return max(self.before_layers.total_bytes, self.in_layers.total_bytes)
 
     def add_tower(self, tower: TowerMemory, num_samples: int) -> Activations:
-        """Return the peaks of a pass that begins with the images of ``num_samples`` samples."""
+        """Return the peaks of a pass that also runs an image tower.
+
+        The tower runs first, on the images of ``num_samples`` samples.
+        """
         before, layers = self.before_layers, self.in_layers
         peak, kept_bytes = num_samples * tower.peak_bytes, num_samples * tower.kept_bytes
         return Activations(
@@ -99,10 +103,10 @@ the end of the backward loop over layers.
 
 
 class ResultRule(Protocol):
-    """Type of functions that return the treatment of an operation's result by a compiler."""
+    """Type of functions that return how a compiler treats the result of an operation."""
 
     def __call__(self, operation: str, *, elementwise: bool) -> ResultKind:
-        """Return the treatment of the result of an operation by the compiler.
+        """Return how the compiler treats the result of an operation.
 
         Args:
             operation: Name of the ATen operation, such as ``mm`` or ``_to_copy``.
@@ -113,7 +117,7 @@ class ResultRule(Protocol):
 
 @dataclass(frozen=True)
 class CompilerModel:
-    """Properties of a compiler for complete passes, such as XLA, that determine the memory of a pass."""
+    """Properties of a compiler for complete passes, such as XLA, that affect the memory of a pass."""
 
     classify_result: ResultRule
     """Function that takes the name of an operation, and returns the treatment of its result."""
@@ -141,7 +145,7 @@ class CompilerModel:
 
 @dataclass(frozen=True)
 class PassRequest:
-    """Description of a forward and backward pass, with all values that its memory depends on."""
+    """Description of a forward and backward pass: all values that its memory depends on."""
 
     micro_batch: int
     """Number of sequences in a micro-batch."""
@@ -187,15 +191,15 @@ class PassRequest:
         on_gpu: bool,
         compiler: CompilerModel | None = None,
     ) -> PassRequest:
-        """Build the description of the pass that a run takes for each micro-batch.
+        """Build the description of the pass that a run executes for each micro-batch.
 
         Args:
             config: Config of the run.
             micro_batch: Number of samples in a micro-batch.
-            compute: Mechanism by which the engine computes in the compute dtype. Ignored if the precision is
-                fp32.
-            on_gpu: Whether autocast follows the rules of CUDA.
-            compiler: Compiler that compiles the complete pass. None if there is no such compiler.
+            compute: Mechanism by which the engine computes in the compute dtype, such as autocast. Ignored
+                in fp32.
+            on_gpu: Whether autocast follows CUDA's rules.
+            compiler: Compiler that compiles the complete pass. None if the engine does not use one.
         """
         precision = "fp32" if config.precision == "tf32" else config.precision
         in_parts = not (compiler or config.strategy.startswith("zero"))

@@ -1,7 +1,7 @@
-"""Planner that computes the memory of a run under each strategy, and finds the best strategy that fits.
+"""Compute the memory of a run under each strategy, and find the best strategy that fits.
 
-Strategies are tried in a fixed order, in which strategies that send fewer bytes per step come first. See
-docs/planning.md.
+Strategies are tried in a fixed order, which begins with the strategies that send the fewest bytes
+per step. See docs/planning.md.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _LAST_POSITION = 11
 
 @dataclass(frozen=True)
 class PlanTarget:
-    """Backend and devices to plan a run for."""
+    """Backend and devices that a run is planned for."""
 
     backend: str
     """Name of the backend, such as ``cuda``."""
@@ -71,7 +71,7 @@ class PlanTarget:
 
 
 class ConfigAndTarget(NamedTuple):
-    """Config that is resolved for a target, and the target."""
+    """Config that is resolved for a target, together with the target."""
 
     config: RunConfig
     target: PlanTarget
@@ -79,7 +79,7 @@ class ConfigAndTarget(NamedTuple):
 
 @dataclass(frozen=True)
 class DeviceBytes:
-    """Composition of the peak memory on the device of the rank that requires the most, in bytes."""
+    """Breakdown of the peak device memory, in bytes, on the rank that needs the most."""
 
     parameters: int
     gathered: int
@@ -90,18 +90,18 @@ class DeviceBytes:
 
     @property
     def resident(self) -> int:
-        """Number of bytes that stay allocated between steps. They do not depend on the micro-batch size."""
+        """Bytes that stay allocated between steps. They do not depend on the micro-batch size."""
         return self.parameters + self.gradients + self.optimizer
 
     @property
     def total(self) -> int:
-        """Peak memory, which is the sum of all attributes."""
+        """Peak memory: the sum of all attributes."""
         return self.resident + self.gathered + self.activations
 
 
 @dataclass(frozen=True)
 class PlanOption:
-    """Combination of settings for a run, and the resources that the run requires with these settings."""
+    """Combination of settings for a run, and the resources that the run needs with these settings."""
 
     setting: StrategySetting
     micro_batch: int
@@ -131,7 +131,7 @@ class PlanOption:
         """Format the settings of this option as YAML lines that the user can copy into the config file.
 
         Args:
-            config: Config of the run, from which the precision and ``memory.nvme_path`` are taken.
+            config: Config of the run, which provides the precision and ``memory.nvme_path``.
         """
         memory = {
             "activation_checkpointing": self.recompute,
@@ -179,7 +179,7 @@ class Planner:
         self._checkpoint = self.model.compute_checkpoint_bytes(config.train)
 
     def get_peak_flops(self) -> float | None:
-        """Return the peak FLOP/s of a device in the run's precision, according to its data sheet.
+        """Return the peak FLOP/s of a device in the run's precision, as listed in its data sheet.
 
         Returns None if the device or its peak is unknown.
         """
@@ -187,7 +187,7 @@ class Planner:
         return None if device is None else dict(device.peak_flops_by_precision).get(self.config.precision)
 
     def compute_max_tokens_per_second(self) -> float | None:
-        """Compute an upper bound of the training throughput, if all devices reached their peak FLOP/s.
+        """Compute an upper bound on the throughput, assuming that all devices reach their peak FLOP/s.
 
         Returns None if the peak is unknown.
         """
@@ -199,15 +199,15 @@ class Planner:
     def build_option(
         self, setting: StrategySetting, *, micro_batch: int | None = None, recompute: str | None = None
     ) -> PlanOption:
-        """Compute the resources that the run requires with a combination of settings.
+        """Compute the resources that the run needs with a combination of settings.
 
         Args:
             setting: Strategy and offloading.
-            micro_batch: Micro-batch size. If None, the size of the config is used.
-            recompute: Value of ``memory.activation_checkpointing``. If None, the value of the config is used.
+            micro_batch: Micro-batch size. None for the size in the config.
+            recompute: Value of ``memory.activation_checkpointing``. None for the value in the config.
 
         Raises:
-            UserError: If the combination is not valid together with the other settings.
+            UserError: If the combination is incompatible with the other settings.
         """
         micro_batch = micro_batch or self.micro_batch
         config = setting.apply_to(self.config).replaced({"train.micro_batch_size": micro_batch})
@@ -250,7 +250,7 @@ class Planner:
         )
 
     def _get_footprint(self, config: RunConfig) -> Footprint:
-        """Compute the memory of the engine for a config, without activations. Results are cached."""
+        """Compute the memory of a config's engine, without activations. Results are cached."""
         key = (
             StrategySetting.from_config(config),
             config.train.micro_batch_size,
@@ -288,19 +288,19 @@ class Planner:
     def build_options(self, *, offloading: bool = True) -> list[PlanOption]:
         """Compute an option for each supported combination of strategy and offloading.
 
-        All other settings, such as the micro-batch size, have the values of the config. A combination that
-        does not work with the other settings is omitted.
+        All other settings, such as the micro-batch size, have the values in the config. Combinations that
+        are incompatible with the other settings are omitted.
 
         Args:
             offloading: Whether to include offloading. If False, the result is also restricted to strategies
                 that fit at least with micro-batches of one sample and full recomputation, which saves time.
 
         Returns:
-            The options that fit, or whose fit is unknown, in the order of strategies, and then the options
-            that do not fit.
+            First the options that fit or may fit, in the order of strategies, and then the options that do
+            not fit.
 
         Raises:
-            UserError: If the configured combination is not valid together with the other settings.
+            UserError: If the configured combination is incompatible with the other settings.
         """
         configured = StrategySetting.from_config(self.config)
         settings = list(self._footprint_module.iter_settings(self.config, self.target.cluster))
@@ -318,9 +318,9 @@ class Planner:
 
     @staticmethod
     def get_order_position(setting: StrategySetting) -> int:
-        """Return the position of a combination in the order of strategies, from 0 for the most preferred.
+        """Return the position of a combination in the order of strategies, with the most preferred at 0.
 
-        Combinations that cost about the same have the same position.
+        Combinations with about the same cost have the same position.
         """
         return _ORDER.get(setting, _LAST_POSITION)
 
@@ -328,8 +328,8 @@ class Planner:
         """Return the sort key of a combination.
 
         Returns:
-            Position of the combination in the order of strategies, whether its family (FSDP2 or ZeRO) differs
-            from the family of the configured strategy, and a number that makes the order unique.
+            Position in the order of strategies, whether the family (FSDP2 or ZeRO) differs from the family
+            of the configured strategy, and a number that makes the order unique.
         """
         family = setting.strategy.startswith("zero") != self.config.strategy.startswith("zero")
         return (
@@ -343,7 +343,7 @@ class Planner:
         return self._compute_order_key(option.setting) < self._compute_order_key(other.setting)
 
     def describe_next_setting(self, setting: StrategySetting) -> str | None:
-        """Describe the next combination of the same family in the order of strategies, for a user to try.
+        """Describe the next combination of the same family in the order of strategies, as a suggestion.
 
         Args:
             setting: Combination that does not fit.
@@ -367,16 +367,16 @@ class Planner:
     def find_best_option(self, options: list[PlanOption]) -> PlanOption | None:
         """Find the option that fits and is expected to be the fastest.
 
-        Strategies without offloading are tried first, in the order of strategies: with the config's
-        micro-batch size and recomputation, then with smaller micro-batches (more accumulation, which costs
-        little), and then with full recomputation (a third more computation). Strategies with offloading are
-        tried last.
+        Strategies without offloading are tried first, in the order of strategies. The first attempt has
+        the config's micro-batch size and recomputation. Next are smaller micro-batches, because more
+        accumulation costs little, and then full recomputation, which costs a third more computation.
+        Strategies with offloading are tried last.
 
         Args:
-            options: Result of `build_options`.
+            options: Result of ``build_options``.
 
         Returns:
-            The option. None if no option fits or if the memory of the device is unknown.
+            The option. None if no option fits or if the device memory is unknown.
         """
         if self.target.device is None:
             return None
@@ -386,12 +386,12 @@ class Planner:
         return None
 
     def _iter_candidates(self, options: list[PlanOption]) -> Iterator[PlanOption]:
-        """Yield options in the order in which `find_best_option` tries them.
+        """Yield options in the order in which ``find_best_option`` tries them.
 
         Strategies whose training state does not fit are omitted.
 
         Args:
-            options: Result of `build_options`.
+            options: Result of ``build_options``.
         """
         ordered = sorted(
             (option for option in options if self._has_room_for_state(option.setting)),
@@ -414,7 +414,7 @@ class Planner:
     def _has_room_for_state(self, setting: StrategySetting) -> bool:
         """Return whether parameters, gradients and optimizer state fit on the devices and hosts.
 
-        Their size depends neither on the micro-batch size nor on recomputation.
+        Their size does not depend on the micro-batch size or on recomputation.
         """
         target, footprint = self.target, self._get_footprint(setting.apply_to(self.config))
         assert target.device is not None
@@ -435,7 +435,7 @@ class Planner:
         )
 
     def compute_min_device_bytes(self) -> int:
-        """Compute the smallest device memory in bytes with which the run fits without offloading.
+        """Compute the minimum device memory in bytes that the run needs without offloading.
 
         This is the minimum over all strategies, with micro-batches of one sequence and full recomputation.
         """
@@ -455,9 +455,9 @@ class Planner:
 
         Args:
             setting: Strategy and offloading.
-            sizes: Micro-batch sizes to try, in descending order. The smallest size is tried first, because no
-                size fits if it does not.
-            recompute: Value of ``memory.activation_checkpointing``. If None, the value of the config is used.
+            sizes: Micro-batch sizes to try, in descending order. The smallest size is tried first: if it
+                does not fit, no size does.
+            recompute: Value of ``memory.activation_checkpointing``. None for the value in the config.
         """
         if sizes and self.build_option(setting, micro_batch=sizes[-1], recompute=recompute).fits:
             options = (self.build_option(setting, micro_batch=size, recompute=recompute) for size in sizes)
@@ -484,7 +484,7 @@ class Planner:
             sizes: Micro-batch sizes in ascending order.
 
         Returns:
-            The size. None if no size fits or if the memory of the device is unknown.
+            The size. None if no size fits or if the device memory is unknown.
         """
         if self.target.device is None:
             return None
@@ -502,10 +502,10 @@ class Planner:
 def _compute_device_bytes(footprint: Footprint, working: Activations) -> DeviceBytes:
     """Compute the peak memory of a device.
 
-    The peak is the largest memory at four moments: before the backward pass reaches the layers, while it is
-    in the layers, at its end, and in the update. All gradients are assumed to be in memory at each moment,
-    which is true from the second micro-batch of a step on. If a step has only one micro-batch, gradients
-    appear while activations are freed, so the actual peak is lower.
+    The peak is the maximum over four moments: before the backward pass reaches the layers, while it is
+    in the layers, at its end, and in the update. All gradients are assumed to be in memory at each
+    moment, which is true from the second micro-batch of a step on. In a step with only one micro-batch,
+    gradients appear while activations are freed, so the actual peak is lower.
 
     Args:
         footprint: Memory of the engine, without activations.

@@ -1,4 +1,4 @@
-"""Class for the plan of a run, and functions that format it as text and as JSON."""
+"""Plan of a run, and its formats as text and JSON."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Plan:
     price: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the plan as a dictionary that can be converted to JSON. Sizes are in bytes."""
+        """Return the plan as a JSON-compatible dict. Sizes are in bytes."""
         return plan_to_json(self)
 
     def __str__(self) -> str:
@@ -58,19 +58,19 @@ class Plan:
 
     @cached_property
     def hours(self) -> EstimateRange | None:
-        """Range of hours that the run takes with the recommended option. None if it is unknown."""
+        """Range of hours for the run with the recommended option. None if it is unknown."""
         return estimate_run_hours(self.planner, self.best, self.work) if self.best and self.work else None
 
     @cached_property
     def cost(self) -> EstimateRange | None:
-        """Range of the run's cost, in the currency of `price`. None if the hours or the price are unknown."""
+        """Range of the run's cost, in the currency of ``price``. None if hours or price are unknown."""
         if self.hours is None or self.price is None:
             return None
         return self.hours.compute_cost(self.price * self.planner.target.cluster.devices)
 
 
 def plan_to_json(plan: Plan) -> dict[str, Any]:
-    """Convert a plan to a dictionary for JSON. Sizes are in bytes, and unknown values are None."""
+    """Convert a plan to a JSON-compatible dict. Sizes are in bytes, and unknown values are None."""
     planner, target, hours = plan.planner, plan.planner.target, plan.hours
     device, devices = target.device, target.cluster.devices
     reached = device.reached if device and hours else None
@@ -100,7 +100,7 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
 
 
 def _option_to_json(option: PlanOption) -> dict[str, Any]:
-    """Convert an option to a dictionary for JSON. Sizes are in bytes."""
+    """Convert an option to a JSON-compatible dict. Sizes are in bytes."""
     return {
         **asdict(option.setting),
         "context_parallel_size": option.context_parallel_size,
@@ -117,12 +117,12 @@ def _option_to_json(option: PlanOption) -> dict[str, Any]:
 
 
 def format_plan(plan: Plan, *, wide: bool = False, width: int = 100) -> str:
-    """Format a plan as the text that `portable-plan` prints.
+    """Format a plan as the text that ``portable-plan`` prints.
 
     Args:
         plan: Plan to format.
-        wide: Whether the table of options shows the composition of the device memory.
-        width: Maximum number of characters in a line, except for lines of the table of options.
+        wide: Whether the table of options includes a breakdown of the device memory.
+        width: Maximum line width in characters. Lines of the table of options may be wider.
     """
     planner, best = plan.planner, plan.best
     device, cluster = planner.target.device, planner.target.cluster
@@ -165,11 +165,11 @@ def format_plan(plan: Plan, *, wide: bool = False, width: int = 100) -> str:
 
 
 def build_time_rows(plan: Plan) -> list[tuple[str, str]]:
-    """Build table rows with the time and the cost of the run.
+    """Build table rows for the time and the cost of the run.
 
     Returns:
-        Pairs of a name and a description. Empty if the time is unknown, and without a cost if the price is
-        unknown.
+        Pairs of a name and a description. Empty if the time is unknown. The cost is omitted if the
+        price is unknown.
     """
     device, work = plan.planner.target.device, plan.work
     if device is None or work is None or plan.hours is None:
@@ -194,13 +194,14 @@ def wrap_text(text: str, width: int) -> str:
 
 
 def format_option_table(plan: Plan, *, wide: bool = False) -> str:
-    """Format a table with one row per option. The best option, if there is one, is first and has a star.
+    """Format a table with one row per option. If there is a best option, it is first and has a star.
 
-    Columns that contain only dashes, or only the values of the config, are omitted.
+    Columns that contain only dashes, or only the values in the config, are omitted.
 
     Args:
         plan: Plan with the options.
-        wide: Whether to show the composition of the device memory, and the columns with the config's values.
+        wide: Whether to include a breakdown of the device memory, and the columns with the config's
+            values.
     """
     planner, best = plan.planner, plan.best
     shown = [*plan.options]
@@ -229,10 +230,10 @@ def _format_cells(option: PlanOption, star: str) -> dict[str, str]:
 
     Args:
         option: Option to format.
-        star: Text before the name of the strategy, which marks the best option.
+        star: Prefix of the strategy name, which marks the best option.
 
     Returns:
-        Text of the cells, keyed by the name of the column.
+        Text of the cells, keyed by column name.
     """
     size = option.device_bytes
     numbers = {name: getattr(size, name) for name in _MEMORY_COLUMNS}
@@ -325,7 +326,7 @@ def explain_choice(plan: Plan) -> str:
 
 
 def list_changed_settings(planner: Planner, option: PlanOption) -> list[str]:
-    """Describe the settings of an option that differ from the config, except for strategy and offloading.
+    """Describe the settings of an option that differ from the config, except strategy and offloading.
 
     Returns:
         A description of each setting, such as ``train.micro_batch_size 2 instead of 4``.
@@ -346,7 +347,10 @@ def describe_largest_part(option: PlanOption) -> str:
 
 
 def describe_next_reductions(planner: Planner, option: PlanOption) -> str:
-    """Describe at most two settings to change, in this order, if an option runs out of memory."""
+    """Describe up to two settings to change if an option runs out of memory, in the order to try them.
+
+    If no setting is left to change, describe changes to the run instead.
+    """
     steps = []
     if option.micro_batch > 1:
         steps.append(f"train.micro_batch_size {max(1, option.micro_batch // 2)}")
@@ -360,7 +364,7 @@ def describe_next_reductions(planner: Planner, option: PlanOption) -> str:
 
 
 def _list_backend_remedies(planner: Planner) -> list[str]:
-    """List the backend's suggestions for less memory, except for settings that the planner varies itself."""
+    """List the backend's suggestions to reduce memory, except for settings that the planner itself varies."""
     remedies = load_backend_package(planner.target.backend).iter_memory_remedies(
         planner.config, planner.target.cluster.devices
     )
@@ -369,7 +373,7 @@ def _list_backend_remedies(planner: Planner) -> list[str]:
 
 
 def _describe_last_resorts(planner: Planner) -> str:
-    """Describe changes to the run for the case that even the option with the least memory does not fit."""
+    """Describe changes to the run that help if even the option with the least memory does not fit."""
     more = [*_list_backend_remedies(planner), "more devices", "a shorter data.seq_len"]
     if planner.config.train.optimizer == "adamw":
         more.append("train.optimizer adafactor")

@@ -1,4 +1,4 @@
-"""Functions that prepare a plan: they choose the target devices, and build the model on the meta device."""
+"""Prepare a plan: choose the target devices, and build the model on the meta device."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class ModelAndWork(NamedTuple):
-    """Model on the meta device, and amount of training in the run."""
+    """Model on the meta device, and the run's amount of training."""
 
     model: MetaModel
     work: TrainingWork | None
@@ -34,23 +34,23 @@ def choose_target(
     *,
     notes: bool = True,
 ) -> ConfigAndTarget:
-    """Choose the backend for a type of device, and resolve the settings that depend on the backend.
+    """Choose the backend for a device type, and resolve the settings that depend on the backend.
 
     If the device is unknown and the config does not set a backend, the backend is CUDA.
 
     Args:
         config: Config of the run.
-        device: Type of device. None if it is unknown.
+        device: Device type. None if it is unknown.
         devices: Number of devices.
-        host_memory: Memory of a node, in bytes. None if it is unknown.
-        notes: Whether to print the backend's notes on the config.
+        host_memory: Memory per node, in bytes. None if it is unknown.
+        notes: Whether to print the backend's notes about the config.
 
     Returns:
         The resolved config, whose backend and precision are not ``auto``, and the target.
 
     Raises:
-        UserError: If the config names a backend that does not drive the device, or if the batch cannot be
-            divided among the devices.
+        UserError: If the config specifies a backend that does not support the device, or if the batch
+            cannot be divided among the devices.
     """
     backend: str = config.backend
     if device is not None and backend not in device.backends:
@@ -81,7 +81,7 @@ def choose_target(
 
 
 def resolve_data_dependent_defaults(config: RunConfig) -> RunConfig:
-    """Resolve the defaults that depend on the data and the model, because the memory depends on them."""
+    """Resolve the defaults that depend on the data and the model, because they affect the memory."""
     with show_loading_message():
         from portable.adapters.assemble import resolve_defaults
     return resolve_defaults(config)
@@ -95,8 +95,8 @@ def build_model_and_work(config: RunConfig, *, with_data: bool = True) -> ModelA
         with_data: Whether to read the size of the data and the tokenizer, if they are on this machine.
 
     Returns:
-        The model, and the amount of training. If the size of the data is unknown, the amount is None unless
-        ``train.steps`` is set.
+        The model and the amount of training. The amount is None if the size of the data is unknown and
+        ``train.steps`` is not set.
     """
     with show_loading_message():
         from portable.adapters.assemble import resolve_and_build_model

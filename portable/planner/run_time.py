@@ -1,8 +1,8 @@
-"""Functions that estimate the time and the price of a run, as ranges.
+"""Estimate the time and the price of a run, as ranges.
 
-The estimate is the time of the computation or of the communication, whichever is longer. The time of the
-computation is the number of FLOPs for all tokens, divided by the peak FLOP/s of the devices and by the
-utilization that published runs have reached. The time of the communication is the number of bytes that a
+The estimate is the maximum of the computation time and the communication time. The computation time
+is the number of FLOPs for all tokens, divided by the peak FLOP/s of the devices and by the
+utilization that published runs have reached. The communication time is the number of bytes that a
 device sends, divided by the speed of its links. It is only counted if all devices are in one node.
 """
 
@@ -44,10 +44,10 @@ class TrainingWork:
 
 @dataclass(frozen=True)
 class EstimateRange:
-    """Range of the hours that a run takes, or of its cost.
+    """Range of a run's hours or cost.
 
-    A cost has the currency of the prices that the user specifies with ``--price-per-hour``, or US dollars if
-    the prices come from SkyPilot's catalog.
+    A cost is in the currency of the prices that the user specifies with ``--price-per-hour``, or in US
+    dollars if the prices come from SkyPilot's catalog.
     """
 
     least: float
@@ -61,10 +61,10 @@ class EstimateRange:
         return (self.least + self.most) / 2
 
     def compute_cost(self, price_per_hour: float) -> EstimateRange:
-        """Convert a range of hours to a range of the cost.
+        """Convert a range of hours to a range of costs.
 
         Args:
-            price_per_hour: Price of all devices together for an hour.
+            price_per_hour: Price per hour of all devices together.
         """
         return EstimateRange(self.least * price_per_hour, self.most * price_per_hour)
 
@@ -72,7 +72,7 @@ class EstimateRange:
         """Format a range of hours, in minutes if it is below two hours.
 
         Args:
-            prefix: Text before the numbers, such as ``about ``. It is left out if the result is ``less than a
+            prefix: Text before the numbers, such as ``about ``. Omitted if the result is ``less than a
                 minute``.
         """
         if self.most * 60 < 1:
@@ -81,10 +81,10 @@ class EstimateRange:
         return f"{prefix}{_format_range(self.least * factor, self.most * factor)} {unit}"
 
     def format_cost(self, prefix: str = "") -> str:
-        """Format a range of the cost.
+        """Format a range of costs.
 
         Args:
-            prefix: Text before the numbers, such as ``about ``. It is left out if the result is ``less than
+            prefix: Text before the numbers, such as ``about ``. Omitted if the result is ``less than
                 0.01``.
         """
         return "less than 0.01" if self.most < 0.01 else prefix + _format_range(self.least, self.most)
@@ -97,22 +97,22 @@ def _format_range(least: float, most: float) -> str:
 
 
 def _format_two_digits(value: float) -> str:
-    """Format an estimate with two significant digits, and without decimals from 10 on."""
+    """Format an estimate with two significant digits, or as an integer if it is at least 10."""
     return f"{value:.2g}" if value < 10 else f"{float(f'{value:.2g}'):,.0f}"
 
 
 def estimate_training_work(config: RunConfig, sizes: DataSizes | None) -> TrainingWork | None:
     """Compute the number of steps and tokens of a run.
 
-    If the length of the run is set in epochs and the data is not tokenized yet, the numbers are upper bounds
-    from the size of the text.
+    If the length of the run is set in epochs and the data is not tokenized yet, the numbers are upper
+    bounds that are derived from the size of the text.
 
     Args:
         config: Config of the run.
         sizes: Sizes of the data. None if the data is not on this machine.
 
     Returns:
-        The numbers. None if they depend on the number of samples, and this number can neither be read nor
+        The numbers. None if they depend on the number of samples, and this number is neither known nor
         bounded.
     """
     at_most, samples = False, None if sizes is None else sizes.train_samples
@@ -132,15 +132,15 @@ def estimate_training_work(config: RunConfig, sizes: DataSizes | None) -> Traini
 def compute_hours(
     device: Device, devices: int, precision: str, flops: float, sending_hours: float = 0.0
 ) -> EstimateRange | None:
-    """Compute the range of hours that devices take for a number of FLOPs.
+    """Compute the range of hours that devices need for a number of FLOPs.
 
     Args:
-        device: Type of device.
+        device: Device type.
         devices: Number of devices.
         precision: Precision of the matrix products.
-        flops: Number of FLOPs of all tokens in the forward and backward pass, without recomputation.
-        sending_hours: Hours that a device spends sending data. Since sending overlaps with the computation,
-            this is a lower bound of the result.
+        flops: FLOPs of all tokens in the forward and backward pass, without recomputation.
+        sending_hours: Hours that a device spends sending data. Sending overlaps with the computation,
+            so this is a lower bound on the result.
 
     Returns:
         The range, or None if the peak FLOP/s of the device in this precision is unknown.
@@ -153,7 +153,7 @@ def compute_hours(
 
 
 def estimate_run_hours(planner: Planner, option: PlanOption, work: TrainingWork) -> EstimateRange | None:
-    """Estimate the hours that a run takes with the settings of an option.
+    """Estimate how many hours a run takes with the settings of an option.
 
     Args:
         planner: Planner of the run.
@@ -184,15 +184,16 @@ def parse_prices(text: str | None, device: str | None) -> dict[str, float]:
     """Parse the value of ``--price-per-hour``.
 
     Args:
-        text: Price such as ``2.50`` for the device of ``--device``, or prices by name such as
-            ``h100=2.50,a100-80=1.30``. None if the option is not set.
+        text: Price of the device in ``--device``, such as ``2.50``, or prices of several devices, such
+            as ``h100=2.50,a100-80=1.30``. None if the option is not set.
         device: Value of ``--device``, if it is set.
 
     Returns:
-        Price of a device for an hour, keyed by the name of the device. Empty if ``text`` is None.
+        Price per device and hour, keyed by device name. Empty if ``text`` is None.
 
     Raises:
-        UserError: If the string cannot be parsed, if a device is unknown, or if a device has two prices.
+        UserError: If the string cannot be parsed, if a device is unknown, or if a device has two
+            prices.
     """
     prices: dict[str, float] = {}
     for part in () if text is None else text.split(","):
@@ -216,7 +217,7 @@ def fetch_sky_prices() -> dict[str, float]:
     """Read the lowest price of each GPU from SkyPilot's catalog. TPUs are not included.
 
     Returns:
-        Price of a device for an hour, keyed by the name of the device. Empty if SkyPilot is not installed.
+        Price per device and hour, keyed by device name. Empty if SkyPilot is not installed.
 
     Raises:
         UserError: If the catalog cannot be read.

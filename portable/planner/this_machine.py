@@ -1,4 +1,4 @@
-"""Functions that plan the memory of a run for the machine that the run is started on."""
+"""Plan the memory of a run for the machine on which it is started."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def build_planner_for_backend(
 ) -> Planner:
     """Build a planner for the devices of this run's backend.
 
-    The memory of a device is queried from its driver. If there is no driver, the planner's device is unknown.
+    The device memory is queried from the driver. Without a driver, the planner's device is unknown.
 
     Args:
         config: Resolved config of the run.
         model: Model on the meta device.
         backend: Backend of this process.
         ranks: Number of ranks that this process will start. 1 if the process itself is a rank.
-        image_columns: Columns of a batch with images. See :class:`MetaModel`.
+        image_columns: Batch columns with images. See :class:`MetaModel`.
     """
     count = max(ranks, backend.world_size) * backend.devices_per_rank
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", str(ranks))) * backend.devices_per_rank
@@ -55,7 +55,7 @@ def build_planner_for_backend(
 
 
 def build_memory_table_rows(planner: Planner) -> list[tuple[str, str]]:
-    """Build table rows with the memory that the run requires with its configured settings.
+    """Build table rows for the memory that the run needs with its configured settings.
 
     Returns:
         Pairs of a name and a description. Rows about host memory and disk are omitted if nothing is
@@ -81,8 +81,8 @@ def describe_best_fit(planner: Planner) -> str | None:
     """Describe the best option that fits, as a suggestion for the user.
 
     Returns:
-        The settings of the option and its device memory, as text. None if the config already has these
-        settings, if no option fits, or if the memory of the device is unknown.
+        Text with the settings of the option and its device memory. None if the config already has these
+        settings, if no option fits, or if the device memory is unknown.
     """
     best = planner.find_best_option(planner.build_options())
     configured = (

@@ -1,13 +1,14 @@
-"""Access to private names of other packages. There is one module per package.
+"""Access to private names of other packages, with one module per package.
 
-No other file uses private names, which ``tests/test_private_names.py`` checks. The modules for torch,
-transformers, peft, bitsandbytes, datasets and Accelerate are in this folder. The module for DeepSpeed is
-``gpu/zero/private_api.py``, the module for torch_xla is ``tpu/xla/torch_xla_internals.py``, and the module
-for torch_tpu is ``tpu/torchtpu/torch_tpu_internals.py``.
+No other file uses private names, which ``tests/test_private_names.py`` checks. The modules for
+torch, transformers, peft, bitsandbytes, datasets and Accelerate are in this folder. The module for
+DeepSpeed is ``gpu/zero/private_api.py``, the module for torch_xla is
+``tpu/xla/torch_xla_internals.py``, and the module for torch_tpu is
+``tpu/torchtpu/torch_tpu_internals.py``.
 
-A package may rename its private names in any release. The modules therefore look names up when they are used.
-A missing name then affects only the feature that needs it, with an error of one line
-(:meth:`GuardedPackage.explain_missing_names`).
+A package may rename its private names in any release. The modules therefore resolve names only when
+they are used. A missing name then affects only the feature that needs it, with a one-line error
+message (:meth:`GuardedPackage.explain_missing_names`).
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _WRONG_ARGUMENTS_MESSAGE = re.compile(r"\(\) (takes|got|missing) ")
 
 
 class GuardedPackage:
-    """Package whose private names one module uses, with decorators that explain missing names to the user.
+    """Package with private names that a module uses. Its decorators explain missing names to the user.
 
     Args:
         name: Name of the distribution.
@@ -44,14 +45,14 @@ class GuardedPackage:
         self._name, self.tested_version = name, tested_version
 
     def check_installed(self, feature: str, extra: str) -> None:
-        """Check that the package is installed, in a version that the requirements of portable-trainer allow.
+        """Check that the package is installed in a version that portable-trainer supports.
 
         Args:
             feature: Feature that needs the package, used in the error message.
             extra: Extra of this distribution that installs the package.
 
         Raises:
-            UserError: If the package is missing or its version does not match.
+            UserError: If the package is missing or its version is not supported.
         """
         from packaging.requirements import Requirement
         from packaging.specifiers import SpecifierSet
@@ -72,10 +73,10 @@ class GuardedPackage:
             )
 
     def explain_missing_names(self, feature: str) -> Callable[[Function], Function]:
-        """Return a decorator for functions and generators that converts errors of missing names to UserError.
+        """Return a decorator for functions and generators that converts missing-name errors to UserError.
 
-        An ImportError, AttributeError or TypeError is converted only if code in the file of the decorated
-        function caused it, by a name that does not exist or that accepts other arguments. Errors inside other
+        An ImportError, AttributeError or TypeError is converted if code in the file of the decorated
+        function raised it because a name does not exist or accepts other arguments. Errors inside other
         packages are raised unchanged.
 
         Args:
@@ -86,7 +87,7 @@ class GuardedPackage:
             file = function.__code__.co_filename
 
             def raise_if_name_is_missing(error: Exception) -> None:
-                """Raise UserError if code in the decorated function's file caused ``error``. Else return."""
+                """Raise UserError if code in the file of the decorated function caused ``error``."""
                 codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
                 # The frames of __getattr__ and importlib only report that a name or module does not exist.
                 while codes[-1].co_name == "__getattr__" or "importlib" in codes[-1].co_filename:
@@ -126,9 +127,9 @@ class GuardedPackage:
         return decorate
 
     def wrap_private_function(self, path: str, feature: str) -> Callable[..., Any]:
-        """Return a function that imports a private function when it is called, and calls it.
+        """Return a function that imports and calls a private function on each call.
 
-        A missing private function raises UserError; see :meth:`explain_missing_names`.
+        If the private function is missing, UserError is raised. See :meth:`explain_missing_names`.
 
         Args:
             path: Location of the function, as ``module:name`` or ``module:name.name``.
@@ -145,8 +146,8 @@ class GuardedPackage:
     def wrap_private_attribute(self, name: str, feature: str, *default: Any) -> Callable[..., Any]:
         """Return a function that reads a private attribute of its first argument.
 
-        If it gets further arguments, it calls the attribute with them and returns the result. A missing
-        attribute raises UserError; see :meth:`explain_missing_names`.
+        If it is called with further arguments, it calls the attribute with them and returns the result. If
+        the attribute is missing, UserError is raised. See :meth:`explain_missing_names`.
 
         Args:
             name: Name of the attribute.

@@ -1,4 +1,4 @@
-"""Access to Accelerate's experiment trackers without its process state."""
+"""Use Accelerate's experiment trackers without its process state."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from typing import Any
 
 
 class _Logger(logging.LoggerAdapter[logging.Logger]):
-    """Replacement for Accelerate's logger, which raises an error before Accelerate's process state exists."""
+    """Substitute for Accelerate's logger, which does not work without Accelerate's process state."""
 
     def warning_once(self, *given: Any, **more: Any) -> None:
-        """Log a warning each time that it is called. The method of Accelerate logs it only once."""
+        """Log a warning on every call. Accelerate's own method logs it only once."""
         self.warning(*given, **more)
 
 
 def get_tracker_classes() -> dict[str, Any]:
-    """Return Accelerate's tracker classes by name, such as ``tensorboard``.
+    """Return Accelerate's tracker classes, keyed by name, such as ``tensorboard``.
 
-    The logger of Accelerate's tracking module is replaced, so that the trackers work without its process
-    state.
+    The logger of Accelerate's tracking module is replaced, so that the trackers work without
+    Accelerate's process state.
     """
     from accelerate import tracking
 

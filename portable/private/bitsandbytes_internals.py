@@ -1,6 +1,6 @@
-"""Import of bitsandbytes without torch's compiler.
+"""Import bitsandbytes without loading torch's compiler.
 
-Other modules get bitsandbytes only from :func:`import_bitsandbytes`.
+Other modules must import bitsandbytes through :func:`import_bitsandbytes`.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from portable.private.torch_internals import disable_compiler
 
 @cache
 def import_bitsandbytes() -> Any:
-    """Import bitsandbytes while ``torch.compile`` is disabled. The result is cached.
+    """Import bitsandbytes with ``torch.compile`` disabled. The result is cached.
 
-    bitsandbytes compiles replacements for kernels that a device lacks. On import, this would load the
-    compiler, which takes two seconds. On a CPU, it would later also compile a function for each shape, which
-    takes longer than a small run.
+    bitsandbytes compiles replacements for kernels that a device lacks. Its import would therefore load
+    the compiler, which takes two seconds. On a CPU, it would later also compile a function for each
+    shape, which takes longer than a small run.
 
     Returns:
         The module ``bitsandbytes``.
 
     Raises:
-        UserError: If the package is not installed, has the wrong version, or cannot be imported.
+        UserError: If the package is not installed, has an unsupported version, or cannot be imported.
     """
     _bitsandbytes.check_installed("adapter.base: nf4 and int8", "qlora")
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)

@@ -1,4 +1,4 @@
-"""Access to private names of the package datasets."""
+"""Access to private names of the datasets package."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _datasets = GuardedPackage("datasets", "5.2.0")
 
 @_datasets.explain_missing_names("data.source: a dataset of the hub")
 def get_dataset_fingerprint(rows: Any) -> str:
-    """Return a dataset's fingerprint, which covers its repository, revision, configuration and split.
+    """Return a dataset's fingerprint, which identifies its repository, revision, configuration and split.
 
     Args:
-        rows: ``Dataset`` object of the package datasets.
+        rows: ``Dataset`` object of the datasets package.
     """
     return str(rows._fingerprint)

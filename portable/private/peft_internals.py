@@ -1,6 +1,6 @@
-"""Functions that use private names of peft or replace parts of peft.
+"""Use private names of peft, and replace parts of peft.
 
-Other modules import peft from here. The import then does not load torch's compiler.
+Other modules import peft from this module, so that the import does not load torch's compiler.
 """
 
 from __future__ import annotations
@@ -36,11 +36,12 @@ _peft = GuardedPackage("peft", "0.21.2")
 
 @_peft.explain_missing_names("adapter")
 def get_default_target_modules(constant_name: str, model_type: str) -> list[str] | None:
-    """Return the names of the modules that peft adapts by default in a model type, or None without a default.
+    """Return the modules that peft adapts by default for a model type, or None without a default.
 
     Args:
-        constant_name: Name of the constant in ``peft.utils.constants`` that maps model types to module names.
-        model_type: Model type of transformers.
+        constant_name: Name of the constant in ``peft.utils.constants`` that maps model types to module
+            names.
+        model_type: Model type in transformers.
     """
     modules_by_type: dict[str, list[str]] = getattr(peft.utils.constants, constant_name)
     return modules_by_type.get(model_type)
@@ -58,7 +59,7 @@ def is_target_module_rejected(settings: Any, model: nn.Module, name: str) -> boo
 
     Args:
         settings: peft's config.
-        model: Model that the adapter is added to.
+        model: Model to which the adapter is added.
         name: Last component of the module's name.
     """
     try:
@@ -70,9 +71,9 @@ def is_target_module_rejected(settings: Any, model: nn.Module, name: str) -> boo
 
 @_peft.explain_missing_names("adapter")
 def find_renamed_tensors(settings: Any, model: nn.Module, names: Collection[str]) -> list[str]:
-    """Find tensors of an adapter's file that peft does not load, because it renames them.
+    """Find the tensors in an adapter's file that peft does not load, because it renames them.
 
-    When peft loads an adapter, it applies the rules by which transformers renames the tensors of the model's
+    When peft loads an adapter, it applies transformers' rules for renaming the tensors in the model's
     published files. Some rules also match names that are already the names in memory.
 
     Args:
@@ -99,8 +100,8 @@ def find_renamed_tensors(settings: Any, model: nn.Module, names: Collection[str]
 def disable_adapters(model: nn.Module) -> Iterator[None]:
     """Disable the adapters in the layers of ``model`` within this context.
 
-    peft's own method cannot be used, because it also changes which parameters require a gradient, on which
-    the engine relies.
+    peft's own method also changes which parameters require a gradient, so it cannot be used: the engine
+    relies on these flags.
     """
     layers: list[Any] = [
         module for module in model.modules() if getattr(module, "_disable_adapters", None) is False
@@ -126,7 +127,7 @@ def is_trainable_tokens_layer(module: nn.Module) -> bool:
 def use_pattern_matcher(matcher: PatternMatcher) -> Iterator[None]:
     """Make peft match the patterns in adapter settings with ``matcher`` within this context.
 
-    ``re.match`` and ``re.fullmatch`` are replaced in the modules of peft.
+    ``re.match`` and ``re.fullmatch`` are replaced in peft's modules.
     """
     matching: Any = peft.tuners.tuners_utils
     theirs = matching.re

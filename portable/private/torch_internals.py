@@ -1,4 +1,4 @@
-"""Functions that use private names of torch or replace functions of torch."""
+"""Use private names of torch, and replace functions of torch."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _torch = GuardedPackage("torch", "2.15.0")
 def build_dtensor_like(
     tensor: DTensor, local_shard: Tensor, global_shape: Sequence[int] | None = None
 ) -> DTensor:
-    """Build a DTensor with the mesh and placements of ``tensor`` around a local shard on any device.
+    """Build a DTensor from a local shard on any device, with the mesh and placements of ``tensor``.
 
     ``DTensor.from_local`` cannot be used, because it moves the shard to the device type of the mesh.
 
     Args:
-        tensor: DTensor whose mesh and placements are used.
+        tensor: DTensor that provides the mesh and placements.
         local_shard: Shard of this rank.
-        global_shape: Global shape. If None, the shape of ``tensor``.
+        global_shape: Global shape. None for the shape of ``tensor``.
     """
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -104,7 +104,7 @@ class ViewOrigin(NamedTuple):
     """Result of :func:`find_view_origin`.
 
     Attributes:
-        root: The tensor that the view is based on, or the tensor itself if it is not a view.
+        root: Base tensor of the view, or the tensor itself if it is not a view.
         replay: Function that applies the same view to another tensor. None if the tensor is not a view.
     """
 
@@ -114,7 +114,7 @@ class ViewOrigin(NamedTuple):
 
 @_torch.explain_missing_names("xla.scan_layers")
 def find_view_origin(tensor: Tensor) -> ViewOrigin:
-    """Find the tensor that ``tensor`` is a view of, and a function that recreates the view."""
+    """Find the base tensor of a view, and a function that recreates the view."""
     if not tensor._is_view():
         return ViewOrigin(tensor, None)
     root, replay = tensor._base, tensor._view_func  # type: ignore[attr-defined]
@@ -128,8 +128,8 @@ def replace_truncated_normal(draw: Callable[..., Tensor]) -> Iterator[None]:
     """Replace the implementation of ``torch.nn.init.trunc_normal_`` within this context.
 
     Args:
-        draw: Replacement. Its arguments are the original function, followed by the arguments of the call:
-            ``tensor, mean, std, a, b, generator``.
+        draw: Replacement. It is called with the original function, followed by the arguments of the
+            call: ``tensor, mean, std, a, b, generator``.
     """
     module: Any = torch.nn.init
     name = "_no_grad_trunc_normal_"
@@ -165,9 +165,9 @@ tree_unflatten = _torch.wrap_private_function("torch.utils._pytree:tree_unflatte
 @contextmanager
 @_torch.explain_missing_names("portable-plan")
 def compute_real_tensors() -> Iterator[None]:
-    """Compute operations without fake arguments as usual within this context, even in a fake tensor mode.
+    """Run operations without fake arguments as usual within this context, even in fake tensor mode.
 
-    Their results have values, which the control flow of a model may depend on.
+    Their results have values, which the control flow of a model may need.
     """
     from torch._subclasses.fake_tensor import unset_fake_temporarily
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -189,7 +189,7 @@ def compute_real_tensors() -> Iterator[None]:
 def intercept_operations(call: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> Iterator[None]:
     """Call ``call(operation, arguments, keywords)`` instead of each ATen operation within this context.
 
-    Operations inside of ``call`` are not intercepted.
+    Operations inside ``call`` are not intercepted.
 
     Args:
         call: Function that returns the result of the operation.
@@ -208,8 +208,9 @@ def intercept_operations(call: Callable[[Any, tuple[Any, ...], dict[str, Any]], 
 def trace_partitioned_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a function so that it runs as the forward and backward graphs that inductor would compile.
 
-    The graphs are traced in the first call, and run without compilation, operation by operation. The forward
-    graph saves the same values for the backward graph as with inductor, so that the memory can be measured.
+    The graphs are traced in the first call, and run operation by operation, without compilation. The
+    forward graph saves the same values for the backward graph as under inductor, so that the memory can
+    be measured.
     """
     from torch._dynamo.backends.debugging import boxed_nop
     from torch._functorch.aot_autograd import aot_function
@@ -239,9 +240,9 @@ def get_private_aten_operation(name: str) -> Any:
 
 @_torch.explain_missing_names("memory.activation_checkpointing selective")
 def exclude_profiler_from_selective_checkpoints() -> None:
-    """Let the forward pass and the recomputation of a layer have different numbers of profiler ranges.
+    """Allow the recomputation of a layer to open other profiler ranges than its forward pass.
 
-    An FSDP unit inside of a recomputed layer opens more ranges in the recomputation.
+    This happens if a recomputed layer contains an FSDP unit.
     """
     from torch.utils.checkpoint import SAC_IGNORED_OPS
 
@@ -284,7 +285,7 @@ get_submodules = _torch.wrap_private_attribute("_modules", "model")
 
 @_torch.explain_missing_names("adapter")
 def copy_with_submodules(module: Any, changed: dict[str, Any]) -> Any:
-    """Copy a module shallowly, with other submodules. The copy shares parameters and all other attributes.
+    """Create a shallow copy of a module with other submodules. The copy shares all other attributes.
 
     Args:
         module: Module to copy.
@@ -335,8 +336,8 @@ def wrap_constructors(
 def raise_recompile_limit(recompile_limit: int) -> None:
     """Allow ``torch.compile`` to compile one function at least ``recompile_limit`` times.
 
-    All layers of a class count together. Beyond the limit, torch would silently run further layers without
-    compiling them.
+    All layers of a class share one limit. Beyond the limit, torch would silently run further layers
+    without compiling them.
     """
     dynamo = torch._dynamo.config
     # Do not recompile because of the index of a layer in its attributes. Importing torch_xla turns automatic
@@ -382,9 +383,10 @@ dump_nccl_trace = _torch.wrap_private_function(
 
 @_torch.explain_missing_names("data.num_workers")
 def kill_data_workers(batches: Any) -> None:
-    """Kill the workers of a ``DataLoader`` iterator, and end its thread that pins memory.
+    """Kill the workers of a ``DataLoader`` iterator, and stop its pin-memory thread.
 
-    Use this function after one of the workers was killed, because torch would otherwise wait for all of them.
+    Use this function after one of the workers was killed, because torch would otherwise wait for all of
+    them.
 
     Args:
         batches: Iterator of the ``DataLoader``.
@@ -414,10 +416,10 @@ def prefix_semaphores(prefix: str) -> Iterator[None]:
 
 @_torch.explain_missing_names("data.num_workers")
 def unlink_semaphores(queues: list[Any]) -> None:
-    """Remove the names of the semaphores of queues, so that none remains in the system if this process dies.
+    """Unlink the semaphores of queues, so that none remains in the system if this process dies.
 
-    The semaphores remain usable. Call this function only after all other processes have opened the queues,
-    because they need the names for this.
+    The semaphores remain usable. Other processes need the names to open the queues, so call this
+    function only after all of them have done so.
 
     Args:
         queues: Queues of ``multiprocessing``.

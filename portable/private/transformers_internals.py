@@ -1,4 +1,4 @@
-"""Functions that use private names of transformers or replace functions of transformers."""
+"""Use private names of transformers, and replace functions of transformers."""
 
 from __future__ import annotations
 
@@ -30,21 +30,22 @@ _transformers = GuardedPackage("transformers", "5.24.0")
 def skip_mask_value_checks() -> AbstractContextManager[None]:
     """Return a context in which transformers does not read the values of masks and positions.
 
-    Reading them is a host-device sync. Unless it is being traced, transformers looks for packed sequences in
-    the positions, and omits masks that mask nothing. In this context, it uses every mask, and does not look
-    for packed sequences, which :mod:`portable.model.document_attention` handles.
+    Reading these values is a host-device sync. By default, unless it is being traced, transformers
+    searches the positions for packed sequences, and omits masks that mask nothing. In this context, it
+    uses every mask and does not search for packed sequences, because
+    :mod:`portable.model.document_attention` handles them.
     """
     return _replace_masking_functions(find_packed_sequence_indices=lambda _: None, is_tracing=lambda *_: True)
 
 
 def ignore_packed_sequences() -> AbstractContextManager[None]:
-    """Return a context in which transformers does not look for packed sequences in ``position_ids``."""
+    """Return a context in which transformers does not search ``position_ids`` for packed sequences."""
     return _replace_masking_functions(find_packed_sequence_indices=lambda _: None)
 
 
 @contextmanager
 def _replace_masking_functions(**functions: Callable[..., Any]) -> Iterator[None]:
-    """Replace functions of ``transformers.masking_utils`` by name within this context."""
+    """Replace functions in ``transformers.masking_utils``, given by name, within this context."""
     module = _import_masking_module()
     before = {name: getattr(module, name) for name in functions}
     for name, function in functions.items():
@@ -93,7 +94,7 @@ def replace_mapping_entry(functions: Any, name: str, function: Callable[..., Any
 def wrap_mask_function(
     wrap: Callable[[Callable[..., Any]], Callable[..., Any]], kernel: str
 ) -> Iterator[None]:
-    """Wrap transformers' mask function of an attention kernel within this context.
+    """Wrap transformers' mask function for an attention kernel within this context.
 
     Args:
         wrap: Function that wraps the original function.
@@ -106,7 +107,7 @@ def wrap_mask_function(
 
 @_transformers.explain_missing_names("context_parallel_size")
 def get_attention_functions() -> Any:
-    """Return transformers' global mapping from the names of attention kernels to attention functions."""
+    """Return transformers' global mapping from attention kernel names to attention functions."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     return ALL_ATTENTION_FUNCTIONS
@@ -121,9 +122,9 @@ def get_mask_functions() -> Any:
 
 
 def get_module_namespace(model: Any) -> dict[str, Any]:
-    """Return the globals of the Python module that defines the class of ``model``. Changes take effect there.
+    """Return the globals of the module that defines the class of ``model``. Changes to the dict take effect.
 
-    FSDP2 replaces the class of a model by a subclass in a module of torch. Such classes are skipped.
+    FSDP2 replaces the class of a model by a subclass in a torch module. Such classes are skipped.
     """
     module_names = (each.__module__ for each in type(model).__mro__)
     return vars(sys.modules[next(name for name in module_names if not name.startswith("torch."))])
@@ -132,7 +133,8 @@ def get_module_namespace(model: Any) -> dict[str, Any]:
 def is_fused_kernel(function: Callable[..., Any]) -> bool:
     """Return whether a function of a modeling file runs a kernel of another package, such as fla.
 
-    Returns False for the reference implementation in torch, and if this version of transformers does not say.
+    Returns False for the reference implementation in torch, or if this version of transformers does not
+    provide the information.
 
     Args:
         function: Function that transformers defines with ``use_kernel_func_from_hub_with_fallback``.
@@ -143,9 +145,9 @@ def is_fused_kernel(function: Callable[..., Any]) -> bool:
 
 
 def enable_sdpa_grouped_queries() -> None:
-    """Make sdpa with a mask use grouped key heads directly, instead of expanding the key heads first.
+    """Make sdpa with a mask use grouped key heads directly, instead of first expanding them.
 
-    Sets an environment variable of transformers, unless the user has set it.
+    This sets an environment variable of transformers, unless the user has set it.
     """
     os.environ.setdefault("TRANSFORMERS_SDPA_FORCE_GQA", "1")
 
@@ -159,7 +161,7 @@ def build_tensor_parallel_plan(model: Any, num_ranks: int) -> dict[str, str]:
         num_ranks: Number of tensor-parallel ranks.
 
     Returns:
-        Styles of layers and experts, keyed by the names of modules and parameters.
+        Styles of layers and experts, keyed by module or parameter name.
 
     Raises:
         ValueError: If transformers has no plan for the model.
@@ -180,10 +182,10 @@ def build_tensor_parallel_plan(model: Any, num_ranks: int) -> dict[str, str]:
 
 @_transformers.explain_missing_names("tensor_parallel_size")
 def apply_tensor_parallel_plan(model: Any, mesh: Any, plan: Mapping[str, str]) -> None:
-    """Shard a model by a tensor-parallel plan, with the functions of transformers.
+    """Shard a model according to a tensor-parallel plan, using transformers' functions.
 
     Args:
-        model: The model, which is changed in place.
+        model: The model. Modified in place.
         mesh: Device mesh of the tensor-parallel ranks.
         plan: Result of :func:`build_tensor_parallel_plan`.
     """
@@ -207,8 +209,8 @@ def list_rope_types(module: nn.Module) -> dict[str | None, str]:
         module: Any module.
 
     Returns:
-        The rope type of each layer type. The only key is None if all layers share one rope type. Empty if
-        ``module`` is not a rotary embedding.
+        Rope types, keyed by layer type. If all layers share one rope type, the only key is None. Empty
+        if ``module`` is not a rotary embedding.
     """
     types: Any = getattr(module, "rope_type", None)
     if isinstance(types, str):
@@ -217,7 +219,7 @@ def list_rope_types(module: nn.Module) -> dict[str | None, str]:
 
 
 class RotaryEmbedding:
-    """Wrapper of a rotary embedding of transformers, for frequencies that depend on the length of a sequence.
+    """Wrapper of a transformers rotary embedding whose frequencies depend on the sequence length.
 
     Args:
         module: The rotary embedding.
@@ -247,18 +249,19 @@ class RotaryEmbedding:
     def compute_rotations_by_length(
         self, x: Tensor, positions: Tensor, text_lengths: Tensor, layer_type: str | None
     ) -> Any:
-        """Compute rotations with dynamic NTK scaling by the length of the text of each token.
+        """Compute rotations with dynamic NTK scaling, based on the length of each token's text.
 
-        There is no host-device sync.
+        Does not trigger a host-device sync.
 
         Args:
-            x: Tensor with the device and the dtype of the result.
+            x: Tensor with the device and dtype of the result.
             positions: Positions, int64 ``[..., batch, tokens]``.
             text_lengths: Length of the text of each token, int64 ``[batch, tokens]``.
             layer_type: Layer type, or None if all layers share one rope type.
 
         Returns:
-            The same tensors that the module returns, such as ``(cos, sin)``, ``[batch, tokens, head size]``.
+            The same tensors that the module returns, such as ``(cos, sin)``, ``[batch, tokens, head
+            size]``.
         """
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -304,11 +307,11 @@ def get_model_class(auto_class: Any, config: PretrainedConfig) -> Any:
     """Return the class that an Auto class builds for ``config``.
 
     Args:
-        auto_class: Auto class of transformers, such as ``AutoModelForCausalLM``.
+        auto_class: Auto class in transformers, such as ``AutoModelForCausalLM``.
         config: Config of the model.
 
     Returns:
-        The class. For a few model types, a tuple of several classes.
+        The class. For a few model types, a tuple of classes.
 
     Raises:
         KeyError: If the Auto class has no class for the config.
@@ -317,13 +320,13 @@ def get_model_class(auto_class: Any, config: PretrainedConfig) -> Any:
 
 
 def find_model_class(auto_class: Any, config: PretrainedConfig) -> Any:
-    """Return the class that an Auto class builds for ``config``, or None if it has none.
+    """Return the class that an Auto class builds for ``config``, or None if it does not support the config.
 
-    If transformers lists several classes, the class that ``architectures`` in the config names is returned,
-    or the first class if it names none of them.
+    If transformers lists several classes, the result is the class in the config's ``architectures``. If
+    it contains none of them, the result is the first class.
 
     Args:
-        auto_class: Auto class of transformers, such as ``AutoModelForCausalLM``.
+        auto_class: Auto class in transformers, such as ``AutoModelForCausalLM``.
         config: Config of the model.
     """
     try:
@@ -337,9 +340,9 @@ def find_model_class(auto_class: Any, config: PretrainedConfig) -> Any:
 
 
 def patch_llama4() -> None:
-    """Add a field to an output class of transformers, so that ``Llama4ForConditionalGeneration`` runs.
+    """Add a field to a transformers output class, so that ``Llama4ForConditionalGeneration`` runs.
 
-    In transformers 5.24, the model reads a field that its output does not have.
+    In transformers 5.24, the model reads a field that its output lacks.
     """
     from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
@@ -350,14 +353,14 @@ def patch_llama4() -> None:
 
 @_transformers.explain_missing_names("model.config.model_type")
 def list_model_types() -> list[str]:
-    """List the names of all model types of transformers."""
+    """List the names of all model types in transformers."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
     return list(CONFIG_MAPPING_NAMES)
 
 
 def find_causal_lm_class(model_type: str) -> str | None:
-    """Return the name of the class that ``AutoModelForCausalLM`` builds for a model type, or None."""
+    """Return the class name that ``AutoModelForCausalLM`` uses for a model type, or None if it has none."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)
@@ -386,7 +389,7 @@ table of fixed positions.
 
 
 def list_fp32_name_parts(model: PreTrainedModel, *, fp16: bool) -> set[str]:
-    """List the components of names by which a model class marks parameters that stay in fp32.
+    """List the name components that identify the parameters of a model that stay in fp32.
 
     Args:
         model: The model.
@@ -406,7 +409,7 @@ def wrap_activation_checkpointing(
     """Wrap the activation checkpointing function of a model's layers.
 
     Args:
-        model: Model with activation checkpointing enabled. It is changed in place.
+        model: Model with activation checkpointing enabled. Modified in place.
         wrap: Function that wraps the checkpoint function of each layer.
     """
     name = "_gradient_checkpointing_func"
@@ -416,11 +419,11 @@ def wrap_activation_checkpointing(
 
 
 def require_reformer_input_gradients(model: PreTrainedModel) -> None:
-    """Make the embeddings of Reformer require gradients, so that adapters in its layers are trained.
+    """Make Reformer's embeddings require gradients, so that adapters in its layers are trained.
 
-    Does nothing for other models. Reformer runs its layers in an autograd function that does not have their
-    parameters among its inputs. With frozen embeddings, no input of the function would require a gradient,
-    and its backward pass would not run.
+    Does nothing for other models. Reformer runs its layers in an autograd function that does not take
+    their parameters as inputs. With frozen embeddings, no input of the function would require a
+    gradient, and its backward pass would not run.
     """
     if "_ReversibleFunction" in get_module_namespace(model):
         model.enable_input_require_grads()
@@ -430,7 +433,7 @@ def require_reformer_input_gradients(model: PreTrainedModel) -> None:
 
 
 class MappedName(NamedTuple):
-    """Name of a tensor in a checkpoint, and the name in the model to which it contributes."""
+    """Name of a checkpoint tensor, and the name of the model tensor to which it contributes."""
 
     stored_name: str
     model_name: str
@@ -448,10 +451,10 @@ class MappedNames(NamedTuple):
 
 @_transformers.explain_missing_names("model.name_or_path")
 def map_checkpoint_names(model: PreTrainedModel, keys: Iterable[str]) -> MappedNames:
-    """Map the names in a checkpoint to the model's names, as transformers does when it loads the checkpoint.
+    """Map checkpoint names to the model's names, in the same way as transformers on loading.
 
     Args:
-        model: Model to load the checkpoint into.
+        model: Model into which the checkpoint is loaded.
         keys: Names in the checkpoint.
 
     Returns:
@@ -481,12 +484,12 @@ def map_checkpoint_names(model: PreTrainedModel, keys: Iterable[str]) -> MappedN
 
 @_transformers.explain_missing_names("model.name_or_path")
 def find_unexpected_names(model: PreTrainedModel, model_names_by_stored_name: Mapping[str, str]) -> list[str]:
-    """Find the names in a checkpoint that the model does not have and that its architecture does not ignore.
+    """Find checkpoint names that the model does not have and that its architecture does not ignore.
 
     Args:
         model: The model.
-        model_names_by_stored_name: Names of tensors that the model does not use, after transformers'
-            renaming, by their names in the checkpoint.
+        model_names_by_stored_name: Tensors that the model does not use: their names after transformers'
+            renaming, keyed by their names in the checkpoint.
 
     Returns:
         Names in the checkpoint.
@@ -500,7 +503,7 @@ def find_unexpected_names(model: PreTrainedModel, model_names_by_stored_name: Ma
 def list_name_rules(model: PreTrainedModel) -> list[dict[str, Any]]:
     """List the rules by which transformers renames and converts the tensors in a model's published files.
 
-    Rules that exist only for legacy files are omitted.
+    Rules that apply only to legacy files are omitted.
 
     Args:
         model: The model.
@@ -547,8 +550,8 @@ def convert_name_rule(transform: Any) -> dict[str, Any]:
         transform: Weight transform from ``transformers.core_model_loading``.
 
     Returns:
-        The rule, with its transform for loading (``read``) and its reverse for saving (``write``). Its format
-        is that of ``converters/names/published_names.json``.
+        The rule, with its transform for loading (``read``) and the reverse transform for saving
+        (``write``), in the format of ``converters/names/published_names.json``.
     """
     rule: dict[str, Any] = {
         "kind": _RULE_KINDS[type(transform).__name__],
@@ -566,7 +569,7 @@ _MIXTURE_NAME_PART = ".block_sparse_moe."
 
 
 def _convert_direction(transform: Any) -> dict[str, Any]:
-    """Convert one direction of a rule to JSON: the names that it matches, and its operations on tensors."""
+    """Convert one direction of a rule to JSON: the names that it matches and its tensor operations."""
     direction: dict[str, Any] = {
         "find": transform.compiled_sources.pattern,
         "sources": list(transform.source_patterns),
@@ -582,7 +585,7 @@ def _convert_direction(transform: Any) -> dict[str, Any]:
 
 @_transformers.explain_missing_names("model.name_or_path: a quantized checkpoint")
 def can_dequantize_on_loading(quantization: Mapping[str, Any]) -> bool:
-    """Return whether a quantization config supports ``dequantize``, with which weights load as floats."""
+    """Return whether a quantization config supports ``dequantize``, which loads the weights as floats."""
     from transformers.quantizers.auto import AutoQuantizationConfig
 
     return hasattr(AutoQuantizationConfig.from_dict(dict(quantization)), "dequantize")
@@ -590,7 +593,7 @@ def can_dequantize_on_loading(quantization: Mapping[str, Any]) -> bool:
 
 @_transformers.explain_missing_names("model.name_or_path")
 def read_generation_config(name: str) -> Any:
-    """Build a generation config from the generation settings in the ``config.json`` of a model.
+    """Build a generation config from the generation settings in a model's ``config.json``.
 
     Args:
         name: Local folder, or name of a model on the Hub.
@@ -619,7 +622,7 @@ Returns the text, and the spans of the text that the template marks as generated
 
 @_transformers.explain_missing_names("backend: xla")
 def set_experts_function(model: Any, name: str, function: Callable[..., Any]) -> None:
-    """Register ``function`` as an experts implementation of transformers, and select it in ``model``.
+    """Register ``function`` as a transformers experts implementation, and select it in ``model``.
 
     Args:
         model: Model with mixture-of-experts layers.

@@ -1,1 +1,1 @@
-"""Processes of the ranks: launch, collectives, consistency checks, failures, and watchdog."""
+"""Rank processes: launch, collectives, consistency checks, failures, and watchdog."""

@@ -40,11 +40,12 @@ A separate message takes about 1.5 ms, and a message of the ring 0.1 ms (``bench
 
 
 def sum_over_ranks(numbers: Sequence[float]) -> list[float]:
-    """Sum a few numbers of each rank over all ranks, on the host.
+    """Sum one or two numbers of each rank over all ranks, on the host.
 
     All ranks have to call this function, which is also a barrier. With up to 64 ranks, it uses gloo's
-    all-reduce, in which ``2 (ranks - 1)`` messages follow each other. With more ranks, the numbers go to rank
-    0 and back along a binary tree, so that a rank waits for only ``2 log2(ranks)`` messages.
+    all-reduce, which sends ``2 (ranks - 1)`` messages one after the other. With more ranks, the numbers
+    are sent to rank 0 and back along a binary tree, so that a rank waits for only ``2 log2(ranks)``
+    messages.
 
     Args:
         numbers: One or two numbers. All ranks have to pass the same count.
@@ -76,7 +77,7 @@ def sum_over_ranks(numbers: Sequence[float]) -> list[float]:
 
 
 def reduce_any(flag: bool) -> bool:
-    """Return whether ``flag`` is True on any rank. All ranks have to call this, and it is a barrier."""
+    """Return whether ``flag`` is True on any rank. Acts as a barrier, so all ranks have to call it."""
     return sum_over_ranks([flag])[0] > 0
 
 
@@ -88,7 +89,7 @@ def gather_text(text: str, group: dist.ProcessGroup | None = None) -> list[str]:
         group: Process group. None for the default group.
 
     Returns:
-        The strings in rank order. Only ``text`` if there is no process group.
+        The strings in rank order. Without a process group, only ``text``.
     """
     if not dist.is_initialized():
         return [text]
@@ -98,16 +99,17 @@ def gather_text(text: str, group: dist.ProcessGroup | None = None) -> list[str]:
 
 
 def raise_if_any_rank_failed(outcome: T | UserError) -> T:
-    """Return the result of this rank if no rank failed, otherwise raise an error on all ranks.
+    """Return the result of this rank, or raise an error on all ranks if any rank failed.
 
-    All ranks have to call this function. Only one rank raises the original error, so that it is printed once.
+    All ranks have to call this function. Only one rank raises the original error, so that it is printed
+    once.
 
     Args:
-        outcome: Result of this rank, or the UserError with which this rank failed.
+        outcome: Result of this rank, or the UserError with which it failed.
 
     Raises:
-        UserError: The error of this rank, if this is the lowest rank with an error.
-        ReportedElsewhereError: If any rank failed, on all other ranks.
+        UserError: The error of this rank, if this is the lowest rank that failed.
+        ReportedElsewhereError: If another rank failed, on all ranks except the lowest rank that failed.
     """
     error = outcome if isinstance(outcome, UserError) else None
     error_texts = gather_text("" if error is None else to_one_line(error))
@@ -122,10 +124,10 @@ def raise_if_any_rank_failed(outcome: T | UserError) -> T:
 def get_or_create_background_group(ranks: list[int] | None = None) -> dist.ProcessGroup | None:
     """Return a gloo process group for background threads. All ranks have to call this function.
 
-    The group of all ranks is created at the first call and then shared by all threads, because each group
-    costs sockets. Sharing is safe, because no two threads use it at the same time: a checkpoint is uploaded
-    after its shards are written. The group has a timeout of a day, because ranks write files at different
-    speeds, and the failure of a rank is detected in another way.
+    The group of all ranks is created on the first call and then shared by all threads, because each
+    group costs sockets. Sharing is safe, because no two threads use it at the same time: a checkpoint
+    is uploaded after its shards are written. The group has a timeout of one day, because ranks write
+    files at different speeds, and rank failures are detected in another way.
 
     Args:
         ranks: Ranks of a new group that is not shared. None for the shared group of all ranks.
@@ -145,7 +147,7 @@ def get_or_create_background_group(ranks: list[int] | None = None) -> dist.Proce
 
 
 def _build_background_group(ranks: list[int] | None) -> dist.ProcessGroup:
-    """Create a gloo group of some ranks, or of all ranks if ``ranks`` is None, without printing to stdout."""
+    """Create a gloo group of the given ranks, or of all ranks for None, without printing to stdout."""
     with discard_native_stdout():
         group = dist.new_group(ranks, backend="gloo", timeout=datetime.timedelta(days=1))
     return cast("dist.ProcessGroup", group)
@@ -164,17 +166,17 @@ _SETTINGS_OF_HOST = (
 
 
 def check_ranks_agree(backend: Backend, facts: Mapping[str, Any]) -> None:
-    """Check that all ranks have the same values. All ranks have to call this function.
+    """Check that the values are equal on all ranks. All ranks have to call this function.
 
-    The ranks exchange digests first, and the values only if the digests differ.
+    The ranks first exchange digests. They exchange the values only if the digests differ.
 
     Args:
         backend: Backend of this rank.
-        facts: JSON values of this rank, keyed by their names in the error message.
+        facts: JSON values of this rank, keyed by their names in error messages.
 
     Raises:
-        UserError: On all ranks, if a value on any rank differs from the value on rank 0. The message names
-            the first such value.
+        UserError: On all ranks, if a value on any rank differs from the value on rank 0. The message
+            contains the name of the first such value.
     """
     text = json.dumps(facts)
     if len(set(backend.gather_text(hashlib.blake2b(text.encode()).hexdigest()))) == 1:
@@ -192,10 +194,10 @@ def check_ranks_agree(backend: Backend, facts: Mapping[str, Any]) -> None:
 
 
 def collect_values_equal_on_all_ranks(config: RunConfig) -> dict[str, Any]:
-    """Collect the settings and library versions that must be equal on all ranks, by name.
+    """Collect the settings and library versions that must be equal on all ranks, keyed by name.
 
-    The result is the argument of :func:`check_ranks_agree`. Settings that may differ between hosts, such as
-    paths, are omitted.
+    Pass the result to :func:`check_ranks_agree`. Settings that may differ between hosts, such as paths,
+    are omitted.
     """
     facts = {
         key: keys.to_plain_value(config.get(key))

@@ -1,10 +1,10 @@
-"""Notification of all ranks when a rank fails.
+"""Notify all ranks when a rank fails.
 
-Each rank keeps a TCP connection to rank 0. The kernel closes the connection when a process ends in any way.
-Rank 0 therefore notices a killed rank at once, and the other ranks notice the end of rank 0. Rank 0 decides
-which rank failed first and notifies all ranks. There are no heartbeats: nothing is sent while the run is
-healthy, and a connection stays open without any activity of the process. A busy or suspended rank is
-therefore not mistaken for a dead rank.
+Each rank keeps a TCP connection to rank 0. When a process ends in any way, the kernel closes its
+connection. Rank 0 therefore notices a killed rank immediately, and the other ranks notice the end
+of rank 0. Rank 0 decides which rank failed first and notifies all ranks. There are no heartbeats:
+nothing is sent while the run is healthy, and a connection stays open even if the process is not
+active. A busy or suspended rank is therefore not mistaken for a dead rank.
 """
 
 from __future__ import annotations
@@ -57,15 +57,15 @@ _KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
 
 @dataclass(frozen=True)
 class PeerFailure:
-    """Failure of a rank, as the ranks send it to each other.
+    """Failure of a rank, in the form in which ranks send it to each other.
 
     Attributes:
         rank: Rank that failed.
         host: Name of its host.
         code: Exit code for all ranks.
-        message: Error in one line. Empty if the process ended without reporting an error.
-        certain: Whether the failure cannot be a consequence of another rank's failure. An error of a
-            collective, for example, may be one.
+        message: Error on one line. Empty if the process ended without reporting an error.
+        certain: Whether the failure cannot be a consequence of another rank's failure. False, for
+            example, for an error in a collective.
     """
 
     rank: int
@@ -75,7 +75,7 @@ class PeerFailure:
     certain: bool = True
 
     def describe(self) -> str:
-        """Format the failure as one line with the rank, its host and its error."""
+        """Format the failure as one line with the rank, its host, and its error."""
         message = (
             self.message
             or "the process was killed or has crashed; the log of its node may contain the reason"
@@ -83,20 +83,21 @@ class PeerFailure:
         return f"rank {self.rank} on {self.host} failed first: {message}"
 
     def to_error(self) -> ReportedElsewhereError:
-        """Build the error that the other ranks raise. They do not print it."""
+        """Build the error that the other ranks raise without printing it."""
         return ReportedElsewhereError(self.message or self.describe(), self.code)
 
 
 class PeerWatch:
     """Context in which this rank is notified if another rank fails.
 
-    After a failure of another rank, this process waits for a while and then exits with the exit code of that
-    failure. It does not exit if it leaves the context in time, because its main thread has noticed the
-    failure itself. If the failed process could not print an error, the lowest other rank prints which rank
-    and host failed.
+    After another rank's failure, this process waits for some time and then exits with the exit code of
+    that failure. It does not exit if its main thread notices the failure itself and leaves the context
+    in time. If the failed process could not print an error, the lowest other rank prints which rank and
+    host failed.
 
     Args:
-        on_failure: Function that is called in a background thread with the first failure of another rank.
+        on_failure: Function that is called in a background thread with the first failure of another
+            rank.
     """
 
     def __init__(self, on_failure: Callable[[PeerFailure], None] = lambda _: None) -> None:
@@ -113,8 +114,8 @@ class PeerWatch:
     def start(self) -> Self:
         """Connect to rank 0, and start the thread that waits for a failure.
 
-        All ranks have to call this method. Does nothing if there is a single rank. If rank 0 is not
-        reachable, a warning is printed.
+        All ranks have to call this method. With a single rank, it does nothing. If rank 0 is not reachable,
+        a warning is printed.
         """
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return self
@@ -149,7 +150,7 @@ class PeerWatch:
 
         Args:
             others_can_continue: Whether the other ranks can continue without this rank. If not, rank 0
-                regards the closed connection as a failure of this rank.
+                treats the closed connection as a failure of this rank.
         """
         self._has_left.set()
         connection, self._connection = self._connection, None
@@ -165,7 +166,7 @@ class PeerWatch:
     def announce_own_exit(self) -> None:
         """Give the main thread more time before the background thread exits the process after a failure.
 
-        The main thread calls this method when it has noticed an error itself and still has to close files and
+        The main thread calls this method if it has noticed an error itself but still has to close files and
         connections.
         """
         self._main_thread_exits = True
@@ -174,8 +175,8 @@ class PeerWatch:
         """Report an error of this rank to rank 0, and wait up to five seconds for its answer.
 
         Returns:
-            The first failure according to rank 0, which may be the failure of another rank. None if rank 0
-            does not answer, or if there is no connection.
+            The first failure according to rank 0, possibly of another rank. None if rank 0 does not answer,
+            or if there is no connection.
         """
         self.announce_own_exit()
         if self._connection is None or self._first_failure is not None:
@@ -194,11 +195,11 @@ class PeerWatch:
 
     @property
     def failed_first(self) -> bool:
-        """Whether rank 0 has decided that the failure of this rank was the first failure."""
+        """Whether rank 0 has decided that this rank failed first."""
         return self._first_failure is not None and self._first_failure.rank == self._rank
 
     def _wait_for_first_failure(self) -> None:
-        """Wait for the first failure of any rank, and exit the process if it is the failure of another rank.
+        """Wait for the first failure of any rank, and exit the process if another rank failed.
 
         This method runs in a thread. The end of the connection counts as a failure of rank 0.
         """
@@ -236,10 +237,10 @@ class PeerWatch:
 
 
 class _FailureArbiter:
-    """Thread of rank 0 that accepts the connections of all ranks and decides which rank failed first.
+    """Thread of rank 0 that accepts connections from all ranks and decides which rank failed first.
 
     Args:
-        host: Name of the host of rank 0.
+        host: Name of rank 0's host.
     """
 
     def __init__(self, host: str) -> None:
@@ -301,9 +302,10 @@ class _FailureArbiter:
         self._selector.close()
 
     def _read_messages(self, connection: socket.socket) -> None:
-        """Read and handle the available messages of a connection.
+        """Read and handle the available messages from a connection.
 
-        If the connection has ended although the rank has not announced it, a failure of the rank is added.
+        If the connection has ended and the rank has not announced its exit, a failure of the rank is
+        recorded.
         """
         try:
             data = connection.recv(_MAX_BYTES)
@@ -326,11 +328,11 @@ class _FailureArbiter:
         """Handle a message: the first message of a rank with the token, a failure, or an announced exit.
 
         Args:
-            connection: Connection that the message came from.
-            line: Message, one line of JSON.
+            connection: Connection from which the message was received.
+            line: Message, as one line of JSON.
 
         Returns:
-            Whether to keep the connection open. False if the message is invalid, or if the rank leaves.
+            Whether to keep the connection open. False if the message is invalid, or if the rank exits.
         """
         try:
             message = json.loads(line)
@@ -349,9 +351,9 @@ class _FailureArbiter:
         return True
 
     def _add_failure(self, failure: PeerFailure) -> None:
-        """Record a failure, and schedule the decision which failure was the first.
+        """Record a failure, and schedule the decision about which failure was first.
 
-        The decision is delayed by a second if the failure may be a consequence of another failure.
+        If the failure may be a consequence of another failure, the decision is delayed by one second.
         """
         if self._decided:
             return
@@ -374,7 +376,7 @@ class _FailureArbiter:
 
 
 def _send_message(connection: socket.socket, message: dict[str, Any]) -> None:
-    """Send a message. Errors are ignored, because the code that reads from the connection handles its end."""
+    """Send a message. Errors are ignored, because the reader of the connection handles its end."""
     with contextlib.suppress(OSError):
         connection.sendall(_encode_message(message))
 
@@ -410,7 +412,7 @@ def _connect_to_rank_0(addresses: Sequence[Sequence[Any]]) -> socket.socket | No
 
 
 def _enable_keepalive(connection: socket.socket) -> None:
-    """Make the kernel close the connection if the other node no longer responds, as after a power loss."""
+    """Make the kernel close the connection if the other node stops responding, as after a power loss."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in _KEEPALIVE.items():
         if hasattr(socket, name):

@@ -1,4 +1,4 @@
-"""Launch of the ranks on this machine, their reports to the launcher, and the error of a failed launch.
+"""Launch the ranks on this machine, read their reports, and build the error of a failed launch.
 
 The ranks are child processes of the launcher, and no rank outlives it.
 """
@@ -58,7 +58,7 @@ POLL_SECONDS = 0.1  # how often a rank checks for the reports of other ranks
 
 
 def check_rank_variables() -> None:
-    """Check ``RANK`` and ``WORLD_SIZE``, which a launcher such as torchrun or accelerate launch sets.
+    """Check ``RANK`` and ``WORLD_SIZE``, which are set by launchers such as torchrun or accelerate launch.
 
     Call this function only if at least one of them is set.
 
@@ -76,10 +76,10 @@ def check_rank_variables() -> None:
 
 
 def check_rendezvous_variables() -> None:
-    """Check that the launcher has set ``MASTER_ADDR`` and ``MASTER_PORT``, to which the ranks connect.
+    """Check that the launcher has set ``MASTER_ADDR`` and ``MASTER_PORT``, which the ranks need to connect.
 
     Raises:
-        UserError: If one of them is not set, and there are several ranks.
+        UserError: If one of them is not set although there are several ranks.
     """
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
     if missing and int(os.environ["WORLD_SIZE"]) > 1:
@@ -91,7 +91,7 @@ _REMEDY = "`unset RANK WORLD_SIZE`, or start all ranks with a launcher (torchrun
 
 
 def _build_incomplete_variables_error(there: str, missing: str) -> UserError:
-    """Build the error for variables of a launcher that are only partly set.
+    """Build the error for launcher variables that are only partly set.
 
     Args:
         there: Names of the variables that are set, followed by ``is`` or ``are``.
@@ -105,8 +105,8 @@ def _build_incomplete_variables_error(there: str, missing: str) -> UserError:
 def format_train_command(world_size: int, **options: object) -> str:
     """Format a ``portable-train`` command for an error message.
 
-    If the ranks of this run are on several nodes, the command contains a placeholder for the launcher of the
-    user.
+    If the ranks of this run are on several nodes, the command contains a placeholder for the user's
+    launcher.
 
     Args:
         world_size: Number of ranks that the command starts.
@@ -120,7 +120,7 @@ def format_train_command(world_size: int, **options: object) -> str:
 
 @dataclass(frozen=True)
 class RankFailure:
-    """First failure of a launch: the rank that failed first, and its error."""
+    """First failure of a launch: the rank and its error."""
 
     rank: int
     exit_code: int
@@ -149,11 +149,11 @@ def launch_ranks(
         arguments: Picklable arguments.
         ranks: Number of ranks.
         memory_advice: Advice for the error message if a rank is killed because host memory ran out.
-        find_checkpoint: Function that returns the checkpoint from which a stopped run can resume, or None if
-            there is no checkpoint.
+        find_checkpoint: Function that returns the checkpoint from which a stopped run can resume, or
+            None if there is no checkpoint.
 
     Returns:
-        The largest exit code that a rank returned.
+        The largest exit code of all ranks.
 
     Raises:
         UserError: If the rank that failed first raised it.
@@ -209,12 +209,14 @@ def launch_ranks(
 
 
 def _start_rendezvous_store() -> tuple[object, dict[str, str]]:
-    """Start the store of torch.distributed through which the ranks connect to each other.
+    """Start the torch.distributed store through which the ranks connect to each other.
 
-    The store listens only on the loopback interface, because every process that can connect can write to it.
+    The store listens only on the loopback interface, because any process that can connect can write to
+    it.
 
     Returns:
-        The store, which stops when it is garbage-collected, and the environment variables with its address.
+        The store, which stops when it is garbage-collected, and the environment variables that contain
+        its address.
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # imported here because it loads torch
 
@@ -234,12 +236,12 @@ def _start_rendezvous_store() -> tuple[object, dict[str, str]]:
 
 
 def _build_world_variables(ranks: int) -> dict[str, str]:
-    """Build the environment variables with the number of ranks, which are the same for all ranks."""
+    """Build the environment variables that contain the number of ranks."""
     return {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
 
 
 class RankExit(NamedTuple):
-    """Exit of a rank's process that :func:`_wait_for_ranks` considers a failure."""
+    """Exit of a rank's process that :func:`_wait_for_ranks` treats as a failure."""
 
     rank: int
     code: int
@@ -249,7 +251,7 @@ class RankExit(NamedTuple):
 def _wait_for_ranks(processes: Sequence[BaseProcess], report_folder: Path) -> RankExit | None:
     """Wait until all processes have ended or one has failed, and kill ranks that hang.
 
-    A process with exit code 0 that has not written the exit code of its function has also failed.
+    A process with exit code 0 has also failed if it has not written the exit code of its function.
 
     Returns:
         The failed rank and its exit code, or None if all ranks have succeeded.
@@ -286,15 +288,15 @@ def _terminate_ranks(processes: Sequence[BaseProcess], report_folder: Path) -> N
 
 
 def _get_exit_code_path(report_folder: Path, rank: int) -> Path:
-    """Return the path of the file with the exit code that a rank's function returned."""
+    """Return the path of the file that contains the exit code returned by a rank's function."""
     return report_folder / f"rank{rank}.code"
 
 
 def _build_stopped_error(signals: list[int], checkpoint: object | None) -> StoppedError:
-    """Build the error of a run that signals ended before it could save a checkpoint.
+    """Build the error for a run that was ended by signals before it could save a checkpoint.
 
     Args:
-        signals: Numbers of the signals that the launcher received, in order.
+        signals: Signal numbers that the launcher received, in order.
         checkpoint: Earlier checkpoint from which the run can resume, or None.
     """
     message = "stopped by a signal before the first step"
@@ -308,7 +310,7 @@ def _build_stopped_error(signals: list[int], checkpoint: object | None) -> Stopp
 
 
 def _is_second_interrupt(signals: Sequence[int]) -> bool:
-    """Return whether an interrupt (Ctrl-C) followed another signal, which had already requested a stop.
+    """Return whether an interrupt (Ctrl-C) followed another signal that had already requested a stop.
 
     Args:
         signals: Numbers of the received signals, in order.
@@ -357,8 +359,8 @@ def _run_rank_process(
         rank: Rank of this process.
         function: Function that returns an exit code.
         arguments: Arguments of the function.
-        report_folder: Folder in which the report is written as a file.
-        launcher: Process id of the launcher, with which this process dies.
+        report_folder: Folder to which the report file is written.
+        launcher: Process id of the launcher. This process dies with it.
         environment: Environment variables to set, in addition to ``RANK`` and ``LOCAL_RANK``.
     """
     die_with_parent(launcher)
@@ -403,15 +405,15 @@ def is_launched_by_portable() -> bool:
 def record_failure_time() -> None:
     """Record the current time as the time of this rank's failure, unless a time is already recorded.
 
-    Call this function before the cleanup, because the report is written only afterwards, and the launcher
-    compares the times to find the first failure.
+    Call this function before the cleanup. The report is written only after the cleanup, and the
+    launcher compares these times to find the first failure.
     """
     global _failed_at
     _failed_at = _failed_at or time.time()
 
 
 def _wait_for_reports(report_folder: Path) -> None:
-    """Wait until every rank has written a report or exited, for at most :data:`REPORT_SECONDS` seconds."""
+    """Wait until every rank has written a report or exited, for up to :data:`REPORT_SECONDS` seconds."""
     end = time.monotonic() + REPORT_SECONDS
     while time.monotonic() < end:
         silent = [
@@ -448,7 +450,7 @@ def _write_report(
     Args:
         report_folder: Folder of the reports.
         code: Exit code of the rank.
-        message: Error in one line.
+        message: Error on one line.
         hang: Whether the rank hangs.
         traceback: Traceback of an unexpected exception. Empty for other failures.
     """
@@ -461,7 +463,7 @@ def _write_report(
 
 
 def _kill_silent_ranks(report_folder: Path) -> None:
-    """Kill ranks without a report if another rank reported a hang some time ago.
+    """Kill the ranks without a report some time after another rank has reported a hang.
 
     Such ranks cannot report, for example because their watchdog thread waits for the GIL.
     """
@@ -476,18 +478,18 @@ def _kill_silent_ranks(report_folder: Path) -> None:
 
 
 def _read_rank_pids(report_folder: Path) -> dict[int, int]:
-    """Return the process id of each rank that has started, keyed by rank."""
+    """Return the process ids of all started ranks, keyed by rank."""
     names = [path.name.split(".") for path in report_folder.glob("rank*.pid")]
     return {int(rank.removeprefix("rank")): int(pid) for rank, pid, _ in names}
 
 
 def _find_first_failure(report_folder: Path, rank: int, exit_code: int) -> RankFailure:
-    """Find the failure that caused the others.
+    """Find the failure that caused the other failures.
 
-    In order of priority, this is a hang, the kill of a rank, a user error, or else the earliest error.
+    In order of priority, it is a hang, a killed rank, a user error, or the earliest other error.
 
     Args:
-        report_folder: Folder with the reports of the ranks.
+        report_folder: Folder of the ranks' reports.
         rank: Rank whose process ended first.
         exit_code: Exit code of that process.
     """
@@ -531,9 +533,9 @@ def _describe_kill(out_of_memory: bool | None, advice: str) -> str:
     """Describe the most likely cause of a SIGKILL, as the end of a sentence.
 
     Args:
-        out_of_memory: Whether the kernel's counters of OOM kills have increased, or None if there are no
+        out_of_memory: Whether the kernel's OOM kill counters have increased, or None if there are no
             counters.
-        advice: Advice to the user if host memory ran out.
+        advice: Advice for the user if host memory ran out.
     """
     advice = f"; {advice}" if advice else ""
     if out_of_memory:

@@ -1,4 +1,4 @@
-"""Group of processes, one on each node, that write the final model together."""
+"""Write the final model with a group of processes, one on each node."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 class NodeWriters:
-    """Group of the ranks that write a model together: the first rank of each node.
+    """Group of ranks that write a model together: the first rank of each node.
 
-    Implements the protocol :class:`portable.converters.writers.writer_group.WriterGroup`. Rank 0 is process 0
-    of the group.
+    Implements the protocol :class:`portable.converters.writers.writer_group.WriterGroup`. Rank 0 is
+    process 0 of the group.
 
     Args:
         group: Process group of these ranks. None if only rank 0 writes.
@@ -38,7 +38,7 @@ class NodeWriters:
         self.has_lost_a_process = False
 
     def call_everywhere(self, function: Callable[[], str]) -> list[str]:
-        """Call a function in this process, and gather the results of all processes of the group.
+        """Call a function in every process of the group, and gather the results.
 
         All processes of the group have to call this method.
 
@@ -79,14 +79,14 @@ class NodeWriters:
 
 
 def choose_node_writers(can_read_checkpoint: Callable[[], bool]) -> NodeWriters | None:
-    """Choose the ranks that write the final model, which are the first rank of each node.
+    """Choose the ranks that write the final model: the first rank of each node.
 
     All ranks have to call this function. There is only one writer per node, because its threads use all
     cores, and because every writer has to read the index of the complete checkpoint.
 
     Args:
-        can_read_checkpoint: Function that returns whether this process can read the checkpoint. Nodes that
-            cannot, because they do not share the file system of rank 0, do not write.
+        can_read_checkpoint: Function that returns whether this process can read the checkpoint. Nodes
+            that do not share the file system of rank 0 cannot read it, and do not write.
 
     Returns:
         The group. None on ranks that do not write.

@@ -1,4 +1,4 @@
-"""Detection of OOM kills during a launch, from the kernel's counters before and after it."""
+"""Detect OOM kills during a launch by comparing the kernel's counters before and after it."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ OomKillCounts = dict[str, int]
 
 
 def read_oom_kills(root: Path = Path("/")) -> OomKillCounts:
-    """Read all counters of OOM kills that this process can see.
+    """Read all OOM kill counters that this process can access.
 
-    The counter of the machine is in ``/proc/vmstat``. The memory cgroup of this process and its parents, such
-    as a container or a batch job, have counters in ``memory.events`` (cgroup v2) or ``memory.oom_control``
-    (v1).
+    The machine's counter is in ``/proc/vmstat``. The memory cgroup of this process and its parent
+    cgroups, such as a container or a batch job, have counters in ``memory.events`` (cgroup v2) or
+    ``memory.oom_control`` (v1).
 
     Args:
         root: Folder that contains ``proc`` and ``sys``.
@@ -31,9 +31,9 @@ def read_oom_kills(root: Path = Path("/")) -> OomKillCounts:
 
 
 def _list_cgroup_counter_files(root: Path) -> list[Path]:
-    """List the possible paths of the counters of this process's memory cgroup and its parents.
+    """List the possible counter files of this process's memory cgroup and its parents.
 
-    Not all of the files exist. Empty on systems without ``/proc/self/cgroup``.
+    Some of the files may not exist. Empty on systems without ``/proc/self/cgroup``.
 
     Args:
         root: Folder that contains ``proc`` and ``sys``.
@@ -56,7 +56,7 @@ def _list_cgroup_counter_files(root: Path) -> list[Path]:
 
 
 def has_new_oom_kill(before: OomKillCounts, after: OomKillCounts) -> bool | None:
-    """Return whether there was an OOM kill between two readings, or None if there are no counters.
+    """Return whether an OOM kill occurred between two readings, or None if there are no counters.
 
     Args:
         before: First result of :func:`read_oom_kills`.

@@ -1,4 +1,4 @@
-"""Limit on the number of open files and sockets of a rank's process."""
+"""Raise and check the limit on open files and sockets of a rank's process."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _NUM_OTHER_FILES = 256
 def raise_open_file_limit(world_size: int) -> None:
     """Raise the soft limit on open files to the hard limit, and check that it is sufficient.
 
-    An environment variable also makes gloo connect two ranks only when they communicate, unless the user has
-    set the variable.
+    The function also sets an environment variable that makes gloo connect two ranks only when they
+    communicate, unless the user has set the variable.
 
     Args:
         world_size: Number of ranks.
@@ -42,8 +42,9 @@ def raise_open_file_limit(world_size: int) -> None:
 
 
 def compute_needed_open_files(world_size: int) -> int:
-    """Compute the number of files and sockets that rank 0 may have open at once. No other rank has more.
+    """Compute the maximum number of files and sockets that rank 0 has open. No other rank needs more.
 
-    Rank 0 has a connection to each rank for each process group, for the store, and for failure notification.
+    Rank 0 has a connection to each rank for each process group, for the store, and for failure
+    notification.
     """
     return (_NUM_PROCESS_GROUPS + 2) * world_size + _NUM_OTHER_FILES

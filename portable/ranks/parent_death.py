@@ -24,12 +24,14 @@ _CODE_OF_SPAWNED_PROCESS = (
 
 
 def die_with_parent(expected_parent_pid: int | None = None) -> None:
-    """Make the system kill this process when its parent dies.
+    """Arrange for this process to be killed when its parent dies.
+
+    On Linux, the kernel kills it. Other systems need a thread that polls the parent.
 
     Args:
-        expected_parent_pid: Process id of the parent that started this process. If the current parent is
-            another process, that parent has already died, and this process exits at once. None to accept any
-            parent.
+        expected_parent_pid: Process id of the parent that started this process. If the current parent
+            is another process, the expected one has already died, and this process exits at once. None
+            to accept any parent.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
@@ -50,8 +52,8 @@ def _kill_when_parent_ends(parent_pid: int) -> None:
 def kill_spawned_processes_with_parent() -> Iterator[None]:
     """Make processes that ``multiprocessing`` spawns within this context die with this process.
 
-    The first code that a spawned process runs requests this from the kernel, so that it also dies if this
-    process is killed while it imports its modules. Does nothing on systems other than Linux.
+    A spawned process requests this from the kernel before it imports any other module. It therefore
+    also dies if this process is killed during those imports. Does nothing on systems other than Linux.
     """
     if sys.platform != "linux":
         yield

@@ -1,6 +1,7 @@
-"""Exit of a rank's process without finalizing the interpreter.
+"""Process exit without finalizing the Python interpreter.
 
-Import this module before modules that register exit handlers, so that its own exit handler runs last.
+Exit handlers run in reverse order of registration. Import this module before others that register
+exit handlers, so that its own handler runs last.
 """
 
 from __future__ import annotations
@@ -17,9 +18,8 @@ _exit_code: int | None = None
 def set_process_exit_code(code: int) -> int:
     """Set the exit code of this process, and make it exit without finalizing the interpreter.
 
-    The process still runs all exit handlers when it ends. The interpreter is not finalized, because threads
-    of gloo free their last tensors at any time, and if they do so during finalization, torch aborts the
-    process (pytorch/pytorch#190489).
+    All exit handlers still run. Finalization is skipped because gloo threads can free their last
+    tensors during it, and torch then aborts the process (pytorch/pytorch#190489).
 
     Returns:
         ``code``.
@@ -31,7 +31,7 @@ def set_process_exit_code(code: int) -> int:
 
 @atexit.register
 def _exit_after_handlers() -> None:
-    """End the process at once with the code of :func:`set_process_exit_code`, if that function was called."""
+    """Exit at once with the code from :func:`set_process_exit_code`, if one was set."""
     if _exit_code is not None:
         with suppress(Exception):  # the stream may be closed or full
             flush_stdout()

@@ -1,6 +1,7 @@
-"""Rendezvous of the ranks: the store of torch.distributed through which the ranks of one attempt connect.
+"""Connect the ranks of a launch through a shared store of torch.distributed.
 
-torchrun starts a new attempt when it restarts the ranks after a failure.
+When torchrun restarts the ranks after a failure, it starts a new attempt, which uses other keys in
+the store.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ class Rendezvous(NamedTuple):
 def join_rendezvous(timeout: datetime.timedelta) -> Rendezvous:
     """Connect to the store whose address is in the launcher's environment variables.
 
-    All ranks have to call this function. torchrun keeps its store when it restarts the ranks. The keys of
-    each attempt therefore get a different prefix, because a rank would otherwise read the addresses that
-    other ranks stored before the restart.
+    All ranks have to call this function. torchrun keeps its store when it restarts the ranks, so the
+    keys of each attempt get a different prefix. Otherwise, a rank could read addresses that other ranks
+    stored before the restart.
 
     Args:
         timeout: Time limit for all ranks to connect.
@@ -52,12 +53,13 @@ def join_rendezvous(timeout: datetime.timedelta) -> Rendezvous:
 
 
 def agree_on_attempt_name(store: Any, rank: int, world_size: int, timeout: datetime.timedelta) -> str:
-    """Agree with the other ranks on a name for this attempt, in a store with keys of previous attempts.
+    """Agree with the other ranks on a name for this attempt.
 
-    All ranks have to call this function. Rank 0 chooses a random name. Every other rank stores a random
-    number and waits for a key with this number, under which rank 0 stores the name. A rank can thus not read
-    an answer to a previous attempt. Rank 0 continues to answer until all ranks have confirmed.
-    ``TORCHELASTIC_RESTART_COUNT`` cannot be the name, because each node counts its own restarts.
+    All ranks have to call this function. The store may still contain keys of previous attempts, so a
+    name under a fixed key could be outdated. Instead, every rank except rank 0 stores a random number,
+    and rank 0 answers with the name under a key that contains this number. Rank 0 chooses the name at
+    random, and continues to answer until all ranks have confirmed. ``TORCHELASTIC_RESTART_COUNT`` is
+    unsuitable as a name, because each node counts its own restarts.
 
     Args:
         store: Store of torch.distributed that all ranks share.

@@ -1,6 +1,6 @@
-"""Conversion of the environment variables of ``srun`` to the variables of torch.distributed.
+"""Translate the environment variables of SLURM's ``srun`` into the variables of torch.distributed.
 
-Source: the section on output environment variables in the manual page of SLURM's ``srun``.
+Source: the section on output environment variables in the manual page of ``srun``.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ _LOWEST_PORT, _NUM_PORTS = 20_000, 12_000  # below Linux's range for outgoing co
 
 
 def read_slurm_rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Build the variables that torchrun would set for this process, from the variables of ``srun``.
+    """Return the variables that torchrun would set for this process, based on the variables of ``srun``.
 
     Args:
-        environment: Environment of the process. If it contains ``MASTER_ADDR`` or ``MASTER_PORT``, their
-            values are used.
+        environment: Environment of the process. Its values of ``MASTER_ADDR`` and ``MASTER_PORT`` take
+            precedence.
 
     Returns:
-        ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``.
-        Empty if another launcher has set ``RANK``, or if ``srun`` started a single task, which launches the
-        ranks of its node itself.
+        ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR`` and
+        ``MASTER_PORT``. Empty if another launcher has already set ``RANK``, or if ``srun`` started a
+        single task, which then launches the ranks of its node itself.
 
     Raises:
         UserError: If the variables of ``srun`` do not follow its documentation.
@@ -68,7 +68,8 @@ def parse_first_host(nodes: str) -> str:
 def _count_tasks_of_node(environment: Mapping[str, str]) -> int:
     """Return the number of tasks on this node.
 
-    ``4(x2),3`` means two nodes with four tasks and one node with three tasks.
+    SLURM lists the tasks per node in a compressed form: ``4(x2),3`` means four tasks on each of the
+    first two nodes, and three on the third.
     """
     counts: list[int] = []
     for part in environment["SLURM_STEP_TASKS_PER_NODE"].split(","):
@@ -78,6 +79,6 @@ def _count_tasks_of_node(environment: Mapping[str, str]) -> int:
 
 
 def _compute_port(environment: Mapping[str, str]) -> int:
-    """Compute a port from the ids of the job and step, so that all ranks choose the same port."""
+    """Derive a port from the job id and the step id, so that all ranks choose the same one."""
     job, step = (int(environment.get(name, "0")) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
     return _LOWEST_PORT + (job * 13 + step) % _NUM_PORTS

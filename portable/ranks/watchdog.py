@@ -1,8 +1,8 @@
-"""Watchdog against deadlocks: a rank without progress reports its stack and exits.
+"""Watchdog against deadlocks. A rank that makes no progress reports its stack and exits.
 
-If one rank hangs, the other ranks wait for it in their next collective, and the log stops without a message.
-Each rank therefore observes its own progress in a thread. The thread makes no collective or device calls, so
-that it does not hang with the main thread.
+If one rank hangs, the others wait for it in their next collective, and the log stops without a
+message. Each rank therefore monitors its own progress from a thread. The thread makes no collective
+or device calls, so that it cannot hang as well.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _PROJECT_FOLDER = Path(__file__).parents[2]
 
 
 class CountedBatches(Protocol):
-    """Iterator of batches that a watchdog observes from its thread."""
+    """Iterator of batches that counts them, so that a watchdog can check its progress from another thread."""
 
     num_batches: int
     """Number of batches returned so far."""
@@ -59,7 +59,7 @@ class _WatchedBatches:
 
     @property
     def time_limit_factor(self) -> float:
-        """Factor by which the time limit is multiplied, which is larger for the first batch."""
+        """Factor by which the time limit is multiplied. The first batch gets more time."""
         return FIRST_BATCH_FACTOR if self._last_count <= self._first_count + 1 else 1.0
 
     def pause_until_next_batch(self) -> None:
@@ -67,9 +67,9 @@ class _WatchedBatches:
         self._is_resting = True
 
     def has_progressed(self) -> bool:
-        """Return whether the iterator has returned a batch since the last call, or no batch is expected.
+        """Return whether the iterator has returned a batch since the last call, or no batch is due.
 
-        No batch is expected after the last batch, and after :meth:`pause_until_next_batch`.
+        No batch is due after the last one, or between :meth:`pause_until_next_batch` and the next batch.
         """
         if self._batches.num_batches != self._last_count:
             self._last_count, self._is_resting = self._batches.num_batches, False
@@ -78,18 +78,18 @@ class _WatchedBatches:
 
 
 class Watchdog:
-    """Context that exits the process if no batch arrives for some time.
+    """Context that exits the process if no batch arrives within a time limit.
 
-    A separate thread observes the iterators of batches, so that the training loop does not have to call the
-    watchdog in each step.
+    A thread monitors the iterators of batches, so that the training loop does not have to report its
+    progress in each step.
 
     Args:
         rank: Rank of this process.
-        timeout_seconds: Largest time between two batches. None if there is no limit.
-        folder: Folder for the file ``rank-<r>.txt`` with the stacks of all threads. It is created when
+        timeout_seconds: Maximum time between two batches. None for no limit.
+        folder: Folder for the file ``rank-<r>.txt`` with the stacks of all threads. Created when
             needed.
-        report: Function that is called with one line that describes the hang.
-        dump_collectives: Function that writes the latest collectives of the device into a folder.
+        report: Function that is called with a one-line description of the hang.
+        dump_collectives: Function that writes the device's most recent collectives to a folder.
     """
 
     def __init__(
@@ -131,9 +131,10 @@ class Watchdog:
 
     @contextmanager
     def watch_batches_temporarily(self, batches: CountedBatches) -> Iterator[None]:
-        """Observe the batches of ``batches`` within this context, such as the batches of an evaluation.
+        """Monitor another iterator within this context, for example during an evaluation.
 
-        Afterwards, the previous iterator is observed again, beginning with its next batch.
+        When the context ends, the watchdog returns to the previous iterator. Its time limit starts with its
+        next batch.
         """
         before = self._watched
         self.watch_batches(batches)
@@ -159,7 +160,7 @@ class Watchdog:
             self._watched = watched
 
     def _check_progress_periodically(self) -> None:
-        """Check for progress until the context ends, and exit the process without it. Runs in a thread."""
+        """Check for progress periodically, and exit the process if it stops. Runs in a thread."""
         checked = time.monotonic()
         while not self._ended.wait(min(1.0, self._timeout_seconds / 4)):
             before, checked = checked, time.monotonic()
@@ -195,11 +196,11 @@ class Watchdog:
 
 
 def describe_stack(frame: FrameType | None) -> str:
-    """Describe the innermost function of a stack, and the function of this project that has called it.
+    """Describe the innermost function of a stack and the function of this project that called it.
 
     Returns:
-        A string such as ``function (file:line), called from function (file:line)``. ``no Python code``
-        without a frame.
+        A string such as ``function (file:line), called from function (file:line)``. If ``frame`` is
+        None, ``no Python code``.
     """
     if frame is None:
         return "no Python code"

@@ -1,1 +1,1 @@
-"""Progress, metrics, events, the HTML report, the model card, and traces of a run."""
+"""Report the progress and the results of a run: metrics, events, HTML report, model card, and traces."""

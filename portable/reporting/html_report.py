@@ -1,7 +1,7 @@
-"""HTML report of one run, or of several runs next to each other, and the command ``portable-report``.
+"""Render the HTML report of one or several runs. Implements the command ``portable-report``.
 
-The page contains all data and scripts. It can be opened from a disk or an email and makes no network
-requests.
+The page contains all data and scripts. It makes no network requests, so it can be opened from a
+disk or an email.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class CurvePoint(NamedTuple):
 
     Attributes:
         step: Training step.
-        num_tokens: Number of tokens seen so far. None if it is unknown.
-        hours: Hours of training so far. None if they are unknown.
+        num_tokens: Number of tokens seen so far. None if unknown.
+        hours: Hours of training so far. None if unknown.
         value: Logged value.
     """
 
@@ -76,11 +76,11 @@ class CurvePoint(NamedTuple):
 
 
 class _LaunchStart(NamedTuple):
-    """Start of a launch.
+    """Start time of a launch, and the total duration of the previous launches.
 
     Attributes:
         time: Start time in seconds since 1970.
-        worked_seconds: Duration of all previous launches of the run in seconds.
+        worked_seconds: Total duration of all previous launches of the run in seconds.
     """
 
     time: float
@@ -88,11 +88,11 @@ class _LaunchStart(NamedTuple):
 
 
 class _RunSettings(NamedTuple):
-    """Settings of a run.
+    """Settings of a run, or the reason why they cannot be read.
 
     Attributes:
         values: Values of the settings, keyed by dotted key.
-        error: Reason why ``config.yaml`` cannot be read. Empty if the file can be read or does not exist.
+        error: Reason why ``config.yaml`` cannot be read. Empty if the file was read or does not exist.
     """
 
     values: dict[str, Any]
@@ -157,7 +157,7 @@ _METRICS_WITHOUT_CHART = {"step", "samples", "time", "samples_per_second"}
 
 @dataclass(frozen=True)
 class ReportedRun:
-    """Contents of the output folder of a run, as the report shows them.
+    """Contents of a run's output folder, prepared for the report.
 
     Attributes:
         folder: Output folder or URL of the run.
@@ -220,7 +220,7 @@ class ReportedRun:
     # -- x axes ---------------------------------------------------------------------------------------------
 
     def compute_token_count(self, samples: Any) -> int | None:
-        """Compute the number of tokens in a number of samples.
+        """Convert a number of samples to a number of tokens.
 
         Args:
             samples: Value of ``samples`` in a row, which may be None or invalid.
@@ -241,7 +241,7 @@ class ReportedRun:
 
     @cached_property
     def _launch_starts(self) -> list[_LaunchStart]:
-        """Start of each launch, in order of time."""
+        """Start of each launch, in chronological order."""
         starts = sorted(float(launch["time"]) for launch in self.list_launch_events() if "time" in launch)
         times = sorted(row["time"] for row in (*self.rows, *self.events) if "time" in row)
         launch_starts: list[_LaunchStart] = []
@@ -253,7 +253,7 @@ class ReportedRun:
         return launch_starts
 
     def compute_worked_hours(self, unix_time: Any) -> float | None:
-        """Compute the hours that the run worked until a time, without the time between launches.
+        """Compute how many hours the run had worked by a given time. Pauses between launches do not count.
 
         Args:
             unix_time: Time in seconds since 1970, which may be None or invalid.
@@ -291,8 +291,9 @@ class ReportedRun:
         """Describe the events of the run, with their position on each x axis.
 
         Returns:
-            One JSON object for each event, with the kind that determines its mark: the kind of the event,
-            ``"move"`` if the launch runs on other devices, or ``"change"`` if settings changed.
+            One JSON object per event. Its kind determines the mark on the page. It is the kind of the
+            event, except for a launch on other devices (``"move"``) or with changed settings
+            (``"change"``).
         """
         described: list[dict[str, Any]] = []
         machine: str | None = None
@@ -370,7 +371,7 @@ class ReportedRun:
         return facts
 
     def list_confusion_matrices(self) -> list[dict[str, Any]]:
-        """Return the last confusion matrix of each evaluation source, as JSON objects for the page."""
+        """Return the most recent confusion matrix of each evaluation source, as JSON objects for the page."""
         last = {
             key: (row["step"], row[key]) for row in self.rows for key in row if isinstance(row[key], dict)
         }
@@ -385,16 +386,16 @@ class ReportedRun:
 
 
 def downsample_points(points: list[_Point]) -> list[_Point]:
-    """Downsample a curve to about :data:`TARGET_NUM_POINTS` points, without losing spikes.
+    """Downsample a curve to about :data:`TARGET_NUM_POINTS` points without losing spikes.
 
-    The curve is divided into stretches of equal length. The lowest and the highest point of each stretch
-    remain, and the last point of the curve.
+    The curve is divided into segments of equal length. Each segment keeps its lowest and its highest
+    point. The last point of the curve is always kept.
 
     Args:
         points: Points of the curve, as tuples whose last element is the value.
 
     Returns:
-        The remaining points, in their order.
+        The remaining points, in their original order.
     """
     if len(points) <= TARGET_NUM_POINTS:
         return points
@@ -412,7 +413,8 @@ def build_report_html(runs: Sequence[ReportedRun], *, reloads: bool = False) -> 
 
     Args:
         runs: Runs to show.
-        reloads: Whether the page reloads itself in the browser, because it is written again during training.
+        reloads: Whether the page reloads itself in the browser. Set during training, when the page is
+            rewritten regularly.
 
     Returns:
         The page. Credentials in strings are replaced by ``***``.
@@ -495,7 +497,7 @@ def build_report_html(runs: Sequence[ReportedRun], *, reloads: bool = False) -> 
 
 
 def _redact_nested(value: Any) -> Any:
-    """Return a copy of nested lists and dicts with credentials in strings replaced."""
+    """Return a copy of nested lists and dicts with the credentials in strings redacted."""
     if isinstance(value, dict):
         return {key: _redact_nested(inner) for key, inner in value.items()}
     if isinstance(value, list):
@@ -504,9 +506,9 @@ def _redact_nested(value: Any) -> Any:
 
 
 def _choose_chart_name(name: str, source_names: Container[str]) -> str:
-    """Return the name of the chart that shows a metric.
+    """Return the name of the chart to draw a metric in.
 
-    Most metrics have a chart of their own. Evaluations on several sources share a chart, as do the F1 values
+    Most metrics have their own chart. Evaluations on several sources share one, and so do the F1 scores
     of all classes.
 
     Args:
@@ -526,12 +528,13 @@ def _format_metric_name(name: str) -> str:
 
 
 def write_report(folders: Sequence[AnyPath], page_path: Path, *, reloads: bool = False) -> list[str]:
-    """Write the HTML page about one or several runs. An existing page is replaced atomically.
+    """Write the HTML page for one or several runs. An existing page is replaced atomically.
 
     Args:
         folders: Output folders or URLs of the runs.
         page_path: Path of the page.
-        reloads: Whether the page reloads itself in the browser, because it is written again during training.
+        reloads: Whether the page reloads itself in the browser. Set during training, when the page is
+            rewritten regularly.
 
     Returns:
         A warning for each run with unreadable parts.
@@ -599,7 +602,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _read_events(folder: AnyPath) -> LogRows:
-    """Read the events of a run. If the file cannot be read, the result has no events."""
+    """Read the events of a run. Return no events if the file cannot be read."""
     try:
         return read_log_rows(folder / EVENTS_FILE, "event")
     except OSError:
@@ -610,7 +613,7 @@ def _read_log_end(path: AnyPath) -> str:
     """Read the last lines of a log.
 
     Returns:
-        The lines. Empty if the file does not exist, or is far larger than the log of a run.
+        The lines. Empty if the file does not exist or is far too large for a log.
     """
     try:
         text = read_small_file(path, max_bytes=_MAX_LOG_BYTES).decode("utf-8", "replace")
@@ -626,7 +629,7 @@ def read_data_preview(path: AnyPath) -> dict[str, Any] | None:
         path: Path or URL of the file.
 
     Returns:
-        Facts, lengths and samples of the data. None if the file does not exist or is invalid.
+        Statistics, lengths and samples of the data. None if the file does not exist or is invalid.
     """
     try:
         preview = json.loads(read_small_file(path, max_bytes=_MAX_CONFIG_BYTES))
@@ -654,16 +657,16 @@ def read_data_preview(path: AnyPath) -> dict[str, Any] | None:
 
 
 def _read_piece(text: Any, trained: Any, thumbnail: Any = "") -> list[Any]:
-    """Read a piece of a sample: its text, whether it is trained, and the URL of its thumbnail or ""."""
+    """Return one piece of a sample: its text, whether it is trained on, and its thumbnail URL or ""."""
     is_thumbnail = isinstance(thumbnail, str) and _THUMBNAIL_URL.fullmatch(thumbnail) is not None
     return [str(text), trained is True, thumbnail if is_thumbnail else ""]
 
 
 def _read_settings(path: AnyPath) -> _RunSettings:
-    """Read the settings in a ``config.yaml``, without raising errors.
+    """Read the settings in a ``config.yaml``. Never raises an error.
 
-    If the file does not exist, the result has no settings. If it cannot be read, the result has no settings,
-    and ``error`` is the reason.
+    The settings are empty if the file does not exist or cannot be read. In the latter case, ``error``
+    contains the reason.
     """
     try:
         text = read_small_file(path, max_bytes=_MAX_CONFIG_BYTES).decode("utf-8")
@@ -679,7 +682,7 @@ def _read_settings(path: AnyPath) -> _RunSettings:
 
 
 def _iter_dotted_settings(prefix: str, tree: dict[str, Any]) -> Iterable[tuple[str, Any]]:
-    """Yield pairs of dotted key and value for all nested settings. Each key begins with ``prefix``."""
+    """Yield the dotted key and the value of each nested setting. ``prefix`` is prepended to each key."""
     for key, value in tree.items():
         # Truncate long names, because each nested setting repeats the key.
         name = f"{prefix}{key}"[:_MAX_PATH_LENGTH]
@@ -699,7 +702,7 @@ def _format_setting_value(value: Any) -> str:
 def _format_devices(launch: dict[str, Any]) -> str:
     """Format the backend, the strategy, and the number of ranks of a launch.
 
-    The number of devices per rank is included if it is not 1.
+    The number of devices per rank is added if it is not 1.
 
     Args:
         launch: Event that started the launch.
@@ -711,7 +714,7 @@ def _format_devices(launch: dict[str, Any]) -> str:
 
 
 def _format_launch(launch: dict[str, Any]) -> str:
-    """Format the event that started a launch as one line, such as ``resumed on cuda, fsdp, 8 ranks``."""
+    """Format a launch event as one line, such as ``resumed on cuda, fsdp, 8 ranks``."""
     text = f"{'started' if launch['event'] == 'start' else 'resumed'} on {_format_devices(launch)}"
     for name in ("device", "precision"):
         if launch.get(name) not in (None, launch.get("backend")):
@@ -720,10 +723,10 @@ def _format_launch(launch: dict[str, Any]) -> str:
 
 
 def _list_short_names(folders: Sequence[AnyPath]) -> list[str]:
-    """Return a short unique name of each run.
+    """Return a short unique name for each run.
 
-    These are the names of the folders, or the complete paths if two folders have equal names. Equal paths are
-    numbered.
+    This is the name of its folder. If two folders have the same name, all runs are named by their
+    paths, and equal paths are numbered.
     """
     names = [resolve_links(folder).name for folder in folders]
     if len(set(names)) < len(names):

@@ -1,9 +1,9 @@
-"""Log files of a run in the JSON Lines format, with one JSON object on each line.
+"""Read and write the log files of a run, which contain one JSON object per line.
 
-Log files are untrusted, because crashes truncate lines and disks flip bits. Invalid lines are skipped and
-counted. An invalid last line is not counted, because a crash may have truncated it. A value that this program
-never writes, such as NaN, an integer of a thousand digits, or a nested object that is not a confusion matrix,
-is read as None.
+Logs are untrusted, because crashes truncate lines and disks flip bits. Invalid lines are skipped
+and counted. Only an invalid last line is not counted, because a crash may have truncated it. Values
+that this program never writes are read as None. Examples are NaN, an integer with a thousand
+digits, and a nested object that is not a confusion matrix.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class JsonLinesWriter:
     """Writer that appends rows to a log file.
 
     Args:
-        path: Path of the file. Created if it does not exist. A symlink is not followed.
+        path: Path of the file. Created if it does not exist. Symlinks are not followed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -104,7 +104,7 @@ def read_log_rows(path: AnyPath, *required_keys: str) -> LogRows:
 
 
 def read_log_lines(path: AnyPath, *required_keys: str) -> LogLines:
-    """Read the lines of a log together with the rows that they contain.
+    """Read the lines of a log, both as bytes and as parsed rows.
 
     Args:
         path: Path or URL of the log.
@@ -121,18 +121,18 @@ def read_log_lines(path: AnyPath, *required_keys: str) -> LogLines:
 
 
 def remove_rows_after_step(path: Path, last_step: int) -> LogRows:
-    """Remove the rows after a step, and the invalid lines between them, from the end of a log.
+    """Remove all rows after a step from the end of a log, and the invalid lines between them.
 
-    Rows are logged in the order of their steps, and the file may be large. The file is therefore read
-    backward in blocks of ``_BLOCK_BYTES`` bytes, until a block contains no later row.
+    The log may be large, but its rows are in order of their steps. The file is therefore read backward,
+    in blocks of ``_BLOCK_BYTES`` bytes, until a block contains no later row.
 
     Args:
         path: Path of the log.
-        last_step: Last step whose rows remain.
+        last_step: Last step whose rows are kept.
 
     Returns:
-        The remaining rows in the part of the file that was read, and the number of invalid lines in this
-        part.
+        The remaining rows in the part of the file that was read, and the number of invalid lines in
+        this part.
     """
     with os.fdopen(open_for_writing(path, os.O_RDWR), "r+b") as file:
         size = os.fstat(file.fileno()).st_size
@@ -158,7 +158,7 @@ def remove_rows_after_step(path: Path, last_step: int) -> LogRows:
 
 
 def _seek_next_line(file: BinaryIO, offset: int) -> int:
-    """Move to the first line that begins at or after a byte offset, and return the offset of the line."""
+    """Seek to the first line that begins at or after a byte offset, and return the offset of this line."""
     file.seek(max(0, offset - 1))
     if offset:
         file.readline()
@@ -187,7 +187,7 @@ def _parse_lines(lines: list[bytes], *required_keys: str) -> LogLines:
 
 
 def is_number(value: Any) -> bool:
-    """Return whether a value is an int or a float. A bool is not a number."""
+    """Return whether a value is an int or a float, but not a bool."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
@@ -197,9 +197,9 @@ def is_valid_count(value: Any) -> bool:
 
 
 def _sanitize_value(value: Any) -> Any:
-    """Return a value that the report can show. Long strings are truncated.
+    """Return the value if the report can show it, and None otherwise. Long strings are truncated.
 
-    Returns None for integers that are not exact in JavaScript, floats that are not finite, and unknown
+    None replaces integers that JavaScript cannot represent exactly, non-finite floats, and unknown
     objects.
     """
     if isinstance(value, str):

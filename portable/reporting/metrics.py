@@ -1,4 +1,4 @@
-"""Writers and readers of the metrics and events of a run: ``metrics.jsonl`` and ``events.jsonl``."""
+"""Write and read the metrics and events of a run, in ``metrics.jsonl`` and ``events.jsonl``."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ METRICS_FILE = "metrics.jsonl"
 class MetricsFile(JsonLinesWriter):
     """Writer of ``metrics.jsonl``. Every launch of a run appends to it.
 
-    Opening the file removes the rows after ``from_step``, because these steps will be logged again. Such rows
-    exist if a previous launch was killed after its last checkpoint. Only the end of the file is read, because
-    the file may have a million rows.
+    Opening the file removes the rows after ``from_step``, which would otherwise be logged twice. Such
+    rows exist if a previous launch was killed after its last checkpoint. The file may have a million
+    rows, so only its end is read.
 
     Args:
         folder: Output folder of the run.
@@ -59,7 +59,7 @@ class MetricsFile(JsonLinesWriter):
 
 
 def read_metrics(folder: AnyPath) -> list[dict[str, Any]]:
-    """Read the rows of ``metrics.jsonl``, without invalid lines.
+    """Read the valid rows of ``metrics.jsonl``.
 
     Args:
         folder: Output folder of the run.
@@ -79,15 +79,16 @@ _MAX_SHOWN_VALUES = 8
 
 
 def is_evaluation_metric(name: str) -> bool:
-    """Return whether a metric of ``metrics.jsonl`` belongs to an evaluation."""
+    """Return whether a metric is the result of an evaluation."""
     return name.startswith(EVALUATION_PREFIX)
 
 
 def format_evaluation_line(values: Mapping[str, float]) -> str:
-    """Format the values of an evaluation as one line for the terminal.
+    """Format the metrics of an evaluation as one line for the terminal.
 
     Args:
-        values: Values of the evaluation, keyed by metric name. The F1 scores of single classes are omitted.
+        values: Values of the evaluation, keyed by metric name. The F1 scores of single classes are
+            omitted.
     """
     shown = [name for name in values if not name.startswith("eval_f1.")]
     text = "  ".join(
@@ -104,8 +105,8 @@ EventKind = Literal["start", "resume", "save", "skip", "stop", "end"]
 class EventsFile(JsonLinesWriter):
     """Writer of ``events.jsonl``. Every launch of a run appends its start, saves, and end.
 
-    In contrast to the rows of ``metrics.jsonl``, the events of a killed launch are kept, because they record
-    that the launch happened.
+    Unlike the rows of ``metrics.jsonl``, the events of a killed launch are kept as a record that it
+    happened.
 
     Args:
         folder: Output folder of the run.

@@ -1,4 +1,4 @@
-"""Model card of an export, which describes the base model, the data, the settings, and the losses."""
+"""Write the model card of an export: its base model, data, settings, and losses."""
 
 from __future__ import annotations
 
@@ -58,10 +58,10 @@ def build_model_card(
     missing_names: Sequence[str] = (),
     is_chat_model: bool = False,
 ) -> str:
-    """Build the text of the model card in Markdown.
+    """Build the model card in Markdown.
 
-    Exports are made to be shared. The card therefore contains no samples of the data, and only the names of
-    local files.
+    Exports are made to be shared. The card therefore contains no samples of the data, and names local
+    files without their folders.
 
     Args:
         config: Config of the run.
@@ -72,7 +72,8 @@ def build_model_card(
         metrics: Rows of ``metrics.jsonl`` up to the exported checkpoint.
         copied_names: Names of tensors that were copied from the base model without training.
         missing_names: Names of the base model's tensors that the export lacks.
-        is_chat_model: Whether the model was trained on conversations, so that prompts are lists of messages.
+        is_chat_model: Whether the model was trained on conversations, so that prompts are lists of
+            messages.
 
     Returns:
         The text. Credentials are replaced by ``***``.
@@ -191,7 +192,10 @@ def _describe_origin(
 
 
 def _format_untrained_tensors(copied: Sequence[str], missing: Sequence[str]) -> list[str]:
-    """Format the base model's tensors that transformers does not load, as lines of Markdown."""
+    """Format the names of the base model's tensors that transformers does not load, as lines of Markdown.
+
+    They are not trained. Some are copied to the export, and the others are missing from it.
+    """
     lines = []
     if copied:
         names = ", ".join(f"`{name}`" for name in copied)
@@ -207,7 +211,7 @@ def _format_adapter_usage(
 ) -> list[str]:
     """Format the Python code that loads an exported adapter, as lines of Markdown.
 
-    Empty if the export is a complete model, or if the base model has no name.
+    Empty if the export is a complete model, or if the name of the base model is unknown.
 
     Args:
         auto_class: Class of transformers that opens the base model.
@@ -232,7 +236,7 @@ def _format_adapter_usage(
 
 
 def _list_hub_datasets(config: RunConfig) -> list[str]:
-    """List the sources of the training data that look like names of datasets on the hub."""
+    """List the sources of the training data that look like dataset names on the hub."""
     sources = [settings.source for settings in get_training_sources(config.data).values()]
     names = [
         source[0] if isinstance(source, list | tuple) and len(source) == 1 else source for source in sources
@@ -248,7 +252,7 @@ def _list_hub_datasets(config: RunConfig) -> list[str]:
 
 
 def _format_curve_table(metrics: Sequence[Mapping[str, Any]], key: str) -> list[str]:
-    """Format up to ten points of a curve as a Markdown table. Empty if no row has numbers for ``key``."""
+    """Format up to ten points of a curve as a Markdown table. Empty if no row has a number for ``key``."""
     points = [(row["step"], row[key]) for row in metrics if isinstance(row.get(key), int | float)]
     if not points:
         return []
@@ -258,7 +262,11 @@ def _format_curve_table(metrics: Sequence[Mapping[str, Any]], key: str) -> list[
 
 
 def _format_evaluation_table(metrics: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Format the values of the last evaluation as a table. Empty if the curves already show them."""
+    """Format the results of the last evaluation as a Markdown table.
+
+    Empty if there are fewer than two results, because a single evaluation loss is already in the
+    curves.
+    """
     rows = [row for row in metrics if any(map(is_evaluation_metric, row))]
     values = {
         n: v
@@ -277,7 +285,7 @@ def _format_evaluation_table(metrics: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _format_user_settings(config: RunConfig) -> str:
-    """Format the user's settings as YAML, without machine-specific settings and folders."""
+    """Format the user's settings as YAML, omitting machine-specific settings and parent folders."""
     settings = {
         key: _strip_parent_folders(value)
         for key, value in config.given().items()
@@ -287,7 +295,7 @@ def _format_user_settings(config: RunConfig) -> str:
 
 
 def _strip_parent_folders(value: Any) -> Any:
-    """Replace each absolute path in nested lists and mappings by its file name. Other values are kept."""
+    """Replace absolute paths in nested lists and mappings with their file names. Keep other values."""
     if isinstance(value, str):
         return Path(value).name if value.startswith("/") else value
     if isinstance(value, list | tuple):
@@ -296,14 +304,14 @@ def _strip_parent_folders(value: Any) -> Any:
 
 
 def _format_table_cell(value: Any) -> str:
-    """Format a value for the table of settings, without characters that end a cell."""
+    """Format a value for a Markdown table. Characters that would end the cell are escaped or replaced."""
     value = keys.to_plain_value(value)
     text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
     return text.replace("|", "\\|").replace("\n", " ")
 
 
 class AutoClass(NamedTuple):
-    """Class of transformers that opens the models of a task.
+    """Auto class of transformers that loads the models of a task.
 
     Attributes:
         name: Name of the class.
@@ -334,7 +342,7 @@ _VLLM_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 
 
 def exports_adapter(config: RunConfig) -> bool:
-    """Return whether the run exports only an adapter, and not a complete model."""
+    """Return whether the run exports only the adapter instead of a complete model."""
     return config.adapter.type is not None and config.checkpoint.export not in ("merged", "like_base")
 
 
@@ -342,7 +350,7 @@ class UsageCommand(NamedTuple):
     """Shell command that uses an exported model.
 
     Attributes:
-        purpose: Program or purpose, such as ``vLLM`` or ``merge``.
+        purpose: Program, such as ``vLLM``, or purpose, such as ``merge``.
         command: Shell command.
     """
 
@@ -360,7 +368,7 @@ def list_usage_commands(
     adapter: Adapter | None = None,
     is_chat_model: bool = False,
 ) -> list[UsageCommand]:
-    """List the programs that can use an exported model, with the command for each.
+    """List a command for each program that can use an exported model.
 
     Programs that cannot open the model are omitted.
 
@@ -371,7 +379,8 @@ def list_usage_commands(
         architecture: Class of the model in transformers.
         base_text: Text for the base model in the commands. If None, its path or name is used.
         adapter: Adapter of the run. None if the run did not train an adapter.
-        is_chat_model: Whether the model was trained on conversations, so that prompts are lists of messages.
+        is_chat_model: Whether the model was trained on conversations, so that prompts are lists of
+            messages.
 
     Returns:
         The commands, in display order.
@@ -449,5 +458,5 @@ def list_usage_commands(
 
 
 def _quote_for_shell(code: str) -> str:
-    """Quote Python code for the shell with double quotes."""
+    """Put Python code in double quotes for the shell, and escape special characters."""
     return '"' + code.replace("\\", "\\\\").replace('"', '\\"').replace("$", "\\$").replace("`", "\\`") + '"'

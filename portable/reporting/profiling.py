@@ -1,6 +1,6 @@
-"""Profiling of a few training steps with ``--profile``.
+"""Profile a few training steps for ``--profile``.
 
-The trace can be opened with Perfetto (https://ui.perfetto.dev) or chrome://tracing.
+The resulting trace can be opened with Perfetto (https://ui.perfetto.dev) or chrome://tracing.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class Profiler(Callback):
     """Callback that records a trace of a few steps and writes it to ``<folder>/rank<r>.json.gz``.
 
     Args:
-        folder: Folder of the traces, ``profile`` in the output folder. It is created when the trace is
+        folder: Folder of the traces, ``profile`` in the output folder. Created when the trace is
             written.
-        rank: Rank of this process. Each rank writes a separate trace.
+        rank: Rank of this process. Each rank writes its own trace.
 
     Attributes:
         trace_path: Path of the trace.
@@ -52,11 +52,11 @@ class Profiler(Callback):
         self._profile.start()
 
     def on_step(self, run: Run) -> None:
-        """Notify the profiler of the end of a step."""
+        """Notify the profiler that a step has ended."""
         self._profile.step()
 
     def close(self) -> None:
-        """Stop the profiler. If the run ends during the recorded steps, a trace of fewer steps is written."""
+        """Stop the profiler. If the run ended while steps were recorded, write the shorter trace."""
         self._profile.stop()
 
     def _write_trace(self, recorded: profile) -> None:

@@ -1,4 +1,4 @@
-"""Progress bar, log lines, metrics, events, and the final summary of a launch."""
+"""Report a launch through a progress bar, log lines, metrics, events, and a final summary."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class TrainingProgressBar(Callback):
 
     Args:
         total_steps: Number of steps in the schedule of the run.
-        completed_steps: Number of steps of previous launches.
+        completed_steps: Number of steps that previous launches completed.
     """
 
     def __init__(self, total_steps: int, completed_steps: int) -> None:
@@ -72,8 +72,7 @@ class TrainingProgressBar(Callback):
         """Show values next to the bar.
 
         Args:
-            values: Formatted values, keyed by label. The value ``mem`` is omitted, because the bar has no
-                room for it.
+            values: Formatted values, keyed by label. ``mem`` is omitted for lack of space.
         """
         # A terminal of 100 columns has no room for the memory.
         self._bar.set_postfix({name: value for name, value in values.items() if name != "mem"})
@@ -87,8 +86,8 @@ class RunReporter(Callback):
     """Callback that reports one launch of a run.
 
     All ranks create a reporter, because each rank reads the loss from its device and passes it to the
-    ``on_log`` hooks of its callbacks. Only rank 0 writes files and prints. On rank 0, the constructor opens
-    the log files and records the start of the launch.
+    ``on_log`` hooks of its callbacks. Only rank 0 prints and writes files. On rank 0, the constructor
+    opens the log files and records the start of the launch.
 
     Args:
         run: The run that owns this callback.
@@ -98,11 +97,11 @@ class RunReporter(Callback):
 
     Attributes:
         speed: Samples per second, and the time that steps wait for batches.
-        bar: Progress bar, which is also a callback of the run. None on ranks other than 0, and if stderr is
-            not a terminal.
+        bar: Progress bar, which is also a callback of the run. None on ranks other than 0, and if
+            stderr is not a terminal.
         last_loss: Training loss of the last logged step. None before the first one.
-        last_evaluation: Numbers of the last evaluation, keyed by metric name. Empty before the first
-            evaluation.
+        last_evaluation: Scalar results of the last evaluation, keyed by metric name. Empty before the
+            first evaluation.
     """
 
     def __init__(self, run: Run, output: RunOutput, restored: RestoredRun, batches: BatchIterator) -> None:
@@ -169,8 +168,7 @@ class RunReporter(Callback):
     def log_step(self, run: Run) -> None:
         """Read the loss and the metrics of the step from the device, and log them.
 
-        The metrics are passed to ``on_log`` of all callbacks, and written to ``metrics.jsonl`` and the
-        trackers.
+        They are passed to ``on_log`` of all callbacks, and written to ``metrics.jsonl`` and the trackers.
         """
         run.health.report_skipped_updates(run)
         result = run.result
@@ -192,10 +190,7 @@ class RunReporter(Callback):
         )
 
     def _get_wait_share_and_warn(self) -> float:
-        """Return the share of the time that steps waited for data, and print a warning if it is large.
-
-        The warning is only printed once.
-        """
+        """Return the fraction of time that steps waited for data. If it is large, print a warning once."""
         share = self.speed.wait_share
         # The first steps always wait, because the queue of batches is still empty.
         if share > _WAIT_SHARE_WARNING and self.speed.num_steps > self._log_every and not self._has_warned:
@@ -271,7 +266,7 @@ class RunReporter(Callback):
         LOG.log(logging.INFO if self.bar is None else logging.DEBUG, "%s", line)
 
     def on_save(self, run: Run) -> None:
-        """Record the save as an event, and update the HTML report if this is due."""
+        """Record the save as an event, and update the HTML report if an update is due."""
         self.record_event("save", run.progress, checkpoint=f"step-{run.step:06d}")
         self._update_report_if_due()
 
@@ -288,7 +283,7 @@ class RunReporter(Callback):
         self.record_event("skip", run.progress, count=count, told=message)
 
     def record_pause(self, run: Run, seconds: float) -> None:
-        """Exclude a pause from the speed.
+        """Exclude a pause from the measured speed.
 
         Args:
             run: The run.
@@ -297,14 +292,14 @@ class RunReporter(Callback):
         self.speed.exclude_seconds(seconds)
 
     def on_evaluation(self, run: Run, values: Mapping[str, Any]) -> None:
-        """Write the values of an evaluation to ``metrics.jsonl`` and the trackers, and print the numbers.
+        """Log the results of an evaluation, and update the HTML report if an update is due.
 
-        Also updates the HTML report if this is due.
+        The results are written to ``metrics.jsonl`` and the trackers, and the scalar ones are printed.
 
         Args:
             run: The run.
-            values: Values, keyed by metric name. Confusion matrices are mappings, which only
-                ``metrics.jsonl`` receives.
+            values: Results, keyed by metric name. Confusion matrices are mappings and are only written to
+                ``metrics.jsonl``.
         """
         numbers = {name: value for name, value in values.items() if isinstance(value, int | float)}
         self.last_evaluation = numbers
@@ -315,14 +310,14 @@ class RunReporter(Callback):
     # -- called by the run -------------------------------------------------------------------------------
 
     def has_evaluation(self, step: int) -> bool:
-        """Return whether an evaluation of a step is recorded.
+        """Return whether the evaluation of a step is recorded.
 
         Args:
             step: Step. It must not be before the first step of this launch.
 
         Returns:
-            Whether ``metrics.jsonl`` contains the evaluation. Always True on all ranks except rank 0, because
-            they do not have a log.
+            Whether ``metrics.jsonl`` contains the evaluation. Always True on ranks other than 0, which have
+            no log.
         """
         return True if self._metrics_file is None else self._metrics_file.has_evaluation(step)
 
@@ -343,11 +338,11 @@ class RunReporter(Callback):
             print_status(line)
 
     def format_launch_summary(self, output_rows: Sequence[tuple[str, str]]) -> str:
-        """Format the table that is printed at the end of a launch.
+        """Format the summary table that is printed at the end of a launch.
 
         Args:
-            output_rows: Labels and paths or URLs of the files that the launch has written, shown as the last
-                rows.
+            output_rows: Labels of the files that the launch has written, with their paths or URLs. Shown as
+                the last rows.
         """
         seconds = time.perf_counter() - self.speed.start_time
         rate = self.speed.samples_per_second
@@ -381,7 +376,7 @@ class RunReporter(Callback):
         return format_table([*rows, *output_rows], get_terminal_width(sys.stderr))
 
     def close(self) -> None:
-        """Close the logs, update the report for the last time, and finish the trackers."""
+        """Close the logs, update the report a last time, and finish the trackers."""
         if self._metrics_file is not None:
             self._metrics_file.close()
         if self._events_file is not None:
@@ -391,14 +386,14 @@ class RunReporter(Callback):
         self._trackers = []
 
     def _update_report_if_due(self, *, is_last: bool = False) -> None:
-        """Write the HTML report again, unless the updates would take too much of the training time.
+        """Rewrite the HTML report, unless the updates would take too much of the training time.
 
-        Does nothing on ranks other than 0, and before the first logged step. A failure does not stop the run.
-        Only a failure of the last update is printed, as a warning.
+        Does nothing on ranks other than 0, and before the first logged step. A failed update does not stop
+        the run, and only the last update prints a warning if it fails.
 
         Args:
-            is_last: Whether this is the last update of the launch. The last update is always due, and its
-                page no longer reloads itself in the browser.
+            is_last: Whether this is the last update of the launch. It is always due, and its page no longer
+                reloads itself in the browser.
         """
         now = time.perf_counter()
         if not self._is_rank0 or not self._has_logged or (now < self._next_report_time and not is_last):
@@ -414,7 +409,7 @@ class RunReporter(Callback):
         self._output.publish_in_background()
 
     def _append_metrics(self, progress: RunProgress, values: Mapping[str, Any]) -> None:
-        """Append a row to ``metrics.jsonl``, and send its numbers to the trackers.
+        """Append a row to ``metrics.jsonl``, and send its scalar values to the trackers.
 
         Does nothing on ranks other than 0. If ``output_dir`` is a URL, the file is uploaded in the
         background.
@@ -428,9 +423,9 @@ class RunReporter(Callback):
         self._output.publish_in_background()
 
     def _call_trackers(self, function: Callable[[Tracker], None]) -> None:
-        """Call a function with each tracker, and remove trackers that fail.
+        """Call a function with each tracker. A tracker that fails is removed.
 
-        A failure only causes a warning, because ``metrics.jsonl`` contains the values.
+        A failure only causes a warning, because ``metrics.jsonl`` contains the same values.
         """
         for tracker in tuple(self._trackers):
             try:

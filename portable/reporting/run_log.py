@@ -1,7 +1,7 @@
-"""Log file of a launch: ``log.txt`` in the folder of the run.
+"""Write the log file of a launch, ``log.txt`` in the folder of the run.
 
-The file contains the printed messages, and the warnings of libraries. The terminal does not show the
-warnings.
+The file contains the messages that this program prints, and the warnings of libraries. The warnings
+are not shown in the terminal.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 class RunLogHandler(logging.Handler):
-    """Logging handler that collects the log records of this process and writes them to a file.
+    """Logging handler that writes the log records of this process to a file.
 
-    Libraries print warnings to stderr, in the middle of the progress bar. Within the context of this handler,
-    warnings only go to the file. Errors are still printed. Until the log file is open, records are kept in
-    memory. If the file is never opened, because the run was refused, the warnings are printed when the
-    context ends.
+    Libraries print warnings to stderr, in the middle of the progress bar. Within the context of this
+    handler, warnings only go to the file, and errors are still printed as well. Until the log file is
+    open, records are kept in memory. If it is never opened because the run was rejected, the warnings
+    are printed when the context ends.
 
     Args:
-        rank: Rank of this process. Only rank 0 logs the messages of this program, and other ranks only create
-            a file if a library logs something.
+        rank: Rank of this process. Only rank 0 logs the messages of this program. Other ranks create a
+            file only if a library logs something.
 
     Attributes:
-        num_library_warnings: Number of warnings and errors of libraries so far.
-        path: Path of the log file. None until `open_log_file` is called.
+        num_library_warnings: Number of warnings and errors that libraries have logged so far.
+        path: Path of the log file. None until ``open_log_file`` is called.
     """
 
     def __init__(self, rank: int) -> None:
@@ -72,7 +72,7 @@ class RunLogHandler(logging.Handler):
         return self
 
     def open_log_file(self, folder: Path) -> None:
-        """Open the log file, and write the records that were logged before.
+        """Open the log file, and write the records that have been kept in memory.
 
         Args:
             folder: Folder of the run.
@@ -87,8 +87,8 @@ class RunLogHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Write a record, or keep it in memory until the log file is open.
 
-        Does nothing if the same record was handled just before, because several handlers may pass it on.
-        Warnings and errors of libraries are counted.
+        Several handlers may forward the same record, so a repeated record is ignored. Warnings and errors
+        of libraries are counted.
         """
         if record is self._latest_record:  # several handlers pass on the same record
             return
@@ -117,10 +117,10 @@ class RunLogHandler(logging.Handler):
             self._file_handler.handle(record)
 
     def _take_console_record(self, record: logging.LogRecord) -> bool:
-        """Handle a record that a handler of a library would print.
+        """Handle a record that a library's own handler would print.
 
         Returns:
-            Whether the library's handler also prints the record. True only for errors.
+            Whether the library's handler should still print the record. True only for errors.
         """
         self.handle(record)
         return record.levelno >= logging.ERROR
@@ -162,9 +162,9 @@ class _LinkFreeFileHandler(logging.FileHandler):
         return os.fdopen(descriptor, "a", encoding=self.encoding)
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's name
-        """Ignore errors of the file system, such as a full disk. Other errors are printed.
+        """Ignore file system errors, such as a full disk. Print other errors.
 
-        If the disk is full, the error that ends the run reports it.
+        If the disk is full, the run fails elsewhere and reports it.
         """
         if not isinstance(sys.exc_info()[1], OSError):
             super().handleError(record)

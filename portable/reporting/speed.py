@@ -1,4 +1,4 @@
-"""Speed of a run: samples and tokens per second, MFU, and the time that steps wait for batches."""
+"""Measure the speed of a run: samples and tokens per second, MFU, and time spent waiting for batches."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SpeedUnits:
-    """Conversion from samples per second to tokens per second and MFU.
+    """Factors that convert samples per second to tokens per second and MFU.
 
     Attributes:
-        tokens_per_sample: Mean number of tokens of a sample, without padding.
-        flops_per_token: Floating-point operations of the forward and the backward pass for one token.
-        peak_flops: Peak FLOP/s of all devices of the run together. None if the peak is unknown.
+        tokens_per_sample: Mean number of tokens per sample, without padding.
+        flops_per_token: Floating-point operations per token, in the forward and the backward pass.
+        peak_flops: Total peak FLOP/s of all devices of the run. None if the peak is unknown.
     """
 
     tokens_per_sample: float
@@ -25,7 +25,7 @@ class SpeedUnits:
     peak_flops: float | None
 
     def compute_tokens_per_second(self, samples_per_second: float) -> float:
-        """Compute the number of tokens per second.
+        """Convert samples per second to tokens per second.
 
         Args:
             samples_per_second: Samples per second of all ranks.
@@ -51,7 +51,7 @@ class _Reading(NamedTuple):
 
     Attributes:
         seconds: Time in seconds.
-        samples: Number of samples that the launch has trained on until then.
+        samples: Number of samples that the launch had trained on at that time.
     """
 
     seconds: float
@@ -59,9 +59,9 @@ class _Reading(NamedTuple):
 
 
 class SpeedMeter:
-    """Meter of the speed of a launch in samples per second, and of the time that steps wait for batches.
+    """Speed meter of a launch. Measures samples per second, and the time that steps wait for batches.
 
-    The duration of evaluations and saves is excluded. The first step, which compiles and allocates, is
+    Evaluations and saves are excluded. The first step includes compilation and allocation, so it is
     excluded once there is a second step. Work after the last measurement, such as the export, is not
     measured.
 
@@ -72,11 +72,11 @@ class SpeedMeter:
     Attributes:
         start_time: Start time of the launch, in seconds of ``time.perf_counter``.
         num_steps: Number of steps of this launch, as of the last measurement.
-        excluded_seconds: Duration of the evaluations and saves so far, in seconds.
-        samples_per_second: Speed of this launch until the last measurement. The first step is excluded if
-            there are later ones.
-        wait_share: Share of the time between the last two measurements that steps waited for batches, from 0
-            to 1.
+        excluded_seconds: Total duration of evaluations and saves so far, in seconds.
+        samples_per_second: Speed from the start of this launch to the last measurement, without the
+            first step if there are later ones.
+        wait_share: Fraction of the time between the last two measurements that steps waited for
+            batches, from 0 to 1.
     """
 
     def __init__(self, samples_per_step: int, batches: BatchIterator) -> None:
@@ -92,9 +92,9 @@ class SpeedMeter:
 
     @property
     def first_step_seconds(self) -> float:
-        """Seconds from the start of the launch until the end of its first step.
+        """Seconds from the start of the launch to the end of its first step.
 
-        The end of the first step is always measured, because the first step is always logged.
+        The first step is always logged, so its end is always measured.
         """
         return self._first_step_end.seconds - self.start_time
 
@@ -108,7 +108,7 @@ class SpeedMeter:
     def measure_speed(self, num_steps: int) -> float:
         """Measure the speed since the last call, and update the attributes.
 
-        The reporter calls this method on each logged step.
+        The reporter calls this method at each logged step.
 
         Args:
             num_steps: Number of steps of this launch so far.

@@ -1,6 +1,6 @@
-"""Experiment trackers, which receive the same metrics as ``metrics.jsonl``.
+"""Open experiment trackers, which receive the same metrics as ``metrics.jsonl``.
 
-A tracker is a class of Accelerate, or a custom class with the same methods.
+A tracker is one of Accelerate's classes, or a custom class with the same methods.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Tracker(Protocol):
         """Log the metrics of a step."""
 
     def finish(self) -> None:
-        """Send the values that are not sent yet, and close the tracker."""
+        """Send all pending values, and close the tracker."""
 
 
 def open_trackers(log: LogConfig, folder: Path, config: dict[str, Any], *, from_step: int) -> list[Tracker]:
@@ -83,17 +83,17 @@ def open_trackers(log: LogConfig, folder: Path, config: dict[str, Any], *, from_
 def _open_tracker(
     tracker_name: str, log: LogConfig, folder: Path, config: Mapping[str, Any], run_facts: Mapping[str, Any]
 ) -> Tracker:
-    """Open one tracker, and send the settings of the run to it.
+    """Open one tracker, and send it the settings of the run.
 
-    A tracker that writes files into the output folder does not receive the settings, because ``config.yaml``
-    is in the same folder.
+    A tracker that writes files into the output folder does not receive the settings, because the folder
+    already contains ``config.yaml``.
 
     Args:
         tracker_name: Name of a tracker of Accelerate, or import path of a custom class.
         log: Settings of the section ``log``.
         folder: Output folder of the run.
         config: Settings of the run.
-        run_facts: Values for the constructor arguments that identify the run.
+        run_facts: Values for constructor arguments that identify the run.
     """
     classes = get_tracker_classes()
     kind: Any = (
@@ -121,9 +121,9 @@ def _open_tracker(
 
 
 def _build_stable_run_id(folder: Path) -> str:
-    """Build an id that is equal in every launch of a run.
+    """Build an id that is the same in every launch of a run.
 
-    The id consists of the name of the folder and the time of the run's first event.
+    It consists of the folder name and the time of the run's first event.
     """
     began = next((event["time"] for event in read_events(folder)), 0)
     return f"{re.sub('[^A-Za-z0-9_-]', '-', folder.name)[:40]}-{int(began * 1000):x}"

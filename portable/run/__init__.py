@@ -1,1 +1,1 @@
-"""One launch of a run, with one module per stage: resolve, prepare, restore, train, finish."""
+"""Carry out one launch of a run. Each stage has a module: resolve, prepare, restore, train, finish."""

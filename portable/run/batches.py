@@ -1,4 +1,4 @@
-"""Loaders of a run's batches, for training from any position and for evaluation."""
+"""Build the data loaders of a run. Training can start from any position."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ BAR_DELAY = 1.0
 
 
 def build_train_loader(prepared: PreparedRun, first_sample: int) -> TrainLoader:
-    """Build the loader of this rank's training micro-batches.
+    """Build the loader for this rank's training micro-batches.
 
     Args:
         prepared: The run.
-        first_sample: Index of the first sample, in the order of the run. Greater than 0 if the run resumes.
+        first_sample: Index of the first sample, in the order of the run. Greater than 0 if the run
+            resumes.
     """
     plan = prepared.batch_plan
     return TrainLoader(
@@ -44,7 +45,7 @@ def build_train_loader(prepared: PreparedRun, first_sample: int) -> TrainLoader:
 
 
 def build_eval_loader(prepared: PreparedRun, samples: Samples) -> EvalLoader:
-    """Build the loader of this rank's micro-batches in one evaluation.
+    """Build the loader for this rank's micro-batches of one evaluation.
 
     Args:
         prepared: The run. Its ``train.eval_batches`` limits the number of samples.

@@ -1,10 +1,11 @@
-"""Checkpoints of a run: when it saves, and which trainer state and model files it saves.
+"""Save checkpoints: decide when a save is due, and write the trainer state and the model files.
 
-:meth:`portable.callbacks.Run.finish_step` requests a save after a step if ``checkpoint.every_steps`` or
-``checkpoint.every_epochs`` is due (:attr:`portable.callbacks.Run.is_save_due`), if a callback or an
-evaluation requests it, and after the last step of a launch. :class:`CheckpointCallback` then saves. The
-engine writes the shards, and this module writes the trainer state and the files of the model.
-:mod:`portable.checkpoint.store` completes the checkpoint and deletes old ones.
+:meth:`portable.callbacks.Run.finish_step` requests a save in three cases:
+``checkpoint.every_steps`` or ``checkpoint.every_epochs`` is due
+(:attr:`portable.callbacks.Run.is_save_due`), a callback or an evaluation requests it, or the launch
+has reached its last step. :class:`CheckpointCallback` then saves. The engine writes the shards, and
+this module writes the trainer state and the model files. Finally, :mod:`portable.checkpoint.store`
+completes the checkpoint and deletes old ones.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ class CheckpointCallback(Callback):
 
     Args:
         run: The run that owns this callback.
-        watchdog: Watchdog. It is paused during a save.
+        watchdog: Watchdog to pause during a save.
     """
 
     def __init__(self, run: Run, watchdog: Watchdog) -> None:
@@ -108,7 +109,7 @@ class CheckpointCallback(Callback):
         run.checkpoints.on_complete = partial(run.call_callbacks, "handle_completed_checkpoint")
 
     def log_step(self, run: Run) -> None:
-        """Finish a background save that has ended, so that its failure is reported soon."""
+        """Finish a background save once its files are written, so that a failure is reported early."""
         run.checkpoints.finish_save_if_written()
 
     def save_step(self, run: Run) -> None:
@@ -128,7 +129,7 @@ class CheckpointCallback(Callback):
         self._last_saved_step = run.step
 
     def on_end(self, run: Run) -> None:
-        """Wait for the last save, and retry it if the object store is unavailable. Waits for all ranks."""
+        """Wait for all ranks and the last save. If the object store is unavailable, retry the save."""
         run.checkpoints.finish_save(is_last_save=True)
         run.backend.barrier()  # no rank ends before rank 0 has renamed the checkpoint's folder
 

@@ -1,4 +1,4 @@
-"""Custom callbacks from ``train.callbacks``, and the order of all callbacks."""
+"""Load the custom callbacks in ``train.callbacks``, and define the order of all callbacks."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ HOOKS = ("on_start", "on_step", "on_log", "on_evaluation", "on_save", "on_end")
 def list_callback_names(config: RunConfig, *, profile: bool = False) -> list[str]:
     """List the names of all callbacks of a run, in call order.
 
-    Custom callbacks are called before the reporter, so that the row of a step includes the values they log.
-    Evaluations run before saves, because a checkpoint contains the best evaluations.
+    Custom callbacks come before the reporter, so that the log row of a step includes the values that
+    they log. Evaluations run before saves, so that a checkpoint includes their results.
 
     Args:
         config: Config of the run.
@@ -39,16 +39,16 @@ def list_callback_names(config: RunConfig, *, profile: bool = False) -> list[str
 
 
 def _format_callback_name(plugin_name: str) -> str:
-    """Format the name of a custom callback in error messages and in :func:`list_callback_names`."""
+    """Format the name of a custom callback, as used in error messages and :func:`list_callback_names`."""
     return f"train.callbacks: {plugin_name}"
 
 
 class CustomCallback(Callback):
-    """Callback that calls a custom object. An error in its code ends the run with an error of one line.
+    """Callback that wraps a custom object. If the object's code fails, the run ends with a one-line error.
 
     Args:
         name: Name of the callback, used in error messages.
-        custom: The user's object. It may have only some of the methods in :data:`HOOKS`.
+        custom: The user's object. It may implement any subset of the methods in :data:`HOOKS`.
     """
 
     def __init__(self, name: str, custom: Any) -> None:
@@ -113,8 +113,9 @@ def load_custom_callbacks(names: Sequence[str]) -> dict[str, CustomCallback]:
 
 
 def _get_parameter_versions(model: nn.Module) -> dict[int, int]:
-    """Return the number of in-place changes of each parameter, keyed by its ID, without a host-device sync.
+    """Return the version counter of each parameter, keyed by its id, without a host-device sync.
 
-    After a forward pass, the model may have other parameters, such as gathered ones.
+    In-place changes increment the counter. After a forward pass, the model may have other parameters,
+    such as gathered ones.
     """
     return {id(parameter): torch_internals.get_tensor_version(parameter) for parameter in model.parameters()}

@@ -1,4 +1,4 @@
-"""Checks of custom code before a run starts, and comparison of the code when the run resumes."""
+"""Check custom code before a run starts, and detect whether it has changed when the run resumes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def install_and_check_custom_code(config: RunConfig) -> None:
-    """Define the modules of a notebook in this process, and check the custom code that settings name.
+    """Install the modules of a notebook in this process, and check the custom code that settings refer to.
 
     Called in the launcher and in each rank.
 
@@ -50,7 +50,7 @@ def install_and_check_custom_code(config: RunConfig) -> None:
 
 
 def collect_custom_code_names(config: RunConfig) -> dict[str, str]:
-    """Collect the names of the custom code that steps and evaluations call, keyed by setting."""
+    """Collect the names of the custom code that training steps and evaluations call, keyed by setting."""
     train = config.train
     optional_names = {"train.loss": train.loss, "model.function": config.model.function}
     code_by_key = {key: name for key, name in optional_names.items() if name is not None}
@@ -66,8 +66,8 @@ def collect_custom_code_names(config: RunConfig) -> dict[str, str]:
 def compute_custom_code_digests(config: RunConfig) -> dict[str, str]:
     """Compute a digest of each piece of custom code, keyed by setting.
 
-    A run compares the digests when it resumes. The code of data sources is not included, because a run
-    compares the tokens themselves.
+    A run compares the digests when it resumes. Custom data sources have no digest, because a run
+    compares their tokens instead.
     """
     all_digests = {
         key: plugins.compute_plugin_digest(name) for key, name in collect_custom_code_names(config).items()
@@ -76,7 +76,7 @@ def compute_custom_code_digests(config: RunConfig) -> dict[str, str]:
 
 
 class CodeChanges(NamedTuple):
-    """Settings whose custom code differs from the code at a checkpoint."""
+    """Settings whose custom code has changed since a checkpoint."""
 
     affecting_training: list[str]
     """Settings that affect the steps, such as ``train.loss``."""

@@ -1,4 +1,4 @@
-"""Evaluations of a run, and the decisions about checkpoints and early stopping that follow from them."""
+"""Evaluate a run. The results determine best checkpoints and early stopping."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ def evaluate_all_sources(
     engine: Engine,
     watch_batches: Callable[[BatchIterator], AbstractContextManager[Any]] = nullcontext,
 ) -> dict[str, Any]:
-    """Evaluate all metrics on all evaluation sources. Must be called on all ranks.
+    """Compute all metrics on all evaluation sources. Must be called on all ranks.
 
     If ``train.eval_ema`` is set, the averaged weights are evaluated.
 
     Args:
         prepared: The run.
         engine: Engine of this rank.
-        watch_batches: Function that is called with the batches of each evaluation, and returns a context in
-            which the evaluation runs.
+        watch_batches: Function that is called with the batches of each evaluation, and returns a
+            context in which the evaluation runs.
 
     Returns:
         The values, keyed by their names in ``metrics.jsonl``, such as ``eval_loss``.
@@ -66,7 +66,7 @@ def evaluate_all_sources(
 def _format_metric_key(metric: str, source: str) -> str:
     """Format the key of a metric in ``metrics.jsonl``, such as ``eval_loss/books``.
 
-    If ``source`` is empty, because the source has no name, the key has no suffix, as in ``eval_loss``.
+    If ``source`` is empty, the key has no suffix, as in ``eval_loss``.
     """
     return f"{EVALUATION_PREFIX}{metric}/{source}" if source else f"{EVALUATION_PREFIX}{metric}"
 
@@ -83,8 +83,8 @@ def build_best_tracker(config: RunConfig, sources: Collection[str], metrics: Met
         The tracker. None if neither ``checkpoint.keep_best`` nor early stopping is set.
 
     Raises:
-        UserError: If no evaluation has ``checkpoint.best_metric``, or if it is unknown whether higher is
-            better.
+        UserError: If no evaluation computes ``checkpoint.best_metric``, or if it is unknown whether
+            higher values are better.
     """
     checkpoint, patience = config.checkpoint, config.train.early_stopping_patience
     if checkpoint.keep_best is None and patience is None:
@@ -115,12 +115,12 @@ def build_best_tracker(config: RunConfig, sources: Collection[str], metrics: Met
 
 
 class EvaluationCallback(Callback):
-    """Callback that evaluates, and requests saves and the end of the run depending on the results.
+    """Callback that evaluates the model. Depending on the results, it requests a save or ends the run.
 
     Args:
         run: The run that owns this callback.
         is_recorded: Function that returns whether the evaluation of a step is recorded.
-        watchdog: Watchdog. It also observes the batches of evaluations.
+        watchdog: Watchdog that also monitors the batches of evaluations.
     """
 
     def __init__(self, run: Run, is_recorded: Callable[[int], bool], watchdog: Watchdog) -> None:
@@ -131,10 +131,10 @@ class EvaluationCallback(Callback):
         self._reduce_any = run.backend.reduce_any
 
     def on_start(self, run: Run) -> None:
-        """Run an evaluation that the last launch missed, and set ``run.progress.has_ended``.
+        """Run the evaluation that the last launch missed, if any, and set ``run.progress.has_ended``.
 
-        The last launch missed an evaluation if a signal ended it after the step and before the evaluation.
-        ``has_ended`` is True if early stopping has already ended the run.
+        An evaluation is missed if a signal ends a launch between a step and its evaluation. ``has_ended``
+        is set to True if early stopping has already ended the run.
         """
         progress, counts = run.progress, self._counts_for_best(run)
         if not self._prepared.data.evals:
@@ -150,8 +150,8 @@ class EvaluationCallback(Callback):
     def evaluate_step(self, run: Run) -> None:
         """Evaluate after the latest step. Must be called on all ranks.
 
-        Does nothing without evaluation data. The result may end the run or request a save: sets
-        ``run.progress.has_ended`` and ``run.is_save_requested``.
+        Does nothing without evaluation data. Sets ``run.progress.has_ended`` and ``run.is_save_requested``
+        if the result ends the run or requires a save.
         """
         if not self._prepared.data.evals:
             return
@@ -163,8 +163,9 @@ class EvaluationCallback(Callback):
     def _counts_for_best(self, run: Run) -> bool:
         """Return whether an evaluation after the latest step counts for best checkpoints and early stopping.
 
-        An evaluation counts if the settings request it, or at the end of the run. An evaluation that happens
-        only because a launch ends does not count, because it would make the result depend on the launches.
+        It counts if the settings schedule it, or at the end of the run. An evaluation that only happens
+        because a launch ends does not count. Otherwise, the result would depend on how the run is divided
+        into launches.
         """
         train = run.config.train
         at_end = run.step == run.end_step == run.steps
@@ -175,10 +176,10 @@ class EvaluationCallback(Callback):
 
         Args:
             progress: Position of the run. Its evaluation history is updated if the evaluation counts.
-            counts: Whether the evaluation counts for the best checkpoints and for early stopping.
+            counts: Whether the evaluation counts for best checkpoints and early stopping.
 
         Returns:
-            Whether to save a checkpoint, and whether to end the run. Both values are equal on all ranks.
+            Whether to save a checkpoint, and whether to end the run. Both are equal on all ranks.
         """
         with self._run.measure_pause():
             values = evaluate_all_sources(
@@ -193,18 +194,18 @@ class EvaluationCallback(Callback):
         return EvalDecision(self._reduce_any(decision.save), self._reduce_any(decision.stop))
 
     def is_evaluation_missing(self, progress: RunProgress, *, counts: bool) -> bool:
-        """Return whether the evaluation after the latest step is missing on any rank. A collective call.
+        """Return whether any rank lacks the evaluation after the latest step. A collective call.
 
         Args:
             progress: Position of the run.
-            counts: Whether the evaluation counts for the best checkpoints and for early stopping.
+            counts: Whether the evaluation counts for best checkpoints and early stopping.
         """
         judged = self._prepared.best_tracker is None or progress.eval_history.step >= progress.step
         return self._reduce_any((counts and not judged) or not self._is_recorded(progress.step))
 
 
 def describe_early_end(run: Run) -> str:
-    """Describe why a run has ended before its last step: a callback, or early stopping."""
+    """Describe why a run ended before its last step: a callback or early stopping."""
     if run.is_stop_requested:
         return f"ended at step {run.step}, as a callback requested"
     eval_history = run.progress.eval_history
@@ -216,7 +217,7 @@ def describe_early_end(run: Run) -> str:
 
 
 def check_evaluation_data(data: RunData) -> None:
-    """Raise UserError if the run has no evaluation data, for ``--eval-only``."""
+    """Raise UserError if the run has no evaluation data, which ``--eval-only`` requires."""
     if not data.evals:
         raise UserError(
             "--eval-only: there is no evaluation data, because data.eval_fraction is 0; set data.eval"

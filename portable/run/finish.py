@@ -1,4 +1,4 @@
-"""The last stage: export the model, write the report, upload both, and print a summary.
+"""Finish a run: export the model, write the report, upload both, and print a summary.
 
 This module also formats the table that is printed at the start of a launch.
 """
@@ -67,7 +67,7 @@ _EXPORT_BYTES_PER_SECOND = 1e9
 def build_export_cost_rows(
     config: RunConfig, model_bytes: int, ranks: int, ranks_per_node: int
 ) -> list[tuple[str, str]]:
-    """Build the table row about the cost of exporting a large final model.
+    """Build a table row that estimates the cost of exporting a large final model.
 
     Args:
         config: Config of the run.
@@ -161,10 +161,10 @@ def _count_epoch_samples(prepared: PreparedRun) -> int | None:
 
 
 def _describe_rank_change(prepared: PreparedRun, restored: RestoredRun) -> str | None:
-    """Describe the change of backend, strategy and ranks since the checkpoint.
+    """Describe how the backend, the strategy and the number of ranks have changed since the checkpoint.
 
     Returns:
-        The text of a table cell. None if nothing has changed, and on all ranks except rank 0.
+        The text of a table cell. None if nothing has changed, and on ranks other than 0.
     """
     backend, source = prepared.backend, restored.source
     if source is None or restored.adopted is not None or backend.rank != 0:
@@ -183,8 +183,8 @@ def format_rank_count(ranks: int, devices_per_rank: int) -> str:
 def print_sample_text(prepared: PreparedRun, engine: Engine, reporter: RunReporter) -> None:
     """Print how the trained model continues a prompt. Must be called on all ranks.
 
-    Prints nothing if the model cannot generate text. Prints only a warning if the model or the chat template
-    fails, because the run is complete without a sample.
+    Prints nothing if the model cannot generate text. If the model or the chat template fails, only
+    prints a warning, because the run is complete without a sample.
 
     Args:
         prepared: The run.
@@ -227,7 +227,7 @@ class SamplePrompt(NamedTuple):
     Attributes:
         tokens: Token ids, int64 ``[1, length]``.
         images: Images among the tokens.
-        image_columns: Further arguments of the model for the images, keyed by name.
+        image_columns: Additional model inputs for the images, keyed by name.
     """
 
     tokens: torch.Tensor
@@ -236,7 +236,7 @@ class SamplePrompt(NamedTuple):
 
 
 def _format_prompt(prompt: SamplePrompt, tokenizer: Any) -> str:
-    """Decode a prompt, with a short description in place of the tokens of each image."""
+    """Decode a prompt, and replace the tokens of each image with a short description."""
     ids: list[int] = prompt.tokens[0].tolist()
     text, start = "", 0
     for image in prompt.images:
@@ -248,8 +248,9 @@ def _format_prompt(prompt: SamplePrompt, tokenizer: Any) -> str:
 def build_sample_prompt(prepared: PreparedRun) -> SamplePrompt:
     """Build the prompt for the sample at the end of a run.
 
-    The prompt is ``log.sample_prompt`` if it is set, and otherwise the beginning of an evaluation or training
-    sample. A chat model gets the prompt as a user message, and a conversation is cut before the first answer.
+    The prompt is ``log.sample_prompt``, rendered as a user message for a chat model. If this setting is
+    None, the prompt is the beginning of an evaluation or training sample. A conversation is then cut
+    before its first answer.
 
     Args:
         prepared: The run.
@@ -283,7 +284,7 @@ def build_sample_prompt(prepared: PreparedRun) -> SamplePrompt:
 
 
 def _add_images(tokens: torch.Tensor, samples: Samples, index: int) -> SamplePrompt:
-    """Return a prompt with the images among its tokens.
+    """Build a prompt from the first tokens of a sample, together with the images among them.
 
     Args:
         tokens: First tokens of a sample, int64 ``[1, length]``.
@@ -302,9 +303,10 @@ def _add_images(tokens: torch.Tensor, samples: Samples, index: int) -> SamplePro
 
 
 def _choose_export_checkpoint(run: Run, reporter: RunReporter) -> AnyPath | None:
-    """Return the checkpoint to export, or None if there is no checkpoint.
+    """Return the checkpoint to export, or None if there are no checkpoints.
 
-    This is the newest checkpoint, or the best one if ``checkpoint.export_best`` is set.
+    This is the best checkpoint if ``checkpoint.export_best`` is set and a best checkpoint still exists.
+    Otherwise, it is the newest one.
     """
     complete = dict(run.checkpoints.list_complete())
     latest: AnyPath | None = run.checkpoints.find_latest()
@@ -341,10 +343,11 @@ def finish_run(
         reporter: Reporter, which prints the summary.
         profiler: Profiler, or None if this launch is not profiled.
         uploads: Uploads to the hub, or None if ``hub.push`` is not set.
-        num_library_warnings: Number of warnings of libraries in the run's log.
+        num_library_warnings: Number of warnings that libraries wrote to the run's log.
 
     Raises:
-        NotExportedError: If the run is complete but the model cannot be exported. The next launch exports it.
+        NotExportedError: If the run is complete but the model cannot be exported. The next launch
+            exports it.
         ReportedElsewhereError: On ranks other than rank 0, if the export fails.
     """
     prepared, folder, place = run.prepared, output.work_folder, output.place
@@ -411,7 +414,7 @@ def finish_run(
 
 
 def _may_have_several_export_files(prepared: PreparedRun) -> bool:
-    """Return whether the export may consist of several files, so that several nodes can write it together.
+    """Return whether the export may have several files, which several nodes can write together.
 
     False if nothing is exported, or only an adapter, which is a single file.
     """
@@ -429,7 +432,7 @@ class ExportWork(NamedTuple):
 
 
 def _agree_on_export_work(run: Run, checkpoint_to_export: AnyPath | None) -> ExportWork:
-    """Send the choice of rank 0 to all ranks, and choose the ranks that write the model. A collective call.
+    """Broadcast the checkpoint that rank 0 exports, and choose the ranks that write it. A collective call.
 
     Args:
         run: The run.
@@ -446,11 +449,11 @@ def _agree_on_export_work(run: Run, checkpoint_to_export: AnyPath | None) -> Exp
 
 
 def _write_export_part(run: Run, output: RunOutput, checkpoint: AnyPath, writers: NodeWriters) -> None:
-    """Write this node's part of the final model. Called on the writers except rank 0.
+    """Write this node's part of the final model. Called on all writers except rank 0.
 
     Raises:
-        NotExportedError: If the export fails after a writer process was lost.
-        ReportedElsewhereError: If the export fails otherwise. Rank 0 reports the error.
+        NotExportedError: If the export fails because a writer process was lost.
+        ReportedElsewhereError: If the export fails for another reason, which rank 0 reports.
     """
     try:
         export_with_card(run.prepared, output.work_folder, checkpoint, output.place / FINAL_FOLDER, writers)
@@ -468,7 +471,7 @@ def _is_chat_model(prepared: PreparedRun) -> bool:
 class UntrainedTensors(NamedTuple):
     """Names of the base model's tensors that transformers does not load.
 
-    The numbers of layers in ``copied`` are replaced with ``*``.
+    The layer numbers in ``copied`` are replaced by ``*``.
     """
 
     copied: list[str]
@@ -478,7 +481,7 @@ class UntrainedTensors(NamedTuple):
 
 
 def _list_untrained_tensors(prepared: PreparedRun) -> UntrainedTensors:
-    """List the tensors of the base model that transformers does not load.
+    """List the base model's tensors that transformers does not load.
 
     Empty if the run trains an adapter.
     """
@@ -491,7 +494,7 @@ def _list_untrained_tensors(prepared: PreparedRun) -> UntrainedTensors:
 
 
 def _build_untrained_notes(copied: list[str], missing: list[str]) -> list[str]:
-    """Build notes for the user about the tensors from :func:`_list_untrained_tensors`."""
+    """Build notes for the user about the base model's tensors that transformers does not load."""
     notes = []
     if copied:
         notes.append(
@@ -507,7 +510,7 @@ def _build_untrained_notes(copied: list[str], missing: list[str]) -> list[str]:
 
 
 def _build_export_card(prepared: PreparedRun, metrics_folder: Path, checkpoint: AnyPath) -> str:
-    """Build the text of the model card of an export. See :func:`export_with_card` for the arguments.
+    """Build the text of an export's model card. See :func:`export_with_card` for the arguments.
 
     The card shows the metrics up to the step of the checkpoint.
     """
@@ -539,7 +542,7 @@ def export_with_card(
     out: AnyPath,
     writers: NodeWriters | None = None,
 ) -> None:
-    """Write the model of a checkpoint, or its adapter, with a model card.
+    """Export the model or the adapter of a checkpoint, together with a model card.
 
     Args:
         prepared: The run.

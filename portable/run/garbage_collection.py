@@ -1,8 +1,8 @@
-"""Garbage collection of a run: before its first step, and after a rank has run out of memory.
+"""Control Python's garbage collection before the first step, and after a rank runs out of memory.
 
-Python's garbage collector visits every object that it tracks. The model and the imported libraries consist of
-hundreds of thousands of objects that live until the run ends, so visiting them during training only costs
-time.
+A full collection visits every tracked object. The model and the imported libraries consist of
+hundreds of thousands of objects. They live until the run ends, so visiting them during training is
+a waste of time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def freeze_existing_objects() -> Iterator[None]:
-    """Collect garbage once, and exclude the remaining objects from later collections within this context.
+    """Collect garbage once, then exempt all existing objects from collection within this context.
 
     The objects are unfrozen when the context ends.
     """
@@ -30,9 +30,9 @@ def freeze_existing_objects() -> Iterator[None]:
 
 
 def free_unreachable_objects() -> None:
-    """Free objects in reference cycles, such as the engine of a rank that has run out of device memory.
+    """Free unreachable objects in reference cycles, such as the engine after an out-of-memory error.
 
-    The caller must drop its own references before. A search for a smaller micro-batch can then use the
+    The caller must drop its own references first. A search for a smaller micro-batch can then use the
     memory.
     """
     gc.collect()

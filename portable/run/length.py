@@ -1,4 +1,4 @@
-"""Texts about the length of a run: steps, epochs, warmup, sequence length, and time between checkpoints."""
+"""Describe the length of a run for the user: steps, epochs, warmup, sequence length, and checkpoints."""
 
 from __future__ import annotations
 
@@ -42,14 +42,15 @@ def describe_warmup(config: RunConfig, steps: int) -> str:
 
 
 def explain_chosen_seq_len(resolved: ResolvedRun, max_positions: int | None) -> str | None:
-    """Explain the value of ``data.seq_len`` if it was chosen for the model.
+    """Explain the value of ``data.seq_len`` if it was derived from the model.
 
     Args:
         resolved: The resolved run.
-        max_positions: Number of positions of the model, or None if the number is not limited.
+        max_positions: Number of positions of the model, or None if it is not limited.
 
     Returns:
-        The text of a note. None if the user, the existing run or the kind of training determines the value.
+        The text of a note. None if the value comes from the user, the existing run, or the kind of
+        training.
     """
     config = resolved.config
     is_chosen = (
@@ -72,12 +73,12 @@ def explain_chosen_seq_len(resolved: ResolvedRun, max_positions: int | None) -> 
 
 
 def format_run_length(config: RunConfig, steps: int, samples: int | None) -> str:
-    """Format the number of steps together with the epochs, such as ``87: 3 epochs of 464 samples``.
+    """Format the number of steps with the epochs, such as ``87: 3 epochs of 464 samples``.
 
     Args:
         config: Config of the run.
         steps: Number of optimizer steps.
-        samples: Number of samples in an epoch, or None if it is unknown, for example for a stream.
+        samples: Number of samples in an epoch. None if it is unknown, for example for a stream.
     """
     if not samples:
         return f"{steps:,}"
@@ -86,9 +87,9 @@ def format_run_length(config: RunConfig, steps: int, samples: int | None) -> str
 
 
 def build_few_steps_warning(config: RunConfig, samples: int | None, world: World) -> str | None:
-    """Build a warning if ``train.epochs`` results in fewer than :data:`MIN_USEFUL_STEPS` optimizer steps.
+    """Return a warning if ``train.epochs`` results in fewer than :data:`MIN_USEFUL_STEPS` steps.
 
-    There is no warning about ``train.steps``, because the user has chosen it directly.
+    A small ``train.steps`` causes no warning, because the user has chosen it directly.
 
     Args:
         config: Config of the run.
@@ -96,7 +97,7 @@ def build_few_steps_warning(config: RunConfig, samples: int | None, world: World
         world: Ranks and devices of the launch, among which a global batch is divided.
 
     Returns:
-        The warning, or None if there are enough steps or their number is unknown.
+        The warning. None if there are enough steps or their number is unknown.
     """
     epochs, batch = config.train.epochs, config.train.global_batch_size
     if epochs is None or not samples or (steps := compute_total_steps(config, samples)) >= MIN_USEFUL_STEPS:
@@ -113,15 +114,16 @@ def build_few_steps_warning(config: RunConfig, samples: int | None, world: World
 
 
 def build_rare_checkpoints_warning(config: RunConfig, samples: int | None) -> str | None:
-    """Build a warning if the default for ``checkpoint.every_epochs`` saves too rarely.
+    """Return a warning if the default for ``checkpoint.every_epochs`` saves too rarely.
 
     Args:
         config: Config of the run.
         samples: Number of samples in an epoch, or None if it is unknown.
 
     Returns:
-        The warning. None if at most :data:`MAX_STEPS_BETWEEN_CHECKPOINTS` steps are between checkpoints or in
-        the run, if the number of samples is unknown, or if the user has set ``checkpoint.every_epochs``.
+        The warning. None if the user has set ``checkpoint.every_epochs``, if the number of samples is
+        unknown, or if the run or the interval between checkpoints has at most
+        :data:`MAX_STEPS_BETWEEN_CHECKPOINTS` steps.
     """
     epochs = config.checkpoint.every_epochs
     if epochs is None or not samples or config.is_set_or_put("checkpoint.every_epochs"):

@@ -1,4 +1,7 @@
-"""Search for ``train.micro_batch_size: auto``, and remedies after an out-of-memory error."""
+"""Search for the largest micro-batch that fits, and suggest remedies after an out-of-memory error.
+
+The search implements ``train.micro_batch_size: auto``.
+"""
 
 from __future__ import annotations
 
@@ -59,8 +62,9 @@ def find_largest_fitting(
 ) -> int | None:
     """Find the largest of ``sizes`` that fits, with few trials.
 
-    Tries ``first_guess`` and then larger sizes at growing distances, until a size does not fit. Then bisects
-    between the largest size that fits and the smallest size that does not fit.
+    Starts at ``first_guess``. If it fits, tries larger sizes with increasing strides until one does not
+    fit. Then bisects between the largest known size that fits and the smallest known size that does
+    not.
 
     Args:
         sizes: Sizes in ascending order. If a size does not fit, larger sizes do not fit either.
@@ -93,10 +97,10 @@ def find_largest_fitting(
 class MicroBatchSearch:
     """Inputs of a search for a micro-batch size.
 
-    They do not include a model, because each trial builds a new model.
+    They do not include a model, because each trial builds a new one.
 
     Attributes:
-        backend: Backend that has not joined the other ranks yet, or that has left them.
+        backend: Backend, which must not be connected to the other ranks during the search.
         config: Config of the run.
         model_config: Config of the model.
         samples: Training samples, which all have the same shape.
@@ -117,7 +121,7 @@ class MicroBatchSearch:
 
 
 def build_micro_batch_search(prepared: PreparedRun) -> MicroBatchSearch:
-    """Build the search for the micro-batch size of a run. The result does not reference the run's model."""
+    """Collect the inputs of a micro-batch search from a run. The result does not reference its model."""
     return MicroBatchSearch(
         prepared.backend, prepared.config, prepared.model_config, prepared.data.train, prepared.resolved.world
     )
@@ -126,9 +130,10 @@ def build_micro_batch_search(prepared: PreparedRun) -> MicroBatchSearch:
 def list_micro_batch_sizes(config: RunConfig, world: World) -> list[int]:
     """List the micro-batch sizes that the global batch allows, in ascending order.
 
-    A group of ranks, such as tensor-parallel ranks, processes the same samples. If the global batch can be
-    divided evenly among the groups, the sizes are the divisors of a group's share. Otherwise, they are the
-    divisors of the global batch that do not exceed the largest share.
+    A group consists of ranks that process the same samples, such as tensor-parallel ranks. The global
+    batch is divided among the groups. If all groups get equally many samples, the sizes are the
+    divisors of that number. Otherwise, they are the divisors of the global batch that do not exceed the
+    largest share of a group.
 
     Args:
         config: Config of the run.
@@ -151,7 +156,7 @@ def replace_micro_batch_size(config: RunConfig, size: int) -> RunConfig:
 def read_previous_micro_batch_size(
     config: RunConfig, existing: ExistingRun, output_place: AnyPath, world: World
 ) -> int | None:
-    """Read the micro-batch size of the latest launch of this run, so that ``auto`` does not search again.
+    """Read the micro-batch size of this run's latest launch, so that ``auto`` need not search again.
 
     Args:
         config: Config of this launch.
@@ -160,8 +165,8 @@ def read_previous_micro_batch_size(
         world: Ranks and devices of this launch.
 
     Returns:
-        The size. None if the run has no checkpoint, if the number of ranks or a setting that affects memory
-        has changed, or if the global batch does not allow the size.
+        The size. None if the run has no checkpoint, if the number of ranks or a setting that affects
+        memory has changed, or if the global batch does not allow the size.
     """
     earlier, latest = existing.config, open_checkpoints(output_place).find_latest()
     if earlier is None or latest is None:
@@ -183,11 +188,11 @@ def find_largest_micro_batch(search: MicroBatchSearch, *, below_size: int | None
 
     Args:
         search: Config, data and backend of the run.
-        below_size: Exclusive upper limit of the size, or None.
+        below_size: Exclusive upper limit of the size. None for no limit.
 
     Returns:
-        The size. If the backend cannot recover from an out-of-memory error, nothing is tried, and the result
-        is the largest size up to :data:`FIRST_GUESS`.
+        The size. If the backend cannot recover from an out-of-memory error, nothing is tried, and the
+        result is the largest size up to :data:`FIRST_GUESS`.
 
     Raises:
         UserError: If not even one sequence fits.
@@ -221,16 +226,16 @@ def find_largest_micro_batch(search: MicroBatchSearch, *, below_size: int | None
 
 
 def _take_trial_steps(engine: Engine, search: MicroBatchSearch, plan: BatchPlan, size: int) -> None:
-    """Take a step that creates the optimizer state, and then a step with micro-batches of ``size`` sequences.
+    """Run a step that creates the optimizer state, then one with micro-batches of ``size`` sequences.
 
-    The second step accumulates two micro-batches if the run accumulates gradients, because the gradients then
-    need memory during the forward pass of the second micro-batch.
+    If the run accumulates gradients, the second step has two micro-batches, so that gradients already
+    occupy memory during the second forward pass.
 
     Args:
         engine: Engine of the trial.
         search: Config, data and backend of the run.
         plan: Batch plan of this rank for micro-batches of one sequence.
-        size: Number of sequences of a micro-batch on each device.
+        size: Number of sequences in a micro-batch on each device.
     """
     samples = search.samples
     for sequences, accumulated in ((1, 1), (size, 2 if size < plan.max_sequences_per_rank else 1)):
@@ -252,7 +257,7 @@ def _take_trial_steps(engine: Engine, search: MicroBatchSearch, plan: BatchPlan,
 
 
 def _estimate_first_guess(search: MicroBatchSearch, candidates: Sequence[int]) -> int:
-    """Return the micro-batch size to try first: the largest candidate that fits according to the planner.
+    """Return the largest candidate that fits according to the planner. The search tries it first.
 
     Returns :data:`FIRST_GUESS` if no candidate fits, or if the planner raises a UserError.
     """
@@ -264,7 +269,7 @@ def _estimate_first_guess(search: MicroBatchSearch, candidates: Sequence[int]) -
 
 
 def _build_planner(search: MicroBatchSearch) -> Planner:
-    """Build the planner of the run. With images, it plans for the sample with the largest images."""
+    """Build the planner of the run. With images, it plans for the sample with the most image tokens."""
     from portable.planner.this_machine import build_planner_for_backend
 
     images = None
@@ -276,7 +281,7 @@ def _build_planner(search: MicroBatchSearch) -> Planner:
 
 
 def agree_on_smallest_size(size_of_rank: int, config: RunConfig, world: World, backend: Backend) -> int:
-    """Return the smallest of the sizes that the ranks have found. A collective call.
+    """Return the minimum of the sizes that all ranks have found. A collective call.
 
     Args:
         size_of_rank: Size that this rank has found.
@@ -290,7 +295,7 @@ def agree_on_smallest_size(size_of_rank: int, config: RunConfig, world: World, b
 
 
 def describe_memory_remedies(config: RunConfig, world: World) -> str:
-    """Describe settings that need less device memory than the settings of ``config``, the cheapest first.
+    """Describe changes to ``config`` that reduce device memory, cheapest first.
 
     Args:
         config: Config of the run.
@@ -301,10 +306,10 @@ def describe_memory_remedies(config: RunConfig, world: World) -> str:
 
 
 def describe_fitting_settings(search: MicroBatchSearch, failed_sequences: int) -> str:
-    """Suggest settings that fit into device memory, for an out-of-memory error.
+    """Suggest settings that fit into device memory, after an out-of-memory error.
 
-    The suggestions are the largest smaller micro-batch that ran in a trial, settings that save memory, and
-    the best option of the planner.
+    The suggestions are the largest smaller micro-batch that ran in a trial, settings that save memory,
+    and the planner's best option.
 
     Args:
         search: Config, data and backend of the run.

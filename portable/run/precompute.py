@@ -1,7 +1,7 @@
-"""Values that a loss computes once for each sample, with the weights that the run starts from.
+"""Precompute values that a loss needs for each sample, with the weights that the run starts from.
 
-Examples are the log-probabilities of a reference model or of a teacher. A loss computes such values in its
-function ``once``. The values are stored in the cache of the data, and become columns of every batch.
+Examples are the log-probabilities of a reference model or a teacher. The loss computes them in its
+function ``once``. They are stored in the data cache, and become columns of every batch.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ _FLOAT = np.dtype("<f4")
 
 
 def check_precompute_settings(config: RunConfig, loss: TrainingLoss | None) -> None:
-    """Check that the settings allow a loss to compute values of all samples before the training.
+    """Check that a loss can compute values of all samples before training.
 
     Args:
         config: Config of the run.
-        loss: Training loss. None if the run uses the default loss. If there is no loss with a function
-            ``once``, nothing is checked.
+        loss: Training loss. None if the run uses the default loss. Only a loss with a function ``once``
+            is checked.
 
     Raises:
         UserError: If the micro-batch size is ``auto``, or if the data is streamed.
@@ -76,12 +76,12 @@ def check_precompute_settings(config: RunConfig, loss: TrainingLoss | None) -> N
 
 
 def compute_reference_digest(config: RunConfig) -> str | None:
-    """Compute a digest of the weights that the loss compares with.
+    """Compute a digest of the loss's reference weights.
 
-    These are the weights that the run starts from, or the weights of the model that the loss names.
+    They belong to the model that the loss names, or they are the weights that the run starts from.
 
     Returns:
-        The digest, or None if the loss does not compare with other weights.
+        The digest, or None if the loss has no reference weights.
 
     Raises:
         UserError: If the weights cannot be read.
@@ -109,14 +109,14 @@ def compute_reference_digest(config: RunConfig) -> str | None:
 def attach_precomputed_tables(
     config: RunConfig, backend: Backend, data: RunData, reference: str | None
 ) -> None:
-    """Attach the tables of precomputed values to the samples of ``data``, if the loss has any.
+    """Attach tables of precomputed values to the samples of ``data``, if the loss needs any.
 
     The tables may not exist yet. See :func:`find_samples_to_precompute`.
 
     Args:
         config: Config of the run.
         backend: Backend of this rank.
-        data: Data of the run, whose samples are changed.
+        data: Data of the run, whose samples are modified.
         reference: Result of :func:`compute_reference_digest`.
 
     Raises:
@@ -175,7 +175,7 @@ def _compute_table_digest(
 
 
 def find_samples_to_precompute(prepared: PreparedRun) -> list[Samples]:
-    """Find the sets of samples whose table is missing on any rank. A collective call.
+    """Find the datasets whose table of precomputed values is missing on any rank. A collective call.
 
     Returns:
         The training samples, evaluation samples, or both. Empty if the loss needs no tables.
@@ -190,7 +190,7 @@ def find_samples_to_precompute(prepared: PreparedRun) -> list[Samples]:
 
 
 def precompute_columns(prepared: PreparedRun, engine: Engine, incomplete_samples: list[Samples]) -> None:
-    """Compute and write the tables of sets of samples. A collective call.
+    """Compute and write the missing tables of precomputed values. A collective call.
 
     Args:
         prepared: The run.
@@ -219,7 +219,7 @@ def precompute_columns(prepared: PreparedRun, engine: Engine, incomplete_samples
 def _iter_computed_rows(
     prepared: PreparedRun, engine: Engine, samples: Samples, shapes: dict[str, list[int]]
 ) -> Iterator[npt.NDArray[np.float64]]:
-    """Yield blocks of rows of the table, in the order of the samples. A collective call.
+    """Yield blocks of table rows, in the order of the samples. A collective call.
 
     Args:
         prepared: The run.
@@ -228,7 +228,7 @@ def _iter_computed_rows(
         shapes: Mapping to fill. The shape of each column is added before the first block is yielded.
 
     Yields:
-        Values of consecutive samples of all ranks, float64 ``[samples, numbers]``.
+        Values of consecutive samples, gathered from all ranks, float64 ``[samples, numbers]``.
     """
     backend, size, remaining = prepared.backend, prepared.batch_plan.micro_batch_size, len(samples)
     loader = EvalLoader(samples, batch_size=size, rank=backend.rank, world_size=backend.world_size)
@@ -262,7 +262,7 @@ def write_precomputed_table(
 
     Args:
         folder: Folder of the table.
-        shapes: Shape of one row of each column, keyed by the column's name. May be filled while
+        shapes: Shape of each column's rows, keyed by the name of the column. May be filled while
             ``row_blocks`` is read.
         row_blocks: Blocks of rows ``[samples, numbers]``, in order.
     """
@@ -276,7 +276,7 @@ def write_precomputed_table(
 
 
 class TableContents(NamedTuple):
-    """Opened table of precomputed columns."""
+    """Shapes and values of an opened table of precomputed columns."""
 
     shapes: dict[str, list[int]]
     """Shape of one row of each column, keyed by the column's name."""
@@ -286,7 +286,7 @@ class TableContents(NamedTuple):
 
 @dataclass
 class PrecomputedTable:
-    """Table in the cache with the precomputed columns of each sample.
+    """Cached table with the precomputed columns of each sample.
 
     Attributes:
         folder: Folder of the table. It may not exist yet.
@@ -296,7 +296,7 @@ class PrecomputedTable:
     _contents: TableContents | None = field(default=None, init=False, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes to pickle for a data worker, without the open file.
+        """Return the attributes to pickle for a data worker. The open file is omitted.
 
         The worker opens the file again.
         """
@@ -326,8 +326,7 @@ class PrecomputedTable:
     def open_if_intact(self, _: Path) -> PrecomputedTable | None:
         """Return this table if it can be opened, otherwise None.
 
-        The argument is not used. It exists because ``open_or_build_cache_folder`` passes the folder to this
-        method.
+        The argument is unused. ``open_or_build_cache_folder`` calls this method with the folder.
         """
         try:
             self.open_contents()
@@ -336,7 +335,7 @@ class PrecomputedTable:
         return self
 
     def __call__(self, indices: Sequence[int]) -> Arrays:
-        """Return the columns of some samples, float32 ``[len(indices), *shape]``, keyed by name."""
+        """Return the columns for the given samples, float32 ``[len(indices), *shape]``, keyed by name."""
         shapes, values = self.open_contents()
         rows, offset, arrays = values[list(indices)], 0, {}
         for name, shape in shapes.items():

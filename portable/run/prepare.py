@@ -1,4 +1,4 @@
-"""The second stage: tokenizer, data, model on the meta device, batch plan, and schedule."""
+"""Prepare a run: tokenizer, data, model on the meta device, batch plan, and schedule."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ if TYPE_CHECKING:
 def prepare_run(resolved: ResolvedRun, backend: Backend) -> PreparedRun:
     """Build the tokenizer, the data, the model on the meta device, the batch plan, and the schedule.
 
-    Must be called before :meth:`portable.backend.Backend.start`, because the search for a micro-batch size
-    starts separate process groups.
+    Must be called before :meth:`portable.backend.Backend.start`, because the search for a micro-batch
+    size starts its own process groups.
 
     Args:
         resolved: Result of the first stage.
@@ -169,7 +169,7 @@ def describe_unreached_parameters(model: PreTrainedModel, config: RunConfig) -> 
 def open_run_data(
     config: RunConfig, model_config: PretrainedConfig, special_tokens: ModelSpecialTokens
 ) -> RunData:
-    """Open the training and evaluation data of a run, and tokenize it if it is not cached.
+    """Open the training and evaluation data of a run. Tokenize it if it is not cached.
 
     Args:
         config: Config of the run.
@@ -191,9 +191,9 @@ def open_run_data(
 
 
 def agree_on_micro_batch_size(prepared: PreparedRun) -> PreparedRun:
-    """Replace the micro-batch size of ``train.micro_batch_size: auto`` by the smallest size of all ranks.
+    """Replace a micro-batch size that ``auto`` has chosen with the minimum over all ranks.
 
-    A collective call. Returns ``prepared`` unchanged if the size is not ``auto``.
+    A collective call. Returns ``prepared`` unchanged if ``train.micro_batch_size`` is not ``auto``.
     """
     if prepared.resolved.config.train.micro_batch_size != "auto":
         return prepared
@@ -210,10 +210,10 @@ def agree_on_micro_batch_size(prepared: PreparedRun) -> PreparedRun:
 def _resolve_micro_batch_size(
     resolved: ResolvedRun, backend: Backend, model_config: PretrainedConfig, data: RunData
 ) -> RunConfig:
-    """Replace ``train.micro_batch_size: auto`` by a number.
+    """Replace ``train.micro_batch_size: auto`` with a number.
 
-    Reuses the number of a previous launch if the settings that affect memory are unchanged. Otherwise, it is
-    the largest size that fits this rank's device.
+    This is the number of a previous launch if the settings that affect memory are unchanged. Otherwise,
+    it is the largest size that fits on this rank's device.
     """
     config = resolved.config
     if config.train.micro_batch_size != "auto":
@@ -235,8 +235,8 @@ def _add_classes_to_model_config(
     """Add the classes of the labels to the model's config, in place.
 
     Returns:
-        Notes for the user, if the problem type was inferred from the labels, or if the model did not name its
-        classes.
+        Notes for the user. There is one if the problem type was inferred from the labels, and one if
+        the model did not name its classes.
     """
     notes = []
     problem, model_classes = (
@@ -263,7 +263,7 @@ def build_start_notes(
         resolved: The resolved run.
         assembled: Model of the run, and its adapter.
         model_config: Config of the model.
-        data: Sizes of the data, from which the warnings about the data follow.
+        data: Sizes of the data, on which some warnings are based.
     """
     lines = [
         f"note: {note}" for note in load_backend_package(resolved.config.backend).build_notes(resolved.config)

@@ -1,4 +1,4 @@
-"""Work of one rank in a launch: run the stages in order, and report failures to the other ranks."""
+"""Run the stages of a launch on one rank, and report failures to the other ranks."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ class LaunchMode:
     Attributes:
         eval_only: Whether to evaluate instead of training.
         profile: Whether to write a trace of a few steps into ``profile`` in the run's folder.
-        replay: Step, counted from 1, to replay with :mod:`portable.run.replay` instead of training. None to
-            train.
-        json_file: Path of an additional file for the values of ``eval_only``. None for no file.
+        replay: Step, counted from 1, to replay with :mod:`portable.run.replay` instead of training.
+            None to train.
+        json_file: Path of an additional file for the results of ``eval_only``. None for no file.
     """
 
     eval_only: bool = False
@@ -67,7 +67,7 @@ class LaunchMode:
 
     @property
     def writes_output(self) -> bool:
-        """Whether the launch trains, and so writes into ``output_dir``."""
+        """Whether the launch trains, and thus writes into ``output_dir``."""
         return not self.eval_only and self.replay is None
 
 
@@ -76,15 +76,18 @@ def run_rank(backend_name: str, resolved: ResolvedRun | RunConfig, mode: LaunchM
 
     Args:
         backend_name: Name of the backend, such as ``cuda``.
-        resolved: Result of :func:`portable.run.resolve.resolve_run` in this program's launcher. If another
-            launcher such as torchrun started this rank, the config, which is resolved here.
+        resolved: Result of :func:`portable.run.resolve.resolve_run`, if this program's launcher started
+            the rank. The config if another launcher such as torchrun started it. The config is then
+            resolved here.
         mode: Options of the launch. None for plain training.
 
     Returns:
-        The exit code: 0 if the schedule or ``train.stop_after`` is reached, 75 if a signal stopped the run.
+        The exit code: 0 if the schedule or ``train.stop_after`` is reached, 75 if a signal stopped the
+        run.
 
     Raises:
-        UserError: If the config, the model, the data or a checkpoint is not valid, or device memory runs out.
+        UserError: If the config, the model, the data or a checkpoint is not valid, or device memory
+            runs out.
         RunError: If the run fails for another reason that is not a bug.
         ReportedElsewhereError: If another rank has failed first.
     """
@@ -98,7 +101,7 @@ def run_rank(backend_name: str, resolved: ResolvedRun | RunConfig, mode: LaunchM
 def _prepare_and_run(
     backend: Backend, resolved: ResolvedRun | RunConfig, log: RunLogHandler, mode: LaunchMode
 ) -> int:
-    """Prepare the run, and carry out the launch. A failure of another rank ends this rank.
+    """Prepare the run, and carry out the launch. If another rank fails, this rank ends as well.
 
     Args:
         backend: Backend of this rank, which is not started yet.
@@ -127,7 +130,7 @@ def _start_and_run(
     peers: PeerWatch,
     mode: LaunchMode,
 ) -> int:
-    """Start the backend, agree on the run with the other ranks, and carry out the launch.
+    """Start the backend, check that all ranks agree on the run, and carry out the launch.
 
     Args:
         backend: Backend of this rank, which is not started yet.
@@ -199,11 +202,11 @@ def _start_and_run(
 
 
 def _report_error(error: Exception, peers: PeerWatch) -> Exception:
-    """Report an error to the other ranks, and return the error that this rank raises.
+    """Report an error to the other ranks, and return the error that this rank should raise.
 
     Returns:
-        The error itself if this rank failed first, with the rank and the host in its message if the error
-        depends on them. If another rank failed first, an error that is not printed.
+        If another rank failed first, an error that is not printed. Otherwise ``error``, or an error
+        whose message also names the rank and the host if the failure depends on them.
     """
     first = peers.report_error(error)
     if first is None:
@@ -224,7 +227,7 @@ def _try_prepare(
 ) -> PreparedRun | UserError:
     """Resolve and prepare the run.
 
-    If there are several ranks, an error is returned instead of raised, so that all ranks fail together once
+    With several ranks, an error is returned instead of raised. All ranks can then fail together once
     they are connected.
     """
     try:
@@ -242,7 +245,7 @@ def _try_prepare(
 
 
 def _check_all_ranks_agree(prepared: PreparedRun, output: RunOutput) -> None:
-    """Raise UserError on all ranks if a rank has other settings, files or library versions."""
+    """Raise UserError on all ranks if their settings, data, code or library versions differ."""
     facts = {
         "output_dir": output.agreed_location,
         "the text of data.source (its fingerprint)": prepared.data.fingerprint,
@@ -254,13 +257,13 @@ def _check_all_ranks_agree(prepared: PreparedRun, output: RunOutput) -> None:
 
 
 def _evaluate_and_print(prepared: PreparedRun, json_file: str | None) -> int:
-    """Evaluate the model of the latest checkpoint, print the values, and write them to files.
+    """Evaluate the model of the latest checkpoint, print the results, and write them to files.
 
     A collective call.
 
     Args:
         prepared: The run.
-        json_file: Path of an additional file for the values, or None.
+        json_file: Path of an additional file for the results. None for no file.
 
     Returns:
         The exit code.
@@ -294,10 +297,10 @@ def _evaluate_and_print(prepared: PreparedRun, json_file: str | None) -> int:
 
 
 def _explain_output_write_error(error: OSError, output: RunOutput) -> RunError | UserError | None:
-    """Build the error for a failed write into the output folder, with a remedy.
+    """Turn a failed write to the output folder into an error with a remedy.
 
     Returns:
-        The error to raise. None if ``error`` was not raised by a write into the output folder.
+        The error to raise. None if ``error`` did not come from a write to the output folder.
     """
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         latest = open_checkpoints(output.place).find_latest()
@@ -321,7 +324,7 @@ def _explain_output_write_error(error: OSError, output: RunOutput) -> RunError |
 
 
 def _dump_memory_snapshot(backend: Backend, output: RunOutput) -> str:
-    """Write the memory snapshot of this rank (``log.memory_snapshot``), and return its path or URL."""
+    """Write this rank's memory snapshot for ``log.memory_snapshot``, and return its path or URL."""
     name = f"memory/rank{backend.rank}.pickle"
     backend.diagnostics.dump_memory(prepare_path_inside(output.work_folder, name))
     return str(output.place / name)
@@ -334,7 +337,7 @@ def _build_out_of_memory_error(
     output: RunOutput,
     snapshot_path: str | None,
 ) -> UserError:
-    """Build the error of a rank that ran out of device memory, with settings that would fit.
+    """Build the error for a rank that ran out of device memory, with settings that would fit.
 
     Args:
         search: Search for a micro-batch that fits.

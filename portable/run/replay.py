@@ -1,8 +1,8 @@
-"""Repetition of one step of a run, to find where a loss or gradient stops being finite (``--replay``).
+"""Replay one step of a run to find the first non-finite loss or gradient (``--replay``).
 
-The run continues from its last checkpoint before the step, without logging or saving. It then takes the step
-itself micro-batch by micro-batch, while hooks check the output of every module. Nothing is written into the
-folder of the run.
+The run restarts from its last checkpoint before the step. The step itself is then taken one
+micro-batch at a time, while hooks check the output of every module. Nothing is logged, saved, or
+written to the run's folder.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ class ReplayedMicroBatch:
 
     Attributes:
         rank: Rank that processed the micro-batch.
-        number: Number within the rank's part of the step, counted from 1.
+        number: Number of the micro-batch on its rank, counted from 1.
         first_sample: Index of the first sample, in the order of the run.
         samples: Number of consecutive samples.
         tokens: Number of tokens that count in the loss.
         loss: Mean loss of these tokens.
-        module: Name and class of the first module whose output was not finite, or None if all outputs were
+        module: Name and class of the first module with a non-finite output. None if all outputs were
             finite.
-        bad_sample: Index of the first sample with such an output, or None if the output has no row for each
-            sample.
+        bad_sample: Index of the first sample for which this output is not finite. None if all outputs
+            were finite, or if the output has no row per sample.
     """
 
     rank: int
@@ -69,9 +69,9 @@ class ReplayedMicroBatch:
 
 
 def replay_and_print_step(run: PreparedRun, step: int) -> int:
-    """Repeat a step, and print its losses, outputs and gradients that are not finite. A collective call.
+    """Replay a step, and print which of its losses, outputs and gradients are not finite.
 
-    Starts from the last checkpoint before the step.
+    A collective call. Starts from the last checkpoint before the step.
 
     Args:
         run: The run.
@@ -122,9 +122,9 @@ def replay_and_print_step(run: PreparedRun, step: int) -> int:
 
 
 def _find_checkpoint_before(run: PreparedRun, step: int) -> AnyPath | None:
-    """Return the checkpoint from which to replay ``step``, or None to start at the beginning of the run.
+    """Return the checkpoint to replay ``step`` from, or None to start at the beginning of the run.
 
-    This is the newest checkpoint of the run before ``step``. If there is none, it is the checkpoint that
+    This is the run's newest checkpoint before ``step``. If there is none, it is the checkpoint that
     ``checkpoint.resume`` names, if any.
     """
     complete = open_checkpoints(run.resolved.output_place).list_complete()
@@ -140,10 +140,10 @@ def _find_checkpoint_before(run: PreparedRun, step: int) -> AnyPath | None:
 def _take_steps_before(
     step: int, run: PreparedRun, engine: Engine, batches: Iterator[Batch], progress: RunProgress
 ) -> None:
-    """Train until the step before ``step``.
+    """Train up to the step before ``step``.
 
     Raises:
-        UserError: If one of these steps is not finite. The message recommends to replay that step.
+        UserError: If one of these steps is not finite. The message recommends replaying that step.
     """
     start = progress.step
     for _ in iter_steps(run, engine, batches, progress, step - 1):
@@ -156,7 +156,7 @@ def _take_steps_before(
 
 
 class HookedStep(NamedTuple):
-    """Results of the forward and backward passes of a step. The optimizer step is not included."""
+    """Results of the forward and backward passes of a step, before the optimizer step."""
 
     micro_batches: list[ReplayedMicroBatch]
     """Results of this rank's micro-batches."""
@@ -210,9 +210,9 @@ def _run_step_with_hooks(
 
 
 def drop_tensor_parallel_duplicates(micro_batches: Sequence[ReplayedMicroBatch]) -> list[ReplayedMicroBatch]:
-    """Keep one result for each micro-batch, because tensor-parallel ranks process the same samples.
+    """Keep one result per micro-batch, because tensor-parallel ranks process the same samples.
 
-    Prefers the result of a rank that has found an output that is not finite.
+    Prefers the result of a rank that has found a non-finite output.
     """
     by_first_sample: dict[int, ReplayedMicroBatch] = {}
     for micro_batch in micro_batches:
@@ -225,16 +225,17 @@ def drop_tensor_parallel_duplicates(micro_batches: Sequence[ReplayedMicroBatch])
 
 
 class _NonFiniteOutputRecorder:
-    """Recorder that checks the output of each module for values that are not finite, within a context.
+    """Context that checks the output of each module for non-finite values.
 
     Args:
         model: Model whose modules get forward hooks.
         rows: Number of samples in the micro-batch.
 
     Attributes:
-        names: Names and classes of the modules, in the order of completed forward passes.
-        first_bad_rows: For each output, a scalar on the device: the first row (sample) that is not finite, -1
-            if an output without a row for each sample is not finite, or ``rows`` if the output is finite.
+        names: Names and classes of the modules, in the order in which their forward passes completed.
+        first_bad_rows: Scalar on the device for each output. It is the first row (sample) with a
+            non-finite value, or ``rows`` if all values are finite. It is -1 if a value is not finite in
+            an output that has no row per sample.
     """
 
     def __init__(self, model: nn.Module, rows: int) -> None:
@@ -264,7 +265,7 @@ class _NonFiniteOutputRecorder:
         return record_output
 
     def _find_first_bad_row(self, tensor: Tensor) -> Tensor:
-        """Compute the value of an output for :attr:`first_bad_rows`, without a host-device sync."""
+        """Compute the entry of :attr:`first_bad_rows` for an output, without a host-device sync."""
         if tensor.dim() == 0 or tensor.shape[0] != self._rows:
             return torch.where(torch.isfinite(tensor).all(), float(self._rows), -1.0)
         finite = (
@@ -287,7 +288,7 @@ def _iter_floating_tensors(output: Any) -> Iterator[Tensor]:
 
 
 def _gather_json_lists(backend: Backend, values: Sequence[Any]) -> list[Any]:
-    """Gather lists of JSON values from all ranks, and concatenate them in rank order. A collective call."""
+    """Gather lists of JSON values from all ranks, concatenated in rank order. A collective call."""
     return [value for text in backend.gather_text(json.dumps(values)) for value in json.loads(text)]
 
 
@@ -356,7 +357,7 @@ def _format_row(batch: ReplayedMicroBatch) -> tuple[str, str]:
 
 
 def _format_sample(run: PreparedRun, position: int) -> str:
-    """Format a sample with its documents, its source and the beginning of its text.
+    """Describe a sample: its documents, its source, and the beginning of its text.
 
     Args:
         run: The run.

@@ -1,8 +1,8 @@
-"""The first stage: resolve and check the user's config before any rank starts.
+"""Resolve and check the user's config before any rank starts.
 
-Every file that a config names is read and checked here once. The launcher sends the result to its ranks, so
-that they do not resolve the config again. The ranks compare a digest of the result, because another launcher
-such as torchrun lets each rank resolve the config.
+This is the first stage of a launch. Every file that the config names is read and checked here,
+once. The launcher then sends the result to its ranks. Under another launcher such as torchrun, each
+rank resolves the config itself, so the ranks compare a digest of the result.
 """
 
 from __future__ import annotations
@@ -39,9 +39,10 @@ def resolve_run(
     writes_output: bool = True,
     may_download: bool | None = None,
 ) -> ResolvedRun:
-    """Resolve and check a config, without opening a device.
+    """Resolve and check a config without opening a device.
 
-    If the launch writes, this also checks that the output folder is writable and the hub can be accessed.
+    If the launch writes output, also check that the output folder is writable and that the hub can be
+    accessed.
 
     Args:
         config: Config as the user wrote it.
@@ -93,7 +94,7 @@ def resolve_run(
 
 
 def resolve_precision(resolved: ResolvedRun) -> ResolvedRun:
-    """Replace ``precision: auto`` by the precision for the device of this rank."""
+    """Replace ``precision: auto`` with the precision for this rank's device."""
     config = resolved.config
     if config.precision != "auto":
         return resolved
@@ -102,9 +103,9 @@ def resolve_precision(resolved: ResolvedRun) -> ResolvedRun:
 
 
 def plan_batches_of_rank_0(config: RunConfig, world: World) -> BatchPlan:
-    """Compute the batch plan of rank 0, and check that the global batch can be divided.
+    """Compute the batch plan of rank 0, and check that the ranks can share the global batch.
 
-    The plan assumes a micro-batch of one sequence if ``train.micro_batch_size`` is still ``auto``.
+    If ``train.micro_batch_size`` is still ``auto``, the plan assumes a micro-batch of one sequence.
 
     Args:
         config: Config of the run.
@@ -119,9 +120,9 @@ def plan_batches_of_rank_0(config: RunConfig, world: World) -> BatchPlan:
 
 
 def _find_resumed_precision(config: RunConfig, existing: ExistingRun) -> str | None:
-    """Return the precision of the run or checkpoint to resume, because it must not change.
+    """Return the precision of the run or checkpoint to resume, because a run must keep its precision.
 
-    Returns None if the run is new, or if the checkpoint was not written by this trainer.
+    None if the run is new, or if the checkpoint was not written by this trainer.
     """
     if existing.config is not None:
         return existing.config.precision

@@ -1,4 +1,4 @@
-"""The third stage: build the engine, and load weights or a checkpoint."""
+"""Restore a run: build the engine, and load its weights or a checkpoint."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ def restore_run(
 
     Args:
         prepared: The run.
-        source: Checkpoint to resume from. Another program may have written it. None for a new run.
-        checkpoints: Checkpoints in the output folder. If ``source`` is one of them and is damaged, it is
-            renamed, and an older checkpoint is used. None to use only ``source``.
+        source: Checkpoint to resume from, possibly written by another program. None for a new run.
+        checkpoints: Checkpoints in the output folder. If ``source`` is one of them and is damaged, it
+            is renamed, and an older one is used. None to use only ``source``.
 
     Returns:
         The engine, and the position of the run to continue from.
@@ -75,12 +75,11 @@ def _build_and_load_engine(
 ) -> RestoredRun:
     """Build the engine, and load the newest checkpoint that all ranks can read. See :func:`restore_run`.
 
-    If ``source`` is None, the engine starts from the initial weights. If ``source`` is a checkpoint of this
-    run and is damaged, previous checkpoints are tried, and rank 0 marks the damaged checkpoints. Must be
-    called on all ranks.
+    A collective call. If ``source`` is None, the engine starts from the initial weights. If ``source``
+    is a damaged checkpoint of this run, older checkpoints are tried, and rank 0 marks the damaged ones.
 
     Raises:
-        DamagedError: If a checkpoint is damaged and there is no older one to fall back to.
+        DamagedError: If a checkpoint is damaged and no older one remains.
         RunError: If only other ranks could not read the checkpoint.
     """
     backend = prepared.backend
@@ -137,7 +136,7 @@ def _build_and_load_engine(
 
 
 def _find_samples_to_precompute(prepared: PreparedRun) -> list[Samples]:
-    """Find the sets of samples for which precomputed values of the loss are missing. A collective call.
+    """Find the datasets for which the loss's precomputed values are missing. A collective call.
 
     Empty if the loss has no precomputed values. See :mod:`portable.run.precompute`.
     """
@@ -155,7 +154,7 @@ def _start_from_initial_weights(
     prepared: PreparedRun,
     samples_to_precompute: list[Samples],
 ) -> None:
-    """Load the weights that the run starts from, and compute the sample values that depend on them.
+    """Load the weights that the run starts from, and precompute the missing values that depend on them.
 
     Args:
         engine: Engine to fill.
@@ -176,11 +175,11 @@ def _start_from_initial_weights(
 
 
 def _build_engine(prepared: PreparedRun, read_tensors: Callable[[], Mapping[str, Any]]) -> Engine:
-    """Build the engine of the run. Frozen parameters get the dtypes of their stored values.
+    """Build the engine of the run. Frozen parameters keep the dtypes in which they are stored.
 
     Args:
         prepared: The run.
-        read_tensors: Function that returns the stored tensors, keyed by name. It is called only if parameters
+        read_tensors: Function that returns the stored tensors, keyed by name. Only called if parameters
             are frozen.
     """
     if prepared.config.train.has_frozen_patterns or (
@@ -191,10 +190,9 @@ def _build_engine(prepared: PreparedRun, read_tensors: Callable[[], Mapping[str,
 
 
 def _read_newest_tensors(candidates: Sequence[AnyPath], backend: Backend) -> Mapping[str, Any]:
-    """Return the tensors of the newest readable checkpoint, or an empty dict if none can be read.
+    """Return the tensors of the newest readable checkpoint, or an empty dict if there is none.
 
-    The caller only uses the dtypes of the tensors. Any checkpoint is therefore sufficient, because the dtypes
-    are equal in all checkpoints of a run.
+    The caller only needs the dtypes, which are the same in all checkpoints of a run.
     """
     for candidate in candidates:
         try:
@@ -205,7 +203,7 @@ def _read_newest_tensors(candidates: Sequence[AnyPath], backend: Backend) -> Map
 
 
 def _open_own_checkpoint(source: AnyPath, backend: Backend) -> Checkpoint:
-    """Open a checkpoint of this program. Only the parts that this rank needs are read."""
+    """Open a checkpoint of this program for reading this rank's part of it."""
     rank = backend.rank, backend.world_size
     return open_checkpoint(
         source, rank=rank, build_once=write_once_per_node if backend.world_size > 1 else None
@@ -217,10 +215,11 @@ def _set_damaged_aside(
     checkpoints: CheckpointStore[Any],
     used_checkpoint: AnyPath,
 ) -> None:
-    """Mark damaged checkpoints, and warn about each of them. Only called on rank 0.
+    """Rename the damaged checkpoints, and print a warning about each. Only called on rank 0.
 
     Args:
-        damaged: Damaged checkpoints, each with the error of this rank. None if only another rank failed.
+        damaged: Damaged checkpoints, each with the error of this rank. None if only another rank
+            failed.
         checkpoints: Checkpoints of the run.
         used_checkpoint: Checkpoint that the run continues from.
     """
@@ -275,10 +274,10 @@ def load_checkpoint(
     Args:
         engine: Engine to fill.
         source: The checkpoint.
-        adopted: Its contents if another program wrote it.
+        adopted: Contents of the checkpoint if another program wrote it, otherwise None.
         prepared: The run.
-        same_folder: Whether the checkpoint belongs to the run in ``output_dir``. A run in another folder may
-            change more settings, and its data.
+        same_folder: Whether the checkpoint belongs to the run in ``output_dir``. A run that continues a
+            checkpoint from another folder may change more settings, and also the data.
 
     Returns:
         The position of the run to continue from.
@@ -359,7 +358,7 @@ def load_checkpoint(
 def _compute_start_progress(
     source: AnyPath, state: TrainerState, prepared: PreparedRun, *, is_changed: bool, is_same_data: bool
 ) -> RunProgress:
-    """Compute the position at which a run starts from a checkpoint of a run in another folder.
+    """Compute the start position of a run that continues from another run's checkpoint.
 
     Args:
         source: Checkpoint of the other run.
@@ -369,11 +368,11 @@ def _compute_start_progress(
         is_same_data: Whether both runs have the same samples in the same order.
 
     Returns:
-        The position. If the data differs, it is at the first sample, unless ``checkpoint.resume_samples`` is
-        set.
+        The position. If the data differs, it is at the first sample, unless
+        ``checkpoint.resume_samples`` is set.
 
     Raises:
-        UserError: If settings or data differ and no step is left to train.
+        UserError: If the settings, the data or the start step differ, and no step is left to train.
     """
     settings = prepared.config.checkpoint
     step = state.step if settings.resume_step is None else settings.resume_step
@@ -395,7 +394,7 @@ def _find_changed_settings(
 ) -> tuple[SettingChange, ...]:
     """Find the settings of the run that differ from the settings of the checkpoint ``source``.
 
-    Empty if another program wrote the checkpoint, and on all ranks except rank 0.
+    Empty if another program wrote the checkpoint, and on ranks other than 0.
     """
     if external is not None or prepared.backend.rank != 0:
         return ()
@@ -419,16 +418,17 @@ def _check_vocabulary(source: AnyPath, prepared: PreparedRun) -> None:
 def _check_custom_code(
     source: AnyPath, state: TrainerState, prepared: PreparedRun, *, changed_loss: bool
 ) -> None:
-    """Compare the custom code with the code at the checkpoint, and print a note about harmless changes.
+    """Check that the custom code is the same as at the checkpoint. Harmless changes only print a note.
 
     Args:
         source: The checkpoint.
         state: Trainer state of the checkpoint.
         prepared: The run.
-        changed_loss: Whether the setting ``train.loss`` itself has changed, so that its code may differ.
+        changed_loss: Whether the setting ``train.loss`` itself has changed, so that its code may
+            differ.
 
     Raises:
-        UserError: If the code of the model or the loss has changed.
+        UserError: If code that affects training has changed, such as the model or the loss.
     """
     affecting_training, harmless = compare_custom_code(
         state.metadata.get("code", {}), compute_custom_code_digests(prepared.config)
@@ -444,7 +444,7 @@ def _check_custom_code(
 
 
 def _build_blueprint(prepared: PreparedRun) -> InitialWeights:
-    """Return the recorded initialization of the model, or of the base model if there is an adapter."""
+    """Return the recorded initialization of the model or, with an adapter, of its base model."""
     if prepared.adapter is not None:
         return prepared.adapter.blueprint
     return InitialWeights.from_model(prepared.model, prepared.config.model.function)
@@ -463,13 +463,13 @@ def _load_pretrained_weights(prepared: PreparedRun, blueprint: InitialWeights) -
 def _load_start_weights(
     engine: Engine, blueprint: InitialWeights, pretrained: PretrainedWeights | None, prepared: PreparedRun
 ) -> None:
-    """Load the initial or pretrained weights of the model, or of the base model if there is an adapter.
+    """Load the weights that the run starts from. With an adapter, load the base model's weights.
 
     Args:
         engine: Engine to fill.
         blueprint: Recorded initialization of the model or base model.
-        pretrained: Pretrained weights. None to initialize all weights at random. Missing weights, such as a
-            new head, are also initialized at random.
+        pretrained: Pretrained weights. Missing ones, such as a new head, are initialized at random.
+            None to initialize all weights at random.
         prepared: The run.
     """
     config, adapter = prepared.config, prepared.adapter

@@ -1,4 +1,4 @@
-"""Results of the stages of a run. Later stages read them, and no stage changes the result of another."""
+"""Define the result of each stage of a run. Later stages read it, but never modify it."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ResolvedRun:
-    """Resolved config of a run, with its output folder, existing run and ranks. Result of the first stage.
+    """Result of the first stage: the resolved config, the output folder, the existing run, and the ranks.
 
     Attributes:
         config: Config with a resolved ``backend: auto`` and with the values of a DeepSpeed JSON.
-            ``precision`` is still ``auto`` if only a rank may open the device to choose it; see
-            :func:`portable.run.resolve.resolve_precision`.
+            ``precision`` is still ``auto`` if its value depends on the device, which only a rank may
+            open. See :func:`portable.run.resolve.resolve_precision`.
         output_place: Folder or URL of ``output_dir``.
         existing: The run that ``output_dir`` already contains, possibly empty.
         world: Ranks and devices of this launch.
-        inherited_settings: Settings that this launch does not set and takes from the existing run, keyed by
-            setting. Contains only settings whose values would otherwise differ.
+        inherited_settings: Settings that this launch does not set and inherits from the existing run,
+            with their values. Contains only settings whose values would otherwise differ.
     """
 
     config: RunConfig
@@ -51,24 +51,24 @@ class ResolvedRun:
 
 @dataclass(frozen=True)
 class PreparedRun:
-    """Everything that a rank builds before it loads weights. Result of the second stage.
+    """Result of the second stage: everything that a rank builds before it loads weights.
 
     Attributes:
         resolved: Result of the first stage.
-        config: Config of the run. ``train.micro_batch_size: auto`` is already replaced by a number.
+        config: Config of the run. ``train.micro_batch_size: auto`` has been replaced with a number.
         backend: Backend of this rank.
         model_config: Config of the model, as it is saved with the weights.
         data: Tokenizer, samples, and their order.
         model: Model on the meta device. An engine fills it later.
         adapter: Adapter in ``model``, or None if the model itself is trained.
-        published_names: Names and shapes of the tensors of ``model`` in published files.
-        vocabulary_size_before_growth: Number of embedding rows before ``data.added_tokens``, or None if no
+        published_names: Names and shapes that the tensors of ``model`` have in published files.
+        vocabulary_size_before_growth: Number of embedding rows before ``data.added_tokens``. None if no
             rows were added.
         architecture: Name of the class of ``model``, before a strategy wraps it.
         num_parameters: Number of parameters of ``model``. Tied parameters are counted once.
         num_trained_parameters: Number of trained parameters.
-        frozen_description: Description of the parameters that text input does not reach. Empty if there are
-            none.
+        frozen_description: Description of the parameters that text input does not reach. Empty if there
+            are none.
         flops_per_token: FLOPs of the forward and backward pass per token, counted as in the PaLM paper.
         batch_plan: Division of a global batch into the micro-batches of this rank.
         steps: Length of the schedule in optimizer steps.
@@ -76,8 +76,7 @@ class PreparedRun:
         schedule: Function that returns the learning rate of a step.
         metrics: Metrics of an evaluation.
         best_tracker: Tracker for best checkpoints and early stopping, or None if both are off.
-        reference_digest: Digest of the weights that the loss compares with, or None if the loss has no
-            reference.
+        reference_digest: Digest of the loss's reference weights, or None if it has none.
         notes: Notes and warnings for the user, one line each.
     """
 
@@ -107,7 +106,7 @@ class PreparedRun:
 
 @dataclass(frozen=True)
 class RestoredRun:
-    """Engine that is ready to train. Result of the third stage.
+    """Result of the third stage: an engine that is ready to train.
 
     Attributes:
         engine: Engine with its weights, and with the optimizer state if the run resumes.

@@ -1,4 +1,4 @@
-"""The fourth stage: open the output folder, restore the run, build its callbacks, and train."""
+"""Train a run: open the output folder, restore the run, build its callbacks, and take the steps."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ EXIT_DONE, EXIT_STOPPED = 0, 75
 
 
 class DeviceMemoryError(Exception):
-    """Error for a training step that has run out of device memory.
+    """Error raised when a training step runs out of device memory.
 
     Attributes:
         step: Step, counted from 1.
@@ -64,13 +64,14 @@ def train_in_output(
 
     Args:
         prepared: The run.
-        output: Output folder, which is locked against other runs during the training.
+        output: Output folder. It is locked against other runs during training.
         log: Log of the run. Its file is opened in ``output``.
         peers: Connection to the other ranks.
         profile: Whether to write a trace of a few steps.
 
     Returns:
-        The exit code: 0 if the schedule or ``train.stop_after`` is reached, 75 if a signal stopped the run.
+        The exit code: 0 if the schedule or ``train.stop_after`` is reached, 75 if a signal stopped the
+        run.
 
     Raises:
         DeviceMemoryError: If a step runs out of device memory.
@@ -127,15 +128,17 @@ def train_in_output(
 def _lock_output_and_create_hub(
     prepared: PreparedRun, output: RunOutput, stack: ExitStack
 ) -> HubRepository | None:
-    """Lock the output folder, and create the repository on the hub if ``hub.push`` is set. A collective call.
+    """Lock the output folder, and create the hub repository if ``hub.push`` is set. A collective call.
 
-    Only rank 0 locks and creates. The lock is released when ``stack`` is closed.
+    Only rank 0 locks the folder and creates the repository. The lock is released when ``stack`` is
+    closed.
 
     Returns:
-        The repository on rank 0. None on other ranks, and if nothing is pushed.
+        The repository. None on ranks other than 0, or if nothing is pushed.
 
     Raises:
-        UserError: If another run holds the lock, the folder has changed, or the repository cannot be created.
+        UserError: If another run holds the lock, the run in the folder has changed since its config was
+            read, or the repository cannot be created.
     """
     error: UserError | None = None
     hub: HubRepository | None = None
@@ -159,8 +162,8 @@ def _open_output_and_restore(
 ) -> tuple[Run, RestoredRun]:
     """Open the output folder, and restore the run from its latest checkpoint. A collective call.
 
-    Opens the log file. On rank 0, also removes the remains of interrupted saves and exports, and writes
-    ``config.yaml`` and the preview of the data.
+    Also opens the log file. Rank 0 removes leftovers of interrupted saves and exports, and writes
+    ``config.yaml`` and the data preview.
     """
     config, backend = prepared.config, prepared.backend
     output.prepare_work_folder(lambda: _estimate_shard_bytes(prepared))  # only a bucket needs the estimate
@@ -189,7 +192,7 @@ def _open_output_and_restore(
 
 
 def _estimate_shard_bytes(prepared: PreparedRun) -> int:
-    """Estimate the size of this rank's shards of a checkpoint in bytes."""
+    """Estimate the size in bytes of this rank's shards in a checkpoint."""
     from portable.planner.meta_model import build_inventory
 
     train = prepared.config.train
@@ -201,8 +204,8 @@ def _estimate_shard_bytes(prepared: PreparedRun) -> int:
 def _write_data_preview(prepared: PreparedRun, output: RunOutput) -> None:
     """Write a preview of the data into the output folder, so that the report does not need the data.
 
-    Does nothing if the folder has a preview, or if the run does not train a causal language model on
-    tokenized sources.
+    Does nothing if there already is a preview. Only runs that train a causal language model on
+    tokenized sources have one.
     """
     has_preview = prepared.config.model.task == "causal-lm" and bool(prepared.data.tokenized_sources)
     if has_preview and not (output.work_folder / DATA_SAMPLES_FILE).exists():
@@ -213,7 +216,7 @@ def _write_data_preview(prepared: PreparedRun, output: RunOutput) -> None:
 
 
 def _build_watchdog(run: Run, output: RunOutput, peers: PeerWatch) -> Watchdog:
-    """Build the watchdog, which reports a hanging rank to the launcher and in the output folder."""
+    """Build the watchdog. It reports a hang of this rank to the launcher and in the output folder."""
 
     def report(line: str) -> None:
         peers.disconnect()  # otherwise the other ranks would end before they write their reports
@@ -236,7 +239,7 @@ def _build_profiler(run: Run, output: RunOutput) -> Profiler:
 
 
 def _build_hub_uploads(run: Run, output: RunOutput, hub: HubRepository) -> HubUploadCallback:
-    """Build the callback for uploads, and protect checkpoints from deletion while they are uploaded."""
+    """Build the upload callback. Checkpoints are protected from deletion until they have been exported."""
     from portable.run.uploads import HubUploadCallback
 
     export, uploads_checkpoints = (
@@ -251,7 +254,7 @@ def _build_hub_uploads(run: Run, output: RunOutput, hub: HubRepository) -> HubUp
 
 @contextmanager
 def _identify_step_errors(run: Run) -> Iterator[None]:
-    """Convert errors of the steps within this context. Other errors are raised unchanged.
+    """Convert errors that training steps raise within this context. Others propagate unchanged.
 
     Raises:
         DeviceMemoryError: If the device is out of memory.

@@ -1,4 +1,4 @@
-"""Uploads of exports to the hub in the background. Only used on rank 0."""
+"""Upload exports to the hub in the background. Only used on rank 0."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class UploadOutcome(NamedTuple):
-    """Result of all uploads of a launch."""
+    """Repository address and problems after all uploads of a launch."""
 
     url: str | None
     """Address of the repository. None if it does not have the final model."""
@@ -36,9 +36,9 @@ class UploadOutcome(NamedTuple):
 class HubUploadCallback(Callback):
     """Callback that uploads exports to the hub, one at a time.
 
-    A checkpoint that is completed during an upload waits for the next upload. A newer checkpoint replaces a
-    waiting checkpoint, so that uploads do not fall behind if they are slower than saves. The first failed
-    upload prints a warning. :meth:`finish_uploads` reports how many checkpoints were not uploaded.
+    A checkpoint that is completed during an upload has to wait. It is skipped if a newer one is
+    completed first, so that uploads do not fall behind when saves are faster. The first failed upload
+    prints a warning. :meth:`finish_uploads` reports how many checkpoints were not uploaded.
 
     Args:
         hub: Repository on the hub.
@@ -69,14 +69,14 @@ class HubUploadCallback(Callback):
         shutil.rmtree(scratch_folder, ignore_errors=True)  # left by a killed launch
 
     def handle_completed_checkpoint(self, run: Run, checkpoint: AnyPath) -> None:
-        """Request an upload of the checkpoint if every checkpoint is uploaded."""
+        """Request an upload of the checkpoint, if ``uploads_checkpoints`` is set."""
         if self._checkpoints:
             self.request_upload(checkpoint)
 
     def request_upload(self, checkpoint: AnyPath) -> None:
-        """Request an upload of the export of a complete checkpoint, and return without waiting for it.
+        """Export and upload a complete checkpoint in the background.
 
-        A checkpoint that is still waiting is dropped and counted as replaced.
+        If another checkpoint is still waiting, it is dropped and counted as replaced.
         """
         with self._lock:
             if self._waiting_checkpoint is not None:
@@ -86,7 +86,7 @@ class HubUploadCallback(Callback):
                 self._worker = start_background_call(self._upload_waiting, name="hub")
 
     def get_steps_in_use(self) -> set[int]:
-        """Return the steps of checkpoints that wait for an upload or are being exported.
+        """Return the steps of checkpoints that are being exported or wait for it.
 
         These checkpoints must not be deleted.
         """
@@ -99,7 +99,7 @@ class HubUploadCallback(Callback):
         return {step for step in steps if step is not None}
 
     def finish_uploads(self, final: AnyPath | None, checkpoint: AnyPath | None) -> UploadOutcome:
-        """Wait for the upload in progress, and upload the final model.
+        """Wait for the upload in progress, then upload the final model.
 
         Args:
             final: Folder or URL of the final model. None if the run is not complete.
@@ -139,7 +139,7 @@ class HubUploadCallback(Callback):
         return UploadOutcome(url, problems)
 
     def _upload_waiting(self) -> None:
-        """Upload waiting checkpoints until none is left. A background thread runs this method.
+        """Upload waiting checkpoints until none is left. Runs in a background thread.
 
         A failed upload is recorded and does not end the thread.
         """
@@ -157,7 +157,7 @@ class HubUploadCallback(Callback):
     def _export_and_upload(self, checkpoint: AnyPath, message: str) -> str:
         """Export a checkpoint to the scratch folder, upload it, and return the URL of the repository.
 
-        The scratch folder is deleted afterwards, also if the upload fails.
+        The scratch folder is always deleted afterwards, even if the upload fails.
         """
         folder = self._scratch / checkpoint.name
         try:
@@ -170,7 +170,7 @@ class HubUploadCallback(Callback):
             shutil.rmtree(self._scratch, ignore_errors=True)
 
     def _record_failure(self, error: Exception) -> None:
-        """Record a failed upload, and print a warning if no upload failed before."""
+        """Record a failed upload. Print a warning if it is the first one."""
         with self._lock:
             self._num_failed, self._last_failure = self._num_failed + 1, to_one_line(error)
             is_first = self._num_failed == 1

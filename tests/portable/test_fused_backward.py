@@ -28,6 +28,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "adamw, bf16, average": (1, {"precision": "bf16", "train__ema": 0.9}),
     "adafactor": (1, {"train__optimizer": "adafactor"}),
     "adamw_8bit": (1, {"train__optimizer": "adamw_8bit"}),
+    "weights in bf16": (1, {"precision": "bf16", "train__master_dtype": "bf16"}),
     "sgd, recomputed layers": (
         1,
         {"train__optimizer": "sgd", "memory__activation_checkpointing": "full"},

@@ -1,1 +1,1 @@
-"""Compilation of a run's graphs for TPUs with libtpu, on a machine without a TPU."""
+"""Compile a run's graphs for TPUs with libtpu, on a machine without a TPU."""

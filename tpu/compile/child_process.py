@@ -1,6 +1,7 @@
-"""Child processes that return their answer in a file.
+"""Run code in child processes that return their results in a file.
 
-Tracing and compiling run in child processes, because libtpu and the runtimes may end their process.
+Tracing and compilation run in child processes, because libtpu and the runtimes can terminate their
+process.
 """
 
 from __future__ import annotations
@@ -34,26 +35,27 @@ def run_in_child_process(
     format_failure: Callable[[int, str], str],
     on_output_line: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """Run Python source in a child process, and return the answer that the source writes.
+    """Run Python source in a child process, and return the answer that it writes.
 
     The child process ends when this process ends.
 
     Args:
-        source: Source that calls :func:`write_answer`. The ``arguments`` are in ``sys.argv`` from index 2 on.
-        answer_path: File for the answer, which does not exist yet.
+        source: Source code that calls :func:`write_answer`. The ``arguments`` begin at index 2 in
+            ``sys.argv``.
+        answer_path: File for the answer. It must not exist yet.
         *arguments: Arguments of the process.
         request: Picklable value that :func:`read_request` returns in the child process.
-        environment: Environment variables of the child process.
-        format_failure: Function that returns the error message if the process leaves no answer. Its arguments
-            are the exit code, which is negative if a signal ended the process, and the output on standard
-            error.
-        on_output_line: Function that is called with each line that the process prints.
+        environment: Environment variables for the child process.
+        format_failure: Function that returns the error message if the process writes no answer. Its
+            arguments are the exit code, which is the negative signal number if a signal ended the
+            process, and the standard error output.
+        on_output_line: Callback that receives each line that the process prints.
 
     Returns:
         The answer.
 
     Raises:
-        UserError: If the process leaves no answer, or the answer contains the key ``refused``.
+        UserError: If the process writes no answer, or if the answer contains the key ``refused``.
     """
     log = answer_path.with_name(f"{answer_path.name}.log")
     with log.open("wb") as errors, block_interrupts_in_children():
@@ -86,28 +88,28 @@ def run_in_child_process(
 
 
 def describe_exit(exit_code: int, error_output: str) -> str:
-    """Return the reason why a process left no answer, for use in error messages.
+    """Describe why a process has written no answer. Used in error messages.
 
     Args:
         exit_code: Exit code of the process.
-        error_output: Output of the process on standard error.
+        error_output: Standard error output of the process.
 
     Returns:
-        The last line of the output. If there is no output, a sentence with the exit code.
+        The last line of the output, or a sentence with the exit code if the output is empty.
     """
     lines = error_output.strip().splitlines()
     return to_one_line(lines[-1]) if lines else f"its process ended with {exit_code}"
 
 
 def read_request() -> Any:
-    """Read the request of this child process from standard input."""
+    """Read this child process's request from standard input."""
     return pickle.load(sys.stdin.buffer)  # noqa: S301  (from the parent)
 
 
 def write_answer(values: Mapping[str, Any]) -> None:
-    """Write the answer of this child process atomically.
+    """Write this child process's answer atomically.
 
-    The entry ``host_bytes``, the peak memory of the process, is added to ``values``.
+    The peak memory of the process is added to ``values`` as ``host_bytes``.
     """
     answer = Path(sys.argv[1])
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -117,9 +119,9 @@ def write_answer(values: Mapping[str, Any]) -> None:
 
 
 def write_answer_and_exit(values: Mapping[str, Any]) -> NoReturn:
-    """Write the answer and end this process immediately.
+    """Write the answer, and end this process immediately.
 
-    A normal exit would wait a long time for the threads of a runtime or compiler.
+    A normal exit would wait a long time for threads of the runtime or the compiler.
     """
     write_answer(values)
     sys.stderr.flush()

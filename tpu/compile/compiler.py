@@ -1,4 +1,4 @@
-"""Compile the graphs of a run for a slice of TPU chips, and summarize the results."""
+"""Compile the graphs of a run for a TPU slice, and summarize the results."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class LibtpuInstallation:
 
     Attributes:
         path: Path of ``libtpu.so``.
-        version: Version of the installed package. None if unknown, as for a path in ``TPU_LIBRARY_PATH``.
+        version: Version of the installed package. None if unknown, as with ``TPU_LIBRARY_PATH``.
     """
 
     path: Path
@@ -51,7 +51,7 @@ class LibtpuInstallation:
 
 
 def find_libtpu() -> LibtpuInstallation:
-    """Find libtpu at ``TPU_LIBRARY_PATH``, or otherwise in the installed package. The library is not loaded.
+    """Find libtpu at ``TPU_LIBRARY_PATH`` or in the installed package, without loading it.
 
     Raises:
         UserError: If ``TPU_LIBRARY_PATH`` is not a file, or if libtpu is not installed.
@@ -76,7 +76,7 @@ def find_libtpu() -> LibtpuInstallation:
 
 
 def _find_installed_libtpu() -> LibtpuInstallation | None:
-    """Find libtpu in the installed package ``libtpu``. Returns None if it is not installed."""
+    """Find libtpu in the installed package ``libtpu``, or return None if it is not installed."""
     spec = find_spec("libtpu")
     for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
         path = Path(folder) / "libtpu.so"
@@ -88,12 +88,12 @@ def _find_installed_libtpu() -> LibtpuInstallation | None:
 
 
 def compile_xla_graphs(config: RunConfig, target: CompileTarget) -> CompiledRun:
-    """Trace and compile the graphs of a run on torch_xla, in child processes.
+    """Trace and compile the graphs of a run with torch_xla, in child processes.
 
     See :meth:`portable.registry.BackendPackage.compile_graphs` for the arguments.
 
     Raises:
-        UserError: If the run would refuse the config, or if tracing or compiling fails.
+        UserError: If the run does not support the config, or if tracing or compilation fails.
     """
     tpu_slice = select_tpu_slice(target.device, target.num_devices, target.topology)
     library = find_libtpu()
@@ -116,17 +116,19 @@ def compile_graph_files(
     *,
     only_memory: bool = False,
 ) -> CompiledRun:
-    """Compile modules in a child process.
+    """Compile graphs in child processes.
 
     Args:
-        graph_paths: File with a serialized ``HloModuleProto`` for each name of a graph.
-        tpu_slice: The slice. Each module is partitioned for all its devices.
-        library: libtpu to compile with.
-        large_value_elements: Minimum number of elements of a value that is reported.
-        only_memory: Whether to stop before code generation. Each module then has a separate process.
+        graph_paths: Files that contain serialized ``HloModuleProto`` messages, keyed by graph name.
+        tpu_slice: TPU slice. Each graph is partitioned over all of its devices.
+        library: Libtpu installation to compile with.
+        large_value_elements: Minimum number of elements of reported values.
+        only_memory: Whether to stop before code generation. Each graph is then compiled in a separate
+            process.
 
     Raises:
-        UserError: If libtpu does not support the slice, a graph does not compile, or the compiler crashes.
+        UserError: If libtpu does not support the slice, if a graph does not compile, or if the compiler
+            crashes.
     """
     batches = [{name: path} for name, path in graph_paths.items()] if only_memory else [graph_paths]
     answers = [
@@ -139,19 +141,18 @@ def compile_graph_files(
 def merge_compile_answers(
     tpu_slice: TpuSlice, library: LibtpuInstallation, answers: Sequence[dict[str, Any]]
 ) -> CompiledRun:
-    """Merge the answers of the processes that compiled for a slice.
+    """Merge the answers from processes that compiled graphs for the same slice.
 
     Args:
-        tpu_slice: The slice.
-        library: libtpu that compiled the graphs.
-        answers: Answer of each process.
+        tpu_slice: TPU slice.
+        library: Libtpu installation that compiled the graphs.
+        answers: Answer from each process.
 
     Returns:
-        The compiled graphs. A graph that does not fit into device memory is not an error, but is listed under
-        ``problems``.
+        The compiled graphs. Graphs that do not fit into device memory are listed in ``problems``.
 
     Raises:
-        UserError: If libtpu refused a graph for a reason other than memory.
+        UserError: If libtpu failed to compile a graph for a reason other than memory.
     """
     compiled, problems, needed = [], [], 0
     for graph in (graph for answer in answers for graph in answer["graphs"]):
@@ -177,9 +178,9 @@ def merge_compile_answers(
 
 
 def _run_compile_job(job: CompileJob) -> dict[str, Any]:
-    """Run a job in a child process and return its answer.
+    """Run a compile job in a child process, and return its answer.
 
-    On a terminal, a line shows the graph that is being compiled.
+    On a terminal, the name of the graph that is being compiled is shown.
 
     Raises:
         UserError: If libtpu does not support the slice, or if the process crashes.
@@ -209,13 +210,13 @@ def _run_compile_job(job: CompileJob) -> dict[str, Any]:
 
 
 def describe_crash(exit_code: int, started_graphs: Sequence[str], error_output: str) -> str:
-    """Describe in one line why the compiler's process left no answer.
+    """Describe in one line why the compiler process has written no answer.
 
     Args:
-        exit_code: Exit code of the process, which is the negative number of a signal if one ended the
+        exit_code: Exit code of the process, or the negative signal number if a signal ended the
             process.
-        started_graphs: Names of the graphs that the process had started to compile.
-        error_output: Output of the process on standard error.
+        started_graphs: Names of the graphs whose compilation was started.
+        error_output: Standard error output of the process.
     """
     moment = f"while it compiled {started_graphs[-1]}" if started_graphs else "as it started"
     how = f"with exit code {exit_code}"
@@ -237,15 +238,15 @@ def describe_crash(exit_code: int, started_graphs: Sequence[str], error_output: 
 
 
 def is_out_of_memory(message: str, code: int) -> bool:
-    """Return whether libtpu refused a graph for lack of device memory."""
+    """Return whether libtpu's error means that a graph exceeds the device memory."""
     return code == _RESOURCE_EXHAUSTED or "would exceed memory" in message or "Ran out of memory" in message
 
 
 def describe_memory_shortage(message: str) -> str:
-    """Summarize an out-of-memory error of libtpu in one line.
+    """Summarize a libtpu out-of-memory error in one line.
 
-    The line contains the memory that the graph would take, its arguments, and its largest value, if the
-    message contains them. Otherwise it is the message itself.
+    The summary contains the memory required by the graph, its arguments, and its largest value, if the
+    message contains them. Otherwise, the message itself is returned.
     """
     total = re.search(r"Used (\S+) of (\S+) hbm", message)
     temporary = re.search(r"HLO temporaries \((\S+)\) exceeds available HBM \((\S+)\)", message)
@@ -284,13 +285,14 @@ _REMEDIES_BY_KERNEL = {
 
 
 def describe_compile_error(message: str, operation: str) -> str:
-    """Describe in one line why libtpu refused a graph, with the operation of the model and a known remedy.
+    """Describe in one line why libtpu failed to compile a graph.
+
+    The description includes the model operation and a known remedy.
 
     Args:
         message: Error message of libtpu.
-        operation: Operation of the model from
-            :func:`portable.tpu.compile.worker.find_operation_in_message`, which is used if the message
-            has no metadata of an operation. Empty if unknown.
+        operation: Model operation from :func:`portable.tpu.compile.worker.find_operation_in_message`.
+            It is used if the message does not contain operation metadata. Empty if unknown.
     """
     first = (message.strip().splitlines() or ["it gives no reason"])[0]
     location = _describe_operation(message) or (f" of {operation}" if operation else "")
@@ -301,9 +303,9 @@ def describe_compile_error(message: str, operation: str) -> str:
 
 
 def _describe_operation(text: str) -> str:
-    """Describe the operation in the metadata of a libtpu message: " of", its name and its source location.
+    """Format the operation metadata in a libtpu message as ``of <name> at <file>:<line>``.
 
-    Returns an empty text if the message has no such metadata.
+    Returns an empty string if the message does not contain such metadata.
     """
     operation = re.search(r'op_name="([^"]+)"', text)
     file, line = re.search(r'source_file="([^"]+)"', text), re.search(r"source_line=(\d+)", text)
@@ -323,7 +325,10 @@ def _parse_required_bytes(message: str) -> int:
 
 
 def _parse_size_bytes(text: str) -> int:
-    """Parse a size such as ``18.63G`` in libtpu's messages to bytes. Returns 0 for other texts."""
+    """Parse a size such as ``18.63G`` in a libtpu message, and return it in bytes.
+
+    Returns 0 for other strings.
+    """
     match = re.fullmatch(r"([\d.]+)([KMGT]?)B?", text)
     return int(float(match[1]) * _UNITS[match[2]]) if match else 0
 
@@ -332,7 +337,7 @@ def _parse_size_bytes(text: str) -> int:
 
 
 def describe_libtpu(library: LibtpuInstallation, compiler: str) -> str:
-    """Describe the compiler: its name, its version, and the day on which it was built."""
+    """Describe the compiler: its name, version, and build date."""
     built = re.search(r"Built on (\w+ +\d+ \d+)", compiler)
     day = f", built on {' '.join(built[1].split())}" if built else ""
     return f"libtpu {library.version or library.path}{day}"

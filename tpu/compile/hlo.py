@@ -1,4 +1,4 @@
-"""Compiled HLO module: its computations and instructions in the order of the schedule."""
+"""Parse a compiled HLO module into computations and instructions, in the order of the schedule."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ class HloArray:
     Attributes:
         element_type: Name of the element type, such as ``bf16``.
         dimensions: Size of each dim.
-        element_bits: Number of bits of an element.
-        memory_space: Number of the memory space in which the array is stored. 0 is HBM.
+        element_bits: Number of bits per element.
+        memory_space: Number of the memory space that contains the array. 0 is HBM.
     """
 
     element_type: str
@@ -61,7 +61,7 @@ class HloArray:
 
     @property
     def num_elements(self) -> int:
-        """Number of elements."""
+        """Number of elements in the array."""
         return math.prod(self.dimensions)
 
     @property
@@ -74,10 +74,10 @@ class HloArray:
 
 
 class HloInstruction:
-    """Instruction of a computation.
+    """Instruction in a computation.
 
     Args:
-        message: An ``HloInstructionProto``. Its fields are attributes of this object.
+        message: Underlying ``HloInstructionProto``. Its fields are attributes of this object.
     """
 
     def __init__(self, message: Any) -> None:
@@ -89,7 +89,7 @@ class HloInstruction:
 
     @cached_property
     def result_arrays(self) -> list[HloArray]:
-        """Arrays of the result. A tuple has several arrays."""
+        """Arrays in the result. A tuple has several arrays."""
         return list(_iter_shape_arrays(self.message.shape))
 
     @property
@@ -98,22 +98,22 @@ class HloInstruction:
         return sum(array.size_bytes for array in self.result_arrays)
 
     def get_constant_integer(self) -> int | None:
-        """Return the value of a constant that is one integer, or None for any other instruction."""
+        """Return the value of a constant integer, or None for other instructions."""
         literal = self.message.literal
         numbers = [*literal.s32s, *literal.s64s, *literal.u32s, *literal.u64s]
         return int(numbers[0]) if self.opcode == "constant" and len(numbers) == 1 else None
 
     def get_operation_name(self) -> str:
-        """Return the operation of the model that the instruction implements.
+        """Return the model operation that the instruction implements.
 
-        The text is empty if the compiler did not keep the name.
+        Empty if the compiler did not keep the name.
         """
         return str(self.message.metadata.op_name)
 
     def get_source_location(self) -> str:
-        """Return the location in the code of the model, such as ``models/llama.py:12``.
+        """Return the location in the model's source code, such as ``models/llama.py:12``.
 
-        The text is empty if the compiler did not keep the location.
+        Empty if the compiler did not keep the location.
         """
         metadata = self.message.metadata
         return (
@@ -126,7 +126,8 @@ class HloInstruction:
         """Return the number of devices in each group of a collective.
 
         Args:
-            num_devices: Number of all devices, which is the default if the instruction has no groups.
+            num_devices: Total number of devices, which is returned if the instruction does not define
+                groups.
         """
         listed = self.message.device_list
         groups = (*self.message.replica_groups, *listed.replica_groups)
@@ -135,11 +136,11 @@ class HloInstruction:
 
 
 class HloComputation:
-    """Computation of a module, with its instructions in the order in which they run.
+    """Computation in a module, with its instructions in execution order.
 
     Args:
-        message: An ``HloComputationProto``.
-        schedule: Ids of the instructions in the order of the schedule. None to keep the order of ``message``.
+        message: ``HloComputationProto`` to parse.
+        schedule: Scheduled order of the instruction IDs. None to keep the order in ``message``.
     """
 
     def __init__(self, message: Any, schedule: Sequence[int] | None) -> None:
@@ -151,19 +152,23 @@ class HloComputation:
         self.instructions = list(listed.values()) if schedule is None else [listed[i] for i in schedule]
 
     def get_operands(self, instruction: HloInstruction) -> list[HloInstruction]:
-        """Return the instructions whose results ``instruction`` uses."""
+        """Return the instructions that compute the operands of ``instruction``."""
         return [self.by_id[operand] for operand in instruction.operand_ids]
 
     def count_operand_bytes(self, instruction: HloInstruction) -> int:
-        """Count the bytes of all operands of ``instruction``."""
+        """Return the total size of the operands of ``instruction`` in bytes."""
         return sum(operand.result_bytes for operand in self.get_operands(instruction))
 
 
 class HloModule:
-    """HLO module, parsed into computations. The computation that runs first is :attr:`entry`.
+    """HLO module, parsed into computations.
 
     Args:
-        data: A serialized ``HloModuleProto``.
+        data: Serialized ``HloModuleProto``.
+
+    Attributes:
+        computations: Computations of the module, keyed by ID.
+        entry: Computation with which execution begins.
     """
 
     def __init__(self, data: bytes) -> None:
@@ -185,15 +190,15 @@ class HloModule:
     def find_trip_count(self, loop: HloInstruction, computation: HloComputation) -> int | None:
         """Find the number of iterations of a while loop.
 
-        Supports loops whose counter starts at a constant, is incremented by a constant, and is compared with
-        a constant.
+        Supports loops whose counter starts at a constant, is incremented by a constant, and is compared
+        with a constant.
 
         Args:
-            loop: The while instruction.
+            loop: While instruction.
             computation: Computation that contains the loop.
 
         Returns:
-            The number of iterations. None if the loop has another form.
+            The number of iterations, or None for other loops.
         """
         body, condition = self.get_called_computations(loop)
         compare = condition.root
@@ -227,12 +232,12 @@ class HloModule:
     def _resolve_fusion_parameter(
         instruction: HloInstruction, scope: HloComputation, outer: list[HloInstruction]
     ) -> HloInstruction:
-        """Return the operand of a fusion that a parameter of the fused computation refers to.
+        """Resolve a parameter of a fused computation to the corresponding operand of the fusion.
 
         Other instructions are returned unchanged.
 
         Args:
-            instruction: Instruction of ``scope``.
+            instruction: Instruction in ``scope``.
             scope: Fused computation.
             outer: Operands of the fusion. Empty if ``scope`` is not a fused computation.
         """
@@ -242,15 +247,15 @@ class HloModule:
 
 
 def strip_package_prefix(file: str) -> str:
-    """Return the path of a source file relative to ``site-packages``, or to the repository of this project.
+    """Return the path of a source file relative to ``site-packages`` or to this project's repository.
 
-    A path outside of both is returned unchanged.
+    Other paths are returned unchanged.
     """
     return _PACKAGES.sub("", file).removeprefix(_REPOSITORY_PREFIX)
 
 
 def _find_initial_integer(scope: HloComputation, tuple_: HloInstruction, index: int) -> int | None:
-    """Return the value of element ``index`` of a loop's initial tuple, or None if it is not a constant.
+    """Return the initial value of element ``index`` in a loop's tuple, or None if it is not a constant.
 
     Args:
         scope: Computation that contains the tuple.
@@ -266,7 +271,7 @@ def _find_initial_integer(scope: HloComputation, tuple_: HloInstruction, index: 
 
 
 def _find_counter_step(body: HloComputation, index: int) -> int | None:
-    """Return the constant that the body of a loop adds to element ``index`` of its tuple.
+    """Return the constant that a loop body adds to element ``index`` of its tuple.
 
     Returns None if the body changes the element in any other way.
     """
@@ -288,7 +293,7 @@ def _find_counter_step(body: HloComputation, index: int) -> int | None:
 
 
 def _iter_shape_arrays(shape: Any) -> Iterator[HloArray]:
-    """Yield the arrays of a shape, which may be a nested tuple."""
+    """Yield the arrays in a shape, which may be a nested tuple."""
     for tuple_shape in shape.tuple_shapes:
         yield from _iter_shape_arrays(tuple_shape)
     if shape.element_type in _ELEMENT_TYPES:

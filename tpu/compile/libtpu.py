@@ -1,8 +1,9 @@
-"""libtpu's compiler through its C interface, PJRT, for a topology whose chips are not attached.
+"""Call libtpu's compiler through its C interface, PJRT, for a topology without attached chips.
 
-The functions and structs are defined in ``xla/pjrt/c/pjrt_c_api.h``. Since version 0.57, functions and fields
-have only been appended, so one table of indices works with every later release. libtpu ends the process on
-some errors, so call it in a child process (:mod:`portable.tpu.compile.worker`).
+The functions and structs are defined in ``xla/pjrt/c/pjrt_c_api.h``. Since version 0.57, functions
+and fields have only been appended, so the same indices are valid for every later release. libtpu
+can terminate the process on errors, so call it in a child process
+(:mod:`portable.tpu.compile.worker`).
 """
 
 from __future__ import annotations
@@ -53,11 +54,11 @@ than the library expects, but not shorter.
 
 
 class LibtpuError(Exception):
-    """Error that a function of libtpu returned. The text is libtpu's message.
+    """Error returned by a libtpu function. The text is libtpu's message.
 
     Args:
-        message: Message of libtpu, often with many lines.
-        status_code: Code of ``absl::StatusCode``; 8 is RESOURCE_EXHAUSTED.
+        message: Message from libtpu, often with many lines.
+        status_code: Numeric ``absl::StatusCode``. 8 is RESOURCE_EXHAUSTED.
     """
 
     def __init__(self, message: str, status_code: int) -> None:
@@ -66,11 +67,11 @@ class LibtpuError(Exception):
 
 
 class LibtpuInterfaceError(Exception):
-    """Error for a library whose interface this module does not support."""
+    """Error raised if the interface of a library is not supported."""
 
 
 class _PjrtApi(ctypes.Structure):
-    """First fields of the struct ``PJRT_Api``. The functions follow."""
+    """First fields of the struct ``PJRT_Api``. The function pointers follow them."""
 
     _fields_ = (
         ("struct_size", ctypes.c_size_t),
@@ -111,14 +112,14 @@ class _PjrtProgram(ctypes.Structure):
 
 @dataclass(frozen=True)
 class ExecutableMemory:
-    """Bytes of one device's high-bandwidth memory that an executable takes.
+    """High-bandwidth memory of one device that an executable requires, in bytes.
 
     Attributes:
-        code_bytes: Bytes of the code.
-        argument_bytes: Bytes of the arguments.
-        result_bytes: Bytes of the results.
-        aliased_bytes: Bytes of arguments whose buffers are reused for results.
-        temporary_bytes: Bytes of temporary values.
+        code_bytes: Size of the code.
+        argument_bytes: Size of the arguments.
+        result_bytes: Size of the results.
+        aliased_bytes: Size of the arguments whose buffers are reused for results.
+        temporary_bytes: Size of the temporary values.
     """
 
     code_bytes: int
@@ -129,9 +130,9 @@ class ExecutableMemory:
 
 
 class CostEstimate(NamedTuple):
-    """Estimate of the compiler's cost analysis for one device.
+    """Compiler's cost analysis for one device.
 
-    A value is 0 if the compiler does not report it.
+    Values that the compiler does not report are 0.
     """
 
     flops: float
@@ -139,7 +140,7 @@ class CostEstimate(NamedTuple):
 
 
 class ResultType(NamedTuple):
-    """Element type and shape of one result of an executable."""
+    """Element type and shape of an executable's result."""
 
     element_type: int
     """A ``PJRT_Buffer_Type``."""
@@ -147,14 +148,14 @@ class ResultType(NamedTuple):
 
 
 class Libtpu:
-    """The library libtpu, loaded into this process.
+    """libtpu library, loaded into this process.
 
     Args:
         path: Path of ``libtpu.so``.
 
     Raises:
-        LibtpuInterfaceError: If the library is not libtpu, or if its interface differs.
-        LibtpuError: If libtpu does not start.
+        LibtpuInterfaceError: If the library is not libtpu, or if its interface is not supported.
+        LibtpuError: If libtpu fails to start.
     """
 
     def __init__(self, path: Path) -> None:
@@ -192,14 +193,14 @@ class Libtpu:
         self.call_function("PJRT_Plugin_Initialize")
 
     def call_function(self, function: str, *fields: int) -> list[int]:
-        """Call a function of the interface, and return its output fields.
+        """Call a PJRT function, and return its output fields.
 
         Args:
             function: Name of the function.
-            *fields: Input fields in the order of the struct. Each takes eight bytes in the struct.
+            *fields: Input fields in the order of the struct. Each field occupies eight bytes.
 
         Returns:
-            All fields of the struct after the two fields that all structs have.
+            All fields of the struct, except the two fields at the beginning of every struct.
 
         Raises:
             LibtpuError: If the function returns an error.
@@ -215,11 +216,11 @@ class Libtpu:
         raise LibtpuError(message, code)
 
     def _call_raw(self, function: str, *fields: int) -> tuple[list[int], int]:
-        """Call a function without raising its error.
+        """Call a PJRT function without raising an error.
 
         Returns:
-            The fields of the struct after the two fields that all structs have, and the handle of the error,
-            which is 0 if the function succeeded.
+            The fields of the struct, except the two fields at the beginning of every struct, and an error
+            handle, which is 0 if the function succeeded.
         """
         slots = (ctypes.c_uint64 * (2 + len(fields) + _SPARE_FIELDS))()
         slots[0] = ctypes.sizeof(slots)
@@ -228,15 +229,15 @@ class Libtpu:
         return list(slots[2:]), error or 0
 
     def replace_functions(self, addresses_by_index: Mapping[int, int], *, extension_address: int) -> None:
-        """Replace functions in libtpu's table, which other users of the library in this process also call.
+        """Replace functions in libtpu's table for all other users of the library in this process.
 
-        This object still calls the original functions.
+        This object itself still calls the original functions.
 
         Args:
-            addresses_by_index: Address of each new function, keyed by its index in the table. An index that
-                this release of libtpu does not have is ignored.
-            extension_address: Address of the extension that replaces all extensions of libtpu, because their
-                functions cannot be replaced one by one.
+            addresses_by_index: Address of each new function, keyed by its index in the table. Indices that
+                this libtpu release does not support are ignored.
+            extension_address: Address of an extension that replaces all of libtpu's extensions, because
+                their functions cannot be replaced individually.
         """
         _PjrtApi.from_address(self._table).extensions = extension_address
         for position, function in addresses_by_index.items():
@@ -247,11 +248,11 @@ class Libtpu:
                 ctypes.c_void_p.from_address(slot_address).value = function
 
     def open_topology(self, name: str, **options: OptionValue) -> TpuTopology:
-        """Open a slice by libtpu's name for it, such as ``v5e:4x4``.
+        """Open a slice by its libtpu name, such as ``v5e:4x4``.
 
         Args:
-            name: Name of the generation, and the number of chips along each axis.
-            **options: Options of the topology, such as ``chips_per_host_bounds`` (three numbers) and
+            name: Generation, and number of chips along each axis.
+            **options: Topology options, such as ``chips_per_host_bounds`` (three numbers) and
                 ``chip_config_name``.
 
         Raises:
@@ -274,12 +275,12 @@ class Libtpu:
 
 
 class TpuTopology:
-    """Topology of a slice, for which libtpu compiles programs. It is never freed.
+    """Topology of a slice to compile for. It is never freed.
 
     Args:
-        library: libtpu, which created the topology.
+        library: Libtpu library that created the topology.
         name: Name of the slice.
-        handle: Address of the topology's description.
+        handle: Address of the topology description.
     """
 
     def __init__(self, library: Libtpu, name: str, handle: int) -> None:
@@ -291,7 +292,7 @@ class TpuTopology:
 
     @cached_property
     def device_handles(self) -> dict[int, int]:
-        """Address of each device's description, keyed by device id in ascending order.
+        """Address of each device description, keyed by device ID in ascending order.
 
         torch_xla numbers the devices in this order.
         """
@@ -303,12 +304,12 @@ class TpuTopology:
 
     @property
     def device_ids(self) -> list[int]:
-        """Ids of the devices, ascending."""
+        """Device IDs in ascending order."""
         return list(self.device_handles)
 
     @cached_property
     def device_kind(self) -> str:
-        """Libtpu's name of the kind of device, such as ``TPU v5 lite``."""
+        """Libtpu's name for the device type, such as ``TPU v5 lite``."""
         _, text, size = self.library.call_function(
             "PJRT_DeviceDescription_Kind", self._description_handles[0]
         )[:3]
@@ -317,7 +318,7 @@ class TpuTopology:
     def read_device_attributes(self, device_id: int) -> dict[str, OptionValue]:
         """Read the attributes of a device, keyed by name.
 
-        Examples are ``coords``, ``num_cores`` and, since 2026, the size of the device's memory.
+        Examples are ``coords``, ``num_cores`` and, since 2026, the memory size of the device.
         """
         device = self.device_handles[device_id]
         _, count, array = self.library.call_function("PJRT_DeviceDescription_Attributes", device)[:3]
@@ -325,7 +326,7 @@ class TpuTopology:
 
     @cached_property
     def compiler_version(self) -> str:
-        """Version of the compiler, with the day on which it was built."""
+        """Version of the compiler, including its build date."""
         _, text, size = self.library.call_function("PJRT_TopologyDescription_PlatformVersion", self.handle)[
             :3
         ]
@@ -334,16 +335,17 @@ class TpuTopology:
     def compile_module(
         self, module: bytes, *, module_format: str = "hlo", options: bytes | None = None
     ) -> LibtpuExecutable:
-        """Compile a module for devices of the slice.
+        """Compile a module for devices in the slice.
 
         Args:
-            module: Serialized ``HloModuleProto``, with its shardings and donated buffers.
-            module_format: ``hlo``, or ``mlir`` for StableHLO bytecode, which torch_tpu creates.
-            options: Serialized ``CompileOptionsProto``. If None, torch_xla's options for a graph on all
-                devices of the slice.
+            module: Module with its shardings and donated buffers, serialized in ``module_format``.
+            module_format: ``hlo`` for an ``HloModuleProto``, or ``mlir`` for StableHLO bytecode from
+                torch_tpu.
+            options: Serialized ``CompileOptionsProto``. The default is torch_xla's options for a graph on
+                all devices in the slice.
 
         Raises:
-            LibtpuError: If the module does not compile, or takes more memory than a device has.
+            LibtpuError: If the module does not compile, or requires more memory than a device has.
         """
         if options is None:
             options = build_compile_options(self.device_ids, is_tupled=_has_tuple_parameter(module))
@@ -368,7 +370,7 @@ class LibtpuExecutable:
     """Compiled module.
 
     Args:
-        library: libtpu, which compiled the module.
+        library: Libtpu library that compiled the module.
         handle: Address of the executable.
     """
 
@@ -377,7 +379,7 @@ class LibtpuExecutable:
         self.handle = handle
 
     def read_memory_usage(self) -> ExecutableMemory:
-        """Read the device memory that the executable takes, as computed by the compiler."""
+        """Read the compiler's estimate of the device memory that the executable requires."""
         return ExecutableMemory(
             *self._library.call_function("PJRT_Executable_GetCompiledMemoryStats", self.handle)[1:6]
         )
@@ -431,11 +433,11 @@ class LibtpuExecutable:
 
 
 def build_compile_options(device_ids: Sequence[int], *, is_tupled: bool) -> bytes:
-    """Build the serialized ``CompileOptionsProto`` with which torch_xla compiles an SPMD graph.
+    """Build the serialized ``CompileOptionsProto`` that torch_xla uses for an SPMD graph.
 
     Args:
-        device_ids: Ids of the devices. Each gets one partition.
-        is_tupled: Whether the graph takes one tuple instead of many parameters.
+        device_ids: Device IDs. Each device receives one partition.
+        is_tupled: Whether the parameters of the graph are combined in one tuple.
     """
     build = xla_messages.ExecutableBuildOptions(
         device_ordinal=-1,
@@ -451,7 +453,7 @@ def build_compile_options(device_ids: Sequence[int], *, is_tupled: bool) -> byte
 
 
 def _has_tuple_parameter(module: bytes) -> bool:
-    """Return whether a module takes one tuple instead of many parameters."""
+    """Return whether the parameters of a module are combined in one tuple."""
     parameters = xla_messages.HloModuleProto.FromString(module).host_program_shape.parameters
     return len(parameters) == 1 and bool(parameters[0].tuple_shapes)
 
@@ -459,8 +461,8 @@ def _has_tuple_parameter(module: bytes) -> bool:
 def _fill_named_value(target: _PjrtNamedValue, name: str, value: OptionValue, buffers: list[Any]) -> None:
     """Fill a ``PJRT_NamedValue`` in place.
 
-    The struct contains pointers. The memory that they point to is appended to ``buffers``, which must exist
-    while the struct is used.
+    The struct contains pointers. The memory that they refer to is appended to ``buffers``, which must
+    be kept alive while the struct is in use.
     """
     buffer = ctypes.create_string_buffer(name.encode())
     target.struct_size = ctypes.sizeof(_PjrtNamedValue)
@@ -480,7 +482,7 @@ def _fill_named_value(target: _PjrtNamedValue, name: str, value: OptionValue, bu
 
 
 def _read_named_values(address: int, count: int) -> dict[str, OptionValue]:
-    """Read an array of ``PJRT_NamedValue`` structs as a dict."""
+    """Convert an array of ``PJRT_NamedValue`` structs to a dict."""
     if not count:
         return {}
     values = (_PjrtNamedValue * count).from_address(address)
@@ -488,7 +490,7 @@ def _read_named_values(address: int, count: int) -> dict[str, OptionValue]:
 
 
 def _read_named_value(value: _PjrtNamedValue) -> OptionValue:
-    """Return the value of a ``PJRT_NamedValue`` as a Python object."""
+    """Convert the value in a ``PJRT_NamedValue`` to a Python object."""
     raw = int(value.value)
     if value.type == _STRING:
         return _read_string(raw, value.value_size)

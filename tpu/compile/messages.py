@@ -1,4 +1,4 @@
-"""Protocol buffer messages of XLA, with the fields that this package uses."""
+"""Define the XLA protocol buffer messages that this package uses, with only the required fields."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ The type of a field is a scalar type or another message. A star marks a repeated
 
 
 class _MessageClasses:
-    """Namespace with the class of each message in ``_MESSAGE_FIELDS``, such as ``HloModuleProto``."""
+    """Namespace with a class for each message in ``_MESSAGE_FIELDS``, such as ``HloModuleProto``."""
 
     def __init__(self) -> None:
         file = descriptor_pb2.FileDescriptorProto(name="portable/xla.proto", package="xla", syntax="proto3")
@@ -98,11 +98,11 @@ xla_messages: Any = _MessageClasses()
 
 
 def assign_partitions_to_devices(build_options: Any, device_ids: Sequence[int]) -> None:
-    """Set ``ExecutableBuildOptions`` to one replica of a program, with one partition per device.
+    """Set ``ExecutableBuildOptions`` to one program replica with one partition per device.
 
     Args:
-        build_options: Message ``ExecutableBuildOptions``, which is changed.
-        device_ids: Ids of the devices.
+        build_options: ``ExecutableBuildOptions`` message. Modified in place.
+        device_ids: Device IDs.
     """
     device_groups = [
         xla_messages.ComputationDevices(replica_device_ids=[device_id]) for device_id in device_ids
@@ -116,7 +116,7 @@ def assign_partitions_to_devices(build_options: Any, device_ids: Sequence[int]) 
 
 
 def encode_buffer_donors(parameters: Sequence[int]) -> bytes:
-    """Encode the parameters whose buffers the results may reuse.
+    """Encode a list of parameters whose buffers the results may reuse.
 
     Args:
         parameters: Parameter numbers.

@@ -1,4 +1,4 @@
-"""Analysis of a compiled module: its collectives, its largest values, and its transfers to the host."""
+"""Analyze a compiled module: its collectives, its largest values, and its transfers to the host."""
 
 from __future__ import annotations
 
@@ -46,18 +46,19 @@ _CYCLES = re.compile(rb'"estimated_cycles":"(\d+)"')
 
 @dataclass
 class ModuleReport:
-    """Analysis of a module, for one device.
+    """Results of the analysis of a module, for one device.
 
     Attributes:
-        collectives: Number, bytes and overlap of the collectives of each kind.
+        collectives: Number, bytes and overlap of collectives, keyed by type.
         large_values: Values with at least the requested number of elements, the largest first.
-        custom_calls: Number of calls of each custom call target.
+        custom_calls: Number of custom calls, keyed by target.
         host_transfers: Operations that exchange data with the host.
-        matrix_flops: FLOPs of all matrix products, including all iterations of loops.
-        looped_flops: FLOPs of matrix products in loops after the first iteration. They must be added to the
-            compiler's cost analysis, which counts the body of a loop only once.
-        looped_bytes: Bytes that loops access after the first iteration. They must be added as well.
-        loops_of_unknown_length: Number of loops of unknown length, which are counted as one iteration.
+        matrix_flops: FLOPs of all matrix products, including all loop iterations.
+        looped_flops: FLOPs of matrix products in loops after the first iteration. They must be added to
+            the compiler's cost analysis, which counts each loop body only once.
+        looped_bytes: Bytes that loops access after the first iteration. They must also be added.
+        loops_of_unknown_length: Number of loops whose trip count is unknown. They are counted as one
+            iteration.
     """
 
     collectives: dict[str, CollectiveStatistics] = field(default_factory=dict)
@@ -72,7 +73,7 @@ class ModuleReport:
 
 @dataclass
 class _MeasuredCollective:
-    """Collective with its bytes, and the computation that has overlapped with it so far."""
+    """Collective with its bytes, and the computation that has overlapped it so far."""
 
     kind: str
     collective: CollectiveStatistics
@@ -82,9 +83,9 @@ def analyze_module(program: bytes, num_devices: int, large_value_elements: int) 
     """Analyze a scheduled module.
 
     Args:
-        program: A serialized ``HloModuleProto``.
-        num_devices: Number of devices that the module is partitioned for.
-        large_value_elements: Minimum number of elements of a value that is reported.
+        program: Serialized ``HloModuleProto``.
+        num_devices: Number of devices over which the module is partitioned.
+        large_value_elements: Minimum number of elements of reported values.
     """
     reader = _ModuleAnalyzer(HloModule(program), num_devices, large_value_elements)
     reader.analyze_computation(reader.module.entry, 1)
@@ -92,12 +93,12 @@ def analyze_module(program: bytes, num_devices: int, large_value_elements: int) 
 
 
 class _ModuleAnalyzer:
-    """Analyzer of a module, which visits one computation at a time and sums the results.
+    """Module analyzer, which visits one computation at a time and sums up the results.
 
     Args:
         module: Scheduled module.
-        devices: Number of devices that the module is partitioned for.
-        large: Minimum number of elements of a value that is reported.
+        devices: Number of devices over which the module is partitioned.
+        large: Minimum number of elements of reported values.
     """
 
     def __init__(self, module: HloModule, devices: int, large: int) -> None:
@@ -112,7 +113,7 @@ class _ModuleAnalyzer:
         self._loops_of_unknown_length = 0
 
     def build_report(self) -> ModuleReport:
-        """Build the report after :meth:`analyze_computation`."""
+        """Build the report from the results of :meth:`analyze_computation`."""
         values = [replace(value, count=count) for value, count in self._values.items()]
         return ModuleReport(
             self._collectives,
@@ -134,10 +135,10 @@ class _ModuleAnalyzer:
         """Analyze a computation in the order of its schedule.
 
         Args:
-            computation: Computation that is not the body of a fusion.
+            computation: Computation to analyze. It must not be the body of a fusion.
             num_runs: Number of times that the computation runs.
-            enclosing_collectives: Keys of collectives that are running when the computation is called.
-                Fusions in the computation may continue these collectives.
+            enclosing_collectives: Keys of collectives that are in progress when the computation is called.
+                Fusions in the computation may continue them.
         """
         open_collectives: dict[tuple[str, int], _MeasuredCollective] = {}
         for instruction in computation.instructions:
@@ -168,9 +169,10 @@ class _ModuleAnalyzer:
         num_runs: int,
         active_collectives: Set[tuple[str, int]],
     ) -> None:
-        """Analyze the computations that an instruction calls, if it is a loop, a call or a conditional.
+        """Analyze the computations that a loop, call or conditional instruction calls.
 
-        A loop adds the FLOPs and bytes of all iterations after the first to the totals.
+        Other instructions are ignored. For a loop, the FLOPs and bytes of all iterations after the first
+        are added to the totals.
         """
         if instruction.opcode == "while":
             trips = self.module.find_trip_count(instruction, computation)
@@ -195,13 +197,13 @@ class _ModuleAnalyzer:
         num_runs: int,
         enclosing_collectives: Set[tuple[str, int]],
     ) -> bool:
-        """Record the start or the end of a collective if the instruction is a collective or a part of one.
+        """Record the start or end of a collective, if the instruction is part of one.
 
-        A started collective is added to ``open_collectives``, and removed from it when it is finished.
+        A started collective is added to ``open_collectives``, and removed when it ends.
 
         Returns:
-            Whether the instruction belongs to an asynchronous operation or a collective, and does not
-            compute. A fusion that continues a collective computes as well, so the result is False.
+            Whether the instruction is part of a collective or an asynchronous operation, and computes
+            nothing else. False for a fusion that continues a collective during its own computation.
         """
         opcode = instruction.opcode
         if opcode.removesuffix("-start") in COLLECTIVE_OPCODES:
@@ -240,10 +242,10 @@ class _ModuleAnalyzer:
         num_runs: int,
         enclosing_collectives: Set[tuple[str, int]],
     ) -> bool:
-        """Track a collective in a fusion, which is a form that only TPUs use.
+        """Track a collective in a fusion. Only TPUs use this form.
 
-        One fusion starts a collective, other fusions continue the collective during their computation, and
-        one fusion ends it. All these fusions have the same channel id.
+        One fusion starts a collective, other fusions continue it during their computation, and another
+        fusion ends it. All of these fusions have the same channel ID.
 
         Returns:
             Whether the fusion is a collective without other computation.
@@ -276,7 +278,7 @@ class _ModuleAnalyzer:
     def _measure_collective(
         self, computation: HloComputation, instruction: HloInstruction, kind: str, *, is_async: bool
     ) -> _MeasuredCollective:
-        """Return a collective with the number of bytes that each device sends."""
+        """Measure the bytes that each device sends in a collective."""
         group = instruction.get_group_size(self._num_devices)
         size = computation.count_operand_bytes(instruction)
         sent = {
@@ -296,7 +298,7 @@ class _ModuleAnalyzer:
     # -- values, calls and the host ------------------------------------------------------------------------
 
     def _add_large_results(self, instruction: HloInstruction, num_runs: int) -> None:
-        """Add the results of an instruction in HBM that have at least the requested number of elements."""
+        """Add an instruction's results in HBM to the large values, if they have enough elements."""
         if instruction.opcode in _OPCODES_WITHOUT_MEMORY or instruction.opcode.endswith("-done"):
             return
         for array in instruction.result_arrays:
@@ -310,7 +312,7 @@ class _ModuleAnalyzer:
                 self._values[value] += num_runs
 
     def _record_host_use(self, instruction: HloInstruction, num_runs: int) -> None:
-        """Record a custom call, or an operation that exchanges data with the host."""
+        """Record the instruction if it is a custom call or exchanges data with the host."""
         if instruction.opcode == "custom-call":
             self._custom_calls[instruction.custom_call_target] += num_runs
         crosses = instruction.opcode in ("send", "recv") and instruction.is_host_transfer
@@ -325,9 +327,9 @@ class _ModuleAnalyzer:
     # -- loops ---------------------------------------------------------------------------------------------
 
     def _count_matrix_flops(self, computation: HloComputation) -> float:
-        """Count the FLOPs of matrix products in a computation and the computations that it calls.
+        """Count the FLOPs of matrix products in a computation, including the computations that it calls.
 
-        Loops in the computation count as one iteration.
+        Loops inside the computation count as one iteration.
         """
         total = 0.0
         for instruction in computation.instructions:
@@ -339,14 +341,15 @@ class _ModuleAnalyzer:
 
 
 def count_convolution_flops(computation: HloComputation, instruction: HloInstruction) -> float:
-    """Count the FLOPs of a convolution. The TPU compiler turns every matrix product into a convolution.
+    """Count the FLOPs of a convolution. The TPU compiler converts every matrix product to a convolution.
 
-    The compiler expresses a batch dim as a dilated window. Only window positions that read an element of the
-    input are counted, because positions in the padding and in the holes of the dilation take no work.
+    The compiler represents a batch dim as a dilated window. Only window positions that read an input
+    element are counted, because positions in padding or in the gaps of a dilation require no
+    computation.
 
     Args:
         computation: Computation that contains the instruction.
-        instruction: The convolution.
+        instruction: Convolution instruction.
     """
     axes = instruction.convolution_axes
     input_dims, kernel_dims = (
@@ -363,13 +366,14 @@ def count_convolution_flops(computation: HloComputation, instruction: HloInstruc
 
 
 def _count_valid_window_positions(window: Any, input_size: int, output_size: int) -> int:
-    """Count the pairs of an output position and a kernel position that read an input element, along one dim.
+    """Count the pairs of output and kernel positions that read an input element, along one dim.
 
-    The number of FLOPs of a convolution is proportional to the product of this count over all spatial dims.
-    Pairs that read padding, or a zero that base dilation inserts between input elements, are not counted.
+    The number of FLOPs of a convolution is proportional to the product of these counts over all spatial
+    dims. Pairs that read padding, or a zero that base dilation inserts between input elements, are not
+    counted.
 
     Args:
-        window: HLO ``WindowDimension`` of one spatial dim of the convolution.
+        window: HLO ``WindowDimension`` for one spatial dim of the convolution.
         input_size: Size of the input along this dim.
         output_size: Size of the output along this dim.
     """
@@ -397,7 +401,7 @@ def _count_valid_window_positions(window: Any, input_size: int, output_size: int
 
 
 def _count_accessed_bytes(computation: HloComputation) -> int:
-    """Count the bytes that the instructions of a loop's body read and write."""
+    """Count the bytes that the instructions in a loop body read and write."""
     return sum(
         instruction.result_bytes + computation.count_operand_bytes(instruction)
         for instruction in computation.instructions
@@ -406,9 +410,9 @@ def _count_accessed_bytes(computation: HloComputation) -> int:
 
 
 def _classify_fused_collective(fused: HloComputation, collective: HloInstruction) -> str:
-    """Return the kind of a collective in a fusion.
+    """Return the type of a collective in a fusion.
 
-    If an all-reduce is fused with the operation that slices out the device's part, it is a reduce-scatter.
+    An all-reduce that is fused with a slice for the current device is a reduce-scatter.
     """
     opcodes = {instruction.opcode for instruction in fused.instructions}
     if collective.opcode == "all-reduce" and {"dynamic-slice", "partition-id"} <= opcodes:
@@ -417,6 +421,6 @@ def _classify_fused_collective(fused: HloComputation, collective: HloInstruction
 
 
 def _read_estimated_cycles(instruction: HloInstruction) -> int:
-    """Return the compiler's estimate of the cycles of an instruction, or 0 if it has none."""
+    """Return the compiler's estimate of an instruction's cycles, or 0 without an estimate."""
     match = _CYCLES.search(instruction.backend_config)
     return int(match[1]) if match else 0

@@ -1,4 +1,4 @@
-"""Slices of TPU chips that libtpu compiles for: their names, their devices, and the memory of a chip."""
+"""Define the TPU slices that libtpu compiles for: their names, devices, and memory per chip."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class SliceFamily:
     """Slices of one TPU generation. The runtime creates one device per chip.
 
     Attributes:
-        slice_shapes: Shapes that Google Cloud offers, ascending:
+        slice_shapes: Shapes that Google Cloud offers, in ascending order:
             https://docs.cloud.google.com/tpu/docs/system-architecture-tpu-vm
-        usable_hbm_bytes: Bytes of memory that a program may use, from error messages of libtpu 0.0.21. Only
-            used if libtpu does not report the limit, which newer releases do.
-        topology_options: Options of libtpu's topology.
+        usable_hbm_bytes: Memory available to a program in bytes, taken from error messages of libtpu
+            0.0.21. Only used with older libtpu releases, which do not report the limit.
+        topology_options: Options for libtpu's topology.
         libtpu_flags: Flags that torch_xla adds to LIBTPU_INIT_ARGS for this generation.
     """
 
@@ -38,7 +38,7 @@ class SliceFamily:
 
     @property
     def num_axes(self) -> int:
-        """Number of axes of the shapes."""
+        """Number of axes in the slice shapes."""
         return self.slice_shapes[0].count("x") + 1
 
 
@@ -62,7 +62,7 @@ _TORCH_XLA_FLAGS = (
 
 @dataclass(frozen=True)
 class TpuSlice:
-    """One slice, such as ``v5e`` with ``4x4`` chips.
+    """One TPU slice, such as ``v5e`` with ``4x4`` chips.
 
     Attributes:
         generation: Name of the generation.
@@ -74,17 +74,17 @@ class TpuSlice:
 
     @property
     def libtpu_name(self) -> str:
-        """Libtpu's name of the slice, such as ``v5e:4x4``."""
+        """Libtpu's name for the slice, such as ``v5e:4x4``."""
         return f"{self.generation}:{self.chip_shape}"
 
     @property
     def num_devices(self) -> int:
-        """Number of devices of the slice."""
+        """Number of devices in the slice."""
         return math.prod(_parse_chip_shape(self.chip_shape))
 
     @property
     def topology_options(self) -> dict[str, OptionValue]:
-        """Options that libtpu needs in addition to the name."""
+        """Topology options that libtpu requires in addition to the name."""
         options = dict(SLICE_FAMILIES[self.generation].topology_options)
         sides = [*_parse_chip_shape(self.chip_shape), 1, 1][:3]
         if math.prod(sides) < 4:  # libtpu assumes hosts of 2x2 chips
@@ -92,20 +92,20 @@ class TpuSlice:
         return options
 
     def get_hbm_bytes(self, topology: TpuTopology) -> int:
-        """Return the bytes of a device's memory that a program may use."""
+        """Return the memory per device that is available to a program, in bytes."""
         limit = topology.read_device_attributes(topology.device_ids[0]).get("device_memory_bytes_limit")
         return limit if isinstance(limit, int) else SLICE_FAMILIES[self.generation].usable_hbm_bytes
 
     def build_compiler_environment(self, base_environment: dict[str, str]) -> dict[str, str]:
-        """Build environment variables with which libtpu compiles as in a run under torch_xla.
+        """Build environment variables for compiling with libtpu as in a torch_xla run.
 
-        With these variables, libtpu does not query a metadata server.
+        They also prevent libtpu from querying a metadata server.
 
         Args:
-            base_environment: Environment variables of the caller. Flags in its LIBTPU_INIT_ARGS are kept.
+            base_environment: Environment variables of the caller. The flags in LIBTPU_INIT_ARGS are kept.
 
         Returns:
-            All environment variables of the compiler's process.
+            All environment variables for the compiler process.
         """
         flags = (*ADDED_LIBTPU_FLAGS, *_TORCH_XLA_FLAGS, *SLICE_FAMILIES[self.generation].libtpu_flags)
         settings = {
@@ -124,17 +124,17 @@ class TpuSlice:
 
 
 def select_tpu_slice(device: str | None, num_devices: int, topology: str | None) -> TpuSlice:
-    """Select a slice by its generation and its number of chips.
+    """Select a TPU slice by generation and number of chips.
 
     Args:
-        device: Name of the generation, from ``--device``. None if the flag is not set.
+        device: Generation name from ``--device``. None if the flag is not set.
         num_devices: Number of chips.
-        topology: Number of chips along each axis, such as ``4x4``, from ``--topology``. If None, the shape
-            that Google Cloud offers for this number of chips.
+        topology: Number of chips along each axis from ``--topology``, such as ``4x4``. The default is
+            the shape that Google Cloud offers for this number of chips.
 
     Raises:
-        UserError: If the generation is missing or unknown, no slice has this number of chips, or the topology
-            does not match the generation and the number of chips.
+        UserError: If the generation is missing or unknown, if no slice has this number of chips, or if
+            the topology does not match the generation and the number of chips.
     """
     if device is None or device not in SLICE_FAMILIES:
         raise UserError(

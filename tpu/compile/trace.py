@@ -1,9 +1,9 @@
-"""Write the graphs that a run would compile for a TPU. Needs no TPU, no weights, and no memory for the model.
+"""Trace the graphs that a run would compile for a TPU, and write them to files.
 
-The graphs come from a child process with as many virtual devices as the slice has
-(:mod:`portable.tpu.xla.tracing`). They equal the graphs of the run, including sharding annotations and
-donated buffers, with one difference: torch_xla passes 3200 or more arguments as one tuple, and here they stay
-separate.
+This requires neither a TPU nor weights, and no memory for the model. The graphs are traced in a
+child process with one virtual device per device in the slice (:mod:`portable.tpu.xla.tracing`).
+They equal the graphs in a run, including sharding annotations and donated buffers, with one
+difference: torch_xla combines 3200 or more arguments in a tuple, and here they remain separate.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class TracedGraph:
     """Graph of a run before compilation.
 
     Attributes:
-        name: ``step``; ``micro-batch`` and ``update`` with several micro-batches; ``evaluation`` or
-            ``generation``.
-        hlo_path: File with a serialized HloModuleProto, which is one program for all devices.
-        num_devices: Number of partitions to compile the graph for.
+        name: ``step``, or ``micro-batch`` and ``update`` with several micro-batches per step. Also
+            ``evaluation`` or ``generation``.
+        hlo_path: File that contains a serialized ``HloModuleProto``, the program for all devices.
+        num_devices: Number of devices over which the graph is partitioned.
         num_donated_parameters: Number of parameters whose buffers the results may reuse.
-        trace_seconds: Time that tracing took.
+        trace_seconds: Tracing time in seconds.
     """
 
     name: str
@@ -46,17 +46,17 @@ class TracedGraph:
 def trace_graphs(
     config: RunConfig, num_devices: int, folder: Path, *, hardware: str = "TPU"
 ) -> list[TracedGraph]:
-    """Trace every graph that a run compiles on the devices of one slice, in a child process.
+    """Trace every graph that a run would compile for a TPU slice, in a child process.
 
     Args:
-        config: Config of the run. Its data and weights need not exist.
-        num_devices: Number of devices of the slice.
-        folder: Folder for the files ``<name>.hlo.pb``. The folder is created if it is missing.
-        hardware: ``TPU``, or ``CPU`` for the graphs of virtual devices. torch_xla lowers some operations
-            differently for a TPU.
+        config: Config of the run. The data and weights need not exist.
+        num_devices: Number of devices in the slice.
+        folder: Folder for the files ``<name>.hlo.pb``, which is created if it does not exist.
+        hardware: ``TPU``, or ``CPU`` for virtual devices. torch_xla lowers some operations differently
+            for a TPU.
 
     Raises:
-        UserError: If the run would refuse the config, or the model cannot be traced.
+        UserError: If the run does not support the config, or if the model cannot be traced.
     """
     resolved = {} if config.precision != "auto" else {"precision": "bf16" if hardware == "TPU" else "fp32"}
     config = config.replaced({"backend": "xla", **resolved})

@@ -1,4 +1,4 @@
-"""Inputs of a training step that is traced or simulated, for both backends on TPUs."""
+"""Build the inputs for tracing or simulating a training step, for both TPU backends."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ class StepInputs(NamedTuple):
 
 
 def build_step_inputs(config: RunConfig, backend: Backend, *, sequence_parts: int) -> StepInputs:
-    """Build the inputs of a training step of a run.
+    """Build the inputs for a training step of a run.
 
     Args:
         config: Config of the run.
         backend: Backend of the run.
-        sequence_parts: Number of parts into which a sequence is split. The batch contains one part.
+        sequence_parts: Number of parts that each sequence is split into. The batch contains one part.
 
     Raises:
-        UserError: If the run would refuse the config, or the loss cannot be traced.
+        UserError: If the run does not support the config, or if the loss cannot be traced.
     """
     config, model, _ = resolve_and_build_model(config)
     plan = compute_batch_plan_of_rank(config, backend)
@@ -68,11 +68,11 @@ def build_step_inputs(config: RunConfig, backend: Backend, *, sequence_parts: in
 
 
 def _build_precomputed_zeros(loss: TrainingLoss, batch: Batch) -> Mapping[str, torch.Tensor]:
-    """Build zeros with the names and shapes of the values that a loss computes once, before the training.
+    """Build zeros with the names and shapes of the values that a loss computes once before training.
 
     Args:
-        loss: Custom loss with a function ``once``, which is run on the meta device.
-        batch: Micro-batch whose shapes are used.
+        loss: Custom loss that defines a function ``once``, which is called on the meta device.
+        batch: Micro-batch that determines the shapes.
 
     Raises:
         UserError: If ``once`` does not run on the meta device.

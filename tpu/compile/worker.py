@@ -1,8 +1,8 @@
-"""Process that compiles the graphs of a run.
+"""Compile the graphs of a run in a child process.
 
-libtpu may end its process, takes gigabytes of memory, and reads its flags only once. The graphs of a run are
-therefore compiled in a child process (:mod:`portable.tpu.compile.child_process`). The process prints the name
-of each graph when it starts to compile the graph.
+libtpu can terminate its process, uses gigabytes of memory, and reads its flags only once.
+Therefore, graphs are compiled in a child process (:mod:`portable.tpu.compile.child_process`), which
+prints the name of each graph before compiling it.
 """
 
 from __future__ import annotations
@@ -38,14 +38,15 @@ _BUFFER_ASSIGNMENT_FILES = "*.after_optimizations_after_buffer_assignment.hlo.pb
 
 @dataclass(frozen=True)
 class CompileJob:
-    """Request to compile graphs, which the parent process sends to the child process.
+    """Request for compiling graphs, which the parent process sends to the child process.
 
     Attributes:
         libtpu_path: Path of ``libtpu.so``.
         tpu_slice: Slice to compile for.
-        graph_paths: File with a serialized ``HloModuleProto`` for each name of a graph.
-        large_value_elements: Minimum number of elements of a value that is reported.
-        only_memory: Whether to stop before code generation. The job has only one graph in this case.
+        graph_paths: Files that contain serialized ``HloModuleProto`` messages, keyed by graph name.
+        large_value_elements: Minimum number of elements of reported values.
+        only_memory: Whether to stop before code generation. In this case, the job must have only one
+            graph.
     """
 
     libtpu_path: Path
@@ -56,7 +57,7 @@ class CompileJob:
 
 
 def main() -> None:
-    """Run the job of the request that standard input contains, and write the answer."""
+    """Run the compile job requested through standard input, and write the answer."""
     job: CompileJob = read_request()
     try:
         answer = run_compile_job(job, Path(sys.argv[1]).with_name(DUMP_FOLDER) if job.only_memory else None)
@@ -68,19 +69,18 @@ def main() -> None:
 
 
 def run_compile_job(job: CompileJob, dump_folder: Path | None) -> dict[str, Any]:
-    """Compile every graph of a job.
+    """Compile every graph in a job.
 
     Args:
         job: Job to run.
-        dump_folder: Folder into which the compiler writes its schedule, if only the memory is requested;
-            otherwise None.
+        dump_folder: Folder for the compiler's schedule if only the memory is requested, otherwise None.
 
     Returns:
-        Answer with the compiled graphs. A graph that libtpu refused has the key ``error``.
+        Answer that contains the compiled graphs. A graph that failed to compile has the key ``error``.
 
     Raises:
         LibtpuError: If libtpu does not support the slice.
-        LibtpuInterfaceError: If the library is not libtpu, or if its interface differs.
+        LibtpuInterfaceError: If the library is not libtpu, or if its interface is not supported.
     """
     topology = Libtpu(job.libtpu_path).open_topology(
         job.tpu_slice.libtpu_name, **job.tpu_slice.topology_options
@@ -109,16 +109,16 @@ def run_compile_job(job: CompileJob, dump_folder: Path | None) -> dict[str, Any]
 def compile_graph(
     topology: TpuTopology, name: str, module: bytes, large_value_elements: int
 ) -> CompiledGraph:
-    """Compile one graph and read its memory and operations.
+    """Compile a graph, and read its memory and operations.
 
     Args:
-        topology: The slice.
+        topology: TPU slice to compile for.
         name: Name of the graph.
-        module: A serialized ``HloModuleProto``.
-        large_value_elements: Minimum number of elements of a value that is reported.
+        module: Serialized ``HloModuleProto``.
+        large_value_elements: Minimum number of elements of reported values.
 
     Raises:
-        LibtpuError: If the graph does not compile, or takes too much memory.
+        LibtpuError: If the graph does not compile, or if it requires too much memory.
     """
     start = time.monotonic()
     executable = topology.compile_module(module)
@@ -136,14 +136,14 @@ def build_compiled_graph(
     large_value_elements: int,
     compile_seconds: float,
 ) -> CompiledGraph:
-    """Read the memory and operations of an executable.
+    """Read the memory and operations of a compiled graph.
 
     Args:
-        executable: Compiled graph.
+        executable: Executable of the graph.
         name: Name of the graph.
-        num_devices: Number of devices that the graph is partitioned for.
-        large_value_elements: Minimum number of elements of a value that is reported.
-        compile_seconds: Time that compilation took.
+        num_devices: Number of devices over which the graph is partitioned.
+        large_value_elements: Minimum number of elements of reported values.
+        compile_seconds: Compilation time in seconds.
     """
     memory, cost = executable.read_memory_usage(), executable.read_cost_estimate()
     report = analyze_module(executable.read_scheduled_module(), num_devices, large_value_elements)
@@ -173,22 +173,22 @@ def build_compiled_graph(
 def compile_graph_schedule(
     topology: TpuTopology, name: str, module: bytes, large_value_elements: int, dump_folder: Path
 ) -> CompiledGraph:
-    """Compile one graph up to its schedule and its memory assignment.
+    """Compile a graph until its schedule and memory assignment are available.
 
-    This is fast, because code generation takes most of the time of a compilation. libtpu cannot be stopped
-    there, so code generation continues in a daemon thread. End the process afterwards.
+    This is fast, because code generation accounts for most of the compile time. libtpu cannot be
+    stopped before code generation, so it continues in a daemon thread. End the process afterward.
 
     Args:
-        topology: The slice.
+        topology: TPU slice to compile for.
         name: Name of the graph.
-        module: A serialized ``HloModuleProto``.
-        large_value_elements: Minimum number of elements of a value that is reported.
-        dump_folder: Folder into which the compiler writes its schedule. It must be the folder that
-            ``XLA_FLAGS`` contains.
+        module: Serialized ``HloModuleProto``.
+        large_value_elements: Minimum number of elements of reported values.
+        dump_folder: Folder for the compiler's schedule. It must be the same folder as in ``XLA_FLAGS``.
 
     Raises:
-        LibtpuError: If compilation fails before the schedule, or the graph takes too much memory.
-        LibtpuInterfaceError: If libtpu does not write its schedule.
+        LibtpuError: If compilation fails before the schedule is written, or if the graph requires too
+            much memory.
+        LibtpuInterfaceError: If libtpu does not write a schedule.
     """
     start = time.monotonic()
     compile_errors: list[LibtpuError] = []
@@ -237,14 +237,14 @@ def compile_graph_schedule(
 
 
 def find_operation_in_message(message: str, module: bytes) -> str:
-    """Find the operation of the model that an error message names.
+    """Find the model operation that an error message refers to.
 
     Args:
-        message: Error message of libtpu.
-        module: Serialized ``HloModuleProto`` that libtpu refused.
+        message: Error message from libtpu.
+        module: Serialized ``HloModuleProto`` that failed to compile.
 
     Returns:
-        Name and source location of the operation. Empty if the message names none.
+        Name and source location of the operation. Empty if the message contains none.
     """
     words = set(re.findall(r"[\w.-]+", message))
     for computation in HloModule(module).computations.values():

@@ -1,4 +1,4 @@
-"""Backend on TorchTPU, PyTorch's native TPU support, with one rank per chip.
+"""Backend based on TorchTPU, PyTorch's native TPU support, with one rank per chip.
 
-The backend runs the engines of :mod:`portable.engines`.
+It uses the engines of :mod:`portable.engines`.
 """

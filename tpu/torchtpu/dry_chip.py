@@ -1,10 +1,10 @@
-"""Simulated TPU chip, which compiles programs but does not execute them.
+"""Simulate a TPU chip that compiles programs but does not execute them.
 
-torch_tpu opens its chips through libtpu's table of functions (PJRT). This module replaces the functions that
-need a chip. The real compiler of libtpu compiles each program for the topology of the slice. A simulated
-buffer has a type, a shape and a size, but only small buffers have values, and all other buffers are read as
-zeros. The engines therefore run without changes, while the simulated chip counts the memory that each program
-would take.
+torch_tpu accesses chips through libtpu's function table (PJRT). This module replaces the functions
+that require a chip. libtpu's real compiler compiles each program for the topology of the slice. A
+simulated buffer has a type, a shape and a size, but only small buffers have values. All other
+buffers are read as zeros. The engines therefore run without changes, while the simulated chip
+counts the memory that each program would use.
 """
 
 from __future__ import annotations
@@ -71,11 +71,11 @@ _MAX_STORED_BYTES = 1 << 16  # size up to which a buffer from the host keeps its
 
 @dataclass(frozen=True)
 class DryBuffer:
-    """Buffer in the memory of the simulated chip.
+    """Buffer in the simulated chip's memory.
 
     Attributes:
-        element_type: A ``PJRT_Buffer_Type``.
-        shape: ctypes array with the size of each dim. A scalar has one unused element.
+        element_type: Element type, as a ``PJRT_Buffer_Type``.
+        shape: Size of each dim, as a ctypes array. For a scalar, it has one unused element.
         num_dims: Number of dims.
         first_bytes: First bytes of the content. All other bytes are zero.
     """
@@ -90,7 +90,7 @@ class DryBuffer:
         """Create a buffer of zeros.
 
         Args:
-            element_type: A ``PJRT_Buffer_Type``.
+            element_type: Element type, as a ``PJRT_Buffer_Type``.
             sizes: Size of each dim.
         """
         return cls(element_type, (ctypes.c_int64 * max(len(sizes), 1))(*sizes), len(sizes))
@@ -105,13 +105,14 @@ class DryBuffer:
 
 @dataclass
 class DryProgram:
-    """Program that libtpu has compiled and that the simulated chip can run.
+    """Compiled program that the simulated chip can run.
 
     Attributes:
         graph: Memory and operations of the program.
-        outputs: Templates of the output buffers. Each run of the program adds copies of them to the chip.
-        device_assignment_fields: Fields of the device assignment that torch_tpu reads: its address, its size,
-            the object that owns it, and a function that frees it.
+        outputs: Templates for the output buffers. Each run of the program adds copies of them to the
+            chip.
+        device_assignment_fields: Fields that torch_tpu reads for the device assignment: its address,
+            its size, its owner, and a function that frees it.
     """
 
     graph: CompiledGraph
@@ -120,15 +121,20 @@ class DryProgram:
 
 
 class DryChip:
-    """Simulated chip. Its constructor replaces the functions in libtpu's table that need a chip.
+    """Simulated chip. The constructor replaces the functions in libtpu's table that require a chip.
 
-    Create the object before torch_tpu reads the table.
+    Create this object before torch_tpu reads the table.
 
     Args:
-        topology: The slice. This process drives its first chip.
-        large_value_elements: Minimum number of elements of a value of a program that is reported.
-        on_compile_error: Function that is called if libtpu does not compile a program. It must end the
-            process.
+        topology: TPU slice. This process uses its first chip.
+        large_value_elements: Minimum number of elements of reported values.
+        on_compile_error: Callback for the error if a program does not compile. It must end the process.
+
+    Attributes:
+        programs: Compiled programs, keyed by handle.
+        run_counts: Number of runs of each program, keyed by handle.
+        live_bytes: Size of all existing buffers in bytes.
+        peak_bytes: Peak size of the existing buffers and the running program in bytes.
     """
 
     def __init__(
@@ -165,14 +171,15 @@ class DryChip:
         topology.library.replace_functions(replaced, extension_address=allocator)
 
     def _make_c_function(self, handler: Callable[[Any], Sequence[int] | None]) -> int:
-        """Make a C function for libtpu's table and return its address.
+        """Make a C function for libtpu's table, and return its address.
 
-        A function of PJRT has one argument, a struct of 64-bit fields. The first two fields are the same in
-        all structs and are not passed to the handler.
+        A PJRT function has one argument, a struct of 64-bit fields. The first two fields are the same in
+        all structs, and are not passed to the handler.
 
         Args:
-            handler: Python function of the remaining fields. Field 0 is an input. The handler returns the new
-                values of the fields from field 1 on, or sets fields in place and returns None.
+            handler: Python function that receives the remaining fields. Field 0 is an input. The handler
+                either returns new values for the fields from index 1, or sets fields in place and returns
+                None.
         """
 
         def call_handler(address: int) -> None:
@@ -192,22 +199,22 @@ class DryChip:
         return _get_function_address(function)
 
     def _store_words(self, *values: int) -> int:
-        """Store 64-bit values for the lifetime of the chip, and return their address."""
+        """Keep 64-bit values in memory while the chip exists, and return their address."""
         array = (ctypes.c_uint64 * len(values))(*values)
         self._kept_alive.append(array)
         return ctypes.addressof(array)
 
     def _store_bytes(self, text: bytes) -> tuple[int, int]:
-        """Store a text for the lifetime of the chip, and return its address and length."""
+        """Keep a byte string in memory while the chip exists, and return its address and length."""
         buffer = ctypes.create_string_buffer(text)
         self._kept_alive.append(buffer)
         return ctypes.addressof(buffer), len(text)
 
     def _build_function_table(self) -> dict[int, Callable[[Any], Sequence[int] | None]]:
-        """Build the functions that replace libtpu's, keyed by their index in PJRT's table.
+        """Build the functions that replace libtpu's functions, keyed by their index in PJRT's table.
 
-        An index is valid for all releases, because new functions are only appended to the table. The structs
-        are defined in pjrt_c_api.h.
+        An index is valid for all releases, because new functions are only appended to the table. The
+        structs are defined in pjrt_c_api.h.
         """
         topology, buffers, memory = self._topology, self._live_buffers, self._memory
         device_numbers = {chip: number for number, chip in topology.device_handles.items()}
@@ -300,7 +307,10 @@ class DryChip:
         return array, size, array, _get_function_address(_NO_OP_DELETER)
 
     def _allocate_host_memory(self, arguments: Any) -> None:
-        """Allocate aligned host memory for transfers, and set its address and the function that frees it."""
+        """Allocate aligned host memory for transfers.
+
+        The address and the function that frees the memory are written to ``arguments``.
+        """
         size = ctypes.c_size_t(-(-arguments[1] // _ALIGNMENT) * _ALIGNMENT)
         arguments[3:6] = (
             self._libc.aligned_alloc(_ALIGNMENT, size) or 0,
@@ -311,7 +321,7 @@ class DryChip:
     # -- programs -----------------------------------------------------------------------------------------
 
     def _compile_program(self, arguments: Any) -> None:
-        """Compile a StableHLO program for the first chips of the slice, and add it to :attr:`programs`."""
+        """Compile a StableHLO program for the first chips in the slice, and add it to :attr:`programs`."""
         program = (ctypes.c_uint64 * 4).from_address(arguments[1] + 16)
         code = ctypes.string_at(program[0], program[1])
         options = xla_messages.CompileOptions.FromString(ctypes.string_at(arguments[2], arguments[3]))
@@ -335,7 +345,7 @@ class DryChip:
         """Count a run of a program, update the peak memory, and create the output buffers.
 
         A collective with one argument copies the first bytes of the argument to its outputs, because the
-        other ranks are assumed to send zeros.
+        data from all other ranks is assumed to be zero.
         """
         program = self.programs[arguments[0]]
         self.run_counts[arguments[0]] += 1
@@ -353,7 +363,7 @@ class DryChip:
     # -- buffers ------------------------------------------------------------------------------------------
 
     def _add_buffer(self, buffer: DryBuffer) -> int:
-        """Add a buffer to the memory of the chip, and return its handle."""
+        """Add a buffer to the chip's memory, and return its handle."""
         handle = next(self._handles)
         self._live_buffers[handle] = buffer
         self.live_bytes += buffer.size_bytes
@@ -375,7 +385,7 @@ class DryChip:
         return ctypes.addressof(buffer.shape), buffer.num_dims
 
     def _copy_buffer_to_host(self, arguments: Any) -> None:
-        """Copy the content of a buffer to host memory. Without a host address, only set its size in bytes."""
+        """Copy the content of a buffer to host memory. Without a host address, only set the size in bytes."""
         buffer = self._live_buffers[arguments[0]]
         if arguments[2]:
             ctypes.memset(arguments[2], 0, arguments[3])
@@ -395,10 +405,10 @@ def _get_function_address(function: Any) -> int:
 
 
 def _read_first_device_row(addresses: int, length: int) -> Any:
-    """Return the first array of a C array of pointers, which has one array of handles per device.
+    """Return the handles for the first device from a C array with one array of handles per device.
 
     Args:
-        addresses: Address of the array of pointers.
-        length: Number of handles in the first array.
+        addresses: Address of an array of pointers to the arrays of handles.
+        length: Number of handles in the first device's array.
     """
     return (ctypes.c_uint64 * length).from_address(ctypes.c_uint64.from_address(addresses).value)

@@ -1,10 +1,10 @@
-"""Training steps of backend ``tpu`` on a machine without a TPU. The engine of the run uses a simulated chip.
+"""Run training steps of the ``tpu`` backend on a machine without a TPU, using a simulated chip.
 
-``portable-plan --backend tpu --compile`` starts this module in a child process, which acts as the first rank.
-The other ranks exist only as entries of a store
-(:func:`portable.tpu.torchtpu.torch_tpu_internals.start_simulated_process_group`). The child process takes a
-few training steps. libtpu compiles each program of these steps, including collectives, and
-:mod:`portable.tpu.torchtpu.dry_chip` counts the memory that the programs and their buffers take.
+``portable-plan --backend tpu --compile`` starts this module in a child process, which acts as the
+first rank. The other ranks only exist as entries in a store
+(:func:`portable.tpu.torchtpu.torch_tpu_internals.start_simulated_process_group`). The child process
+takes a few training steps. libtpu compiles each program in these steps, including collectives, and
+:mod:`portable.tpu.torchtpu.dry_chip` counts the memory of the programs and their buffers.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _NOTE = (
 
 
 class DryRunRequest(NamedTuple):
-    """Request that :func:`compile_torchtpu_step` sends to the child process, which runs :func:`main`."""
+    """Request that :func:`compile_torchtpu_step` sends to :func:`main` in the child process."""
 
     config: RunConfig
     tpu_slice: TpuSlice
@@ -65,12 +65,12 @@ class DryRunRequest(NamedTuple):
 def compile_torchtpu_step(config: RunConfig, target: CompileTarget) -> CompiledRun:
     """Compile the programs of a training step in a child process.
 
-    See :meth:`portable.registry.BackendPackage.compile_graphs` for the arguments. The result describes all
-    programs of the step as one graph.
+    See :meth:`portable.registry.BackendPackage.compile_graphs` for the arguments. The result describes
+    all programs in the step as one graph.
 
     Raises:
-        UserError: If the run would refuse the config, if the simulation does not support it, or if the step
-            does not compile.
+        UserError: If the run or the simulation does not support the config, or if the step does not
+            compile.
     """
     # The other optimizers send parts of different sizes, which torch_tpu's ranks exchange before each
     # collective.
@@ -107,7 +107,7 @@ def compile_torchtpu_step(config: RunConfig, target: CompileTarget) -> CompiledR
 
 
 def _build_launch_environment(tpu_slice: TpuSlice) -> dict[str, str]:
-    """Build the variables that torch_tpu requires from the launcher of rank 0."""
+    """Build the environment variables that torch_tpu requires from rank 0's launcher."""
     topology_sides = [*tpu_slice.chip_shape.split("x"), "1", "1"][:3]
     addresses = [f"localhost:{8000 + rank}" for rank in range(tpu_slice.num_devices)]
     return {
@@ -126,7 +126,7 @@ def _build_launch_environment(tpu_slice: TpuSlice) -> dict[str, str]:
 
 
 def main() -> None:
-    """Run the requested step in this child process, and write the answer: a graph, or an error message."""
+    """Run the requested step in this child process, and write a graph or an error message as the answer."""
     request: DryRunRequest = read_request()
     config, tpu_slice = request.config, request.tpu_slice
     os.environ["TPU_LIBRARY_PATH"] = str(request.libtpu_path)
@@ -151,30 +151,30 @@ def main() -> None:
 
 
 class DryDevice(TorchDevice):
-    """Device type of the simulated TPU chip."""
+    """Torch device of the simulated TPU chip."""
 
     name = "tpu"
 
     def open_device(self, local_rank: int, local_world_size: int) -> torch.device:
-        """Register torch's device ``tpu``, make torch_tpu release the GIL while it waits, and return it."""
+        """Register and return torch's device ``tpu``, and make torch_tpu release the GIL while it waits."""
         torch_tpu_internals.register_tpu_device()
         torch_tpu_internals.wait_without_gil()
         return torch.device("tpu", 0)
 
 
 def run_dry_step(config: RunConfig, topology: TpuTopology, chip: DryChip) -> CompiledGraph:
-    """Run training steps of the first rank on the simulated chip.
+    """Run the first rank's training steps on the simulated chip.
 
-    The numbers of runs of the programs are measured with one and with two micro-batches, and extrapolated to
-    the number of micro-batches of a step.
+    The number of runs per program is measured with one and with two micro-batches, and extrapolated to
+    the number of micro-batches per step.
 
     Args:
         config: Config of the run.
-        topology: The slice, which has one device per rank.
+        topology: TPU slice with one device per rank.
         chip: Simulated chip, which has already replaced functions in libtpu's table.
 
     Returns:
-        All programs of one step, combined into one graph.
+        All programs in one step, combined into one graph.
     """
     start = time.monotonic()
     backend = TorchBackend(DryDevice())
@@ -219,15 +219,15 @@ def run_dry_step(config: RunConfig, topology: TpuTopology, chip: DryChip) -> Com
 
 
 def _combine_programs_into_graph(chip: DryChip, run_counts: Counter[int], seconds: float) -> CompiledGraph:
-    """Combine all programs of a step into one graph.
+    """Combine all programs in a step into one graph.
 
-    The memory of the graph is the peak memory of the chip. FLOPs, accessed bytes and collectives are summed
-    over all runs of the programs.
+    The memory of the graph is the peak memory of the chip. FLOPs, accessed bytes and collectives are
+    summed over all program runs.
 
     Args:
         chip: Simulated chip that ran the programs.
-        run_counts: Number of runs of each program in a step, keyed by the handle of the program.
-        seconds: Time that tracing and compiling took.
+        run_counts: Number of runs per step of each program, keyed by program handle.
+        seconds: Tracing and compilation time in seconds.
     """
     graphs = [(program.graph, run_counts[handle]) for handle, program in chip.programs.items()]
     values = {value for graph, _ in graphs for value in graph.large_values}

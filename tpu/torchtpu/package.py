@@ -1,4 +1,4 @@
-"""Record of the backend ``tpu``: see :class:`portable.engines.package.TorchPackage`."""
+"""Describe the ``tpu`` backend. See :class:`portable.engines.package.TorchPackage`."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ _NO_TPU = "backend: tpu needs a TPU, but this machine has none; use --backend cp
 
 
 class TorchTpuPackage(TorchPackage):
-    """Record of the backend ``tpu``: one rank per chip, with TorchTPU's process group."""
+    """Description of the ``tpu`` backend: one rank per chip, with TorchTPU's process group."""
 
     def is_available(self) -> bool:
         """Return whether this machine has a TPU chip and the package torch_tpu."""
         return device_specs.count_tpu_chips() > 0 and find_spec("torch_tpu") is not None
 
     def count_local_ranks(self) -> int:
-        """Return the number of TPU chips of this machine, or 1 if it has none."""
+        """Return the number of TPU chips in this machine, or 1 if it has none."""
         return max(1, device_specs.count_tpu_chips())
 
     def check_ranks(self, ranks: int) -> None:
-        """Raise UserError unless torch_tpu is installed and this machine has a TPU chip for each rank."""
+        """Check that torch_tpu is installed and that this machine has one TPU chip per rank."""
         chips = device_specs.count_tpu_chips()
         require(chips > 0, _NO_TPU)  # otherwise torch_tpu would end the process
         torch_tpu_internals.PACKAGE.check_installed("backend: tpu", "torchtpu")
@@ -49,7 +49,7 @@ class TorchTpuPackage(TorchPackage):
         )
 
     def choose_default_precision(self, *, in_rank: bool) -> str | None:
-        """Return ``bf16``, in the launcher and in a rank."""
+        """Return ``bf16``, both in the launcher and in a rank."""
         return "bf16"
 
     def list_devices(self) -> tuple[Device, ...]:
@@ -57,7 +57,7 @@ class TorchTpuPackage(TorchPackage):
         return tuple(device_specs.list_accelerators())
 
     def adopt_engine_file(self, config: RunConfig, world: World) -> RunConfig:
-        """Return the config with TorchTPU's compiler instead of the default of ``compile_backend``.
+        """Replace the default of ``compile_backend`` with TorchTPU's compiler.
 
         The config is returned unchanged if ``compile`` is not set, or if ``compile_backend`` is not the
         default.
@@ -68,16 +68,16 @@ class TorchTpuPackage(TorchPackage):
         return config
 
     def compile_graphs(self, config: RunConfig, target: CompileTarget) -> CompiledRun:
-        """Compile every program of a training step for TPUs, on a machine without a TPU."""
+        """Compile every program in a training step for TPUs, on a machine without a TPU."""
         from portable.tpu.torchtpu.dry_run import compile_torchtpu_step
 
         return compile_torchtpu_step(self.adopt_engine_file(config, World(target.num_devices)), target)
 
     def get_launch_environment(self, ranks: int) -> dict[str, str]:
-        """Return torch_tpu's environment variables with the ports of the ranks and the topology of the chips.
+        """Return torch_tpu's environment variables, which contain the rank ports and the chip topology.
 
-        The dict is empty for a single rank, or if the variables are already set. Otherwise a child process
-        computes them, because the launcher does not load torch_tpu.
+        Empty for a single rank, or if the variables are already set. Otherwise, a child process computes
+        them, because the launcher does not load torch_tpu.
 
         Raises:
             UserError: If torch_tpu cannot start this number of ranks on this machine.
@@ -99,11 +99,11 @@ class TorchTpuPackage(TorchPackage):
         return dict(answer["environment"])
 
     def open_device(self, local_rank: int, local_world_size: int) -> torch.device:
-        """Register torch's device ``tpu`` and return the chip of this rank, which is always device 0.
+        """Register torch's device ``tpu``, and return this rank's chip, which is always device 0.
 
         Raises:
-            UserError: If this machine has no TPU, or if there are several ranks and the launcher has not set
-                torch_tpu's environment variables.
+            UserError: If this machine has no TPU, or if there are several ranks but the launcher has not
+                set torch_tpu's environment variables.
         """
         require(device_specs.count_tpu_chips() > 0, _NO_TPU)
         ranks = os.environ.get("WORLD_SIZE", "1")

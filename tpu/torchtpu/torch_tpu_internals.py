@@ -1,6 +1,6 @@
-"""All private and experimental APIs of torch_tpu that this package uses.
+"""Wrap the private and experimental torch_tpu APIs that this package uses.
 
-An import of torch registers the device ``tpu``, unless ``TORCH_DEVICE_BACKEND_AUTOLOAD`` is 0. The package
+Importing torch registers the device ``tpu``, unless ``TORCH_DEVICE_BACKEND_AUTOLOAD`` is 0.
 ``portable`` sets the variable to 0, so this module registers the device explicitly.
 """
 
@@ -36,11 +36,11 @@ def register_tpu_device() -> None:
 
 @PACKAGE.explain_missing_names(_FEATURE)
 def write_launch_environment() -> None:
-    """Write the environment variables that the ranks of this host must share as the answer of this process.
+    """Write the environment variables shared by this host's ranks as the answer of this process.
 
-    The variables contain the ports of the ranks and the topology of the chips. This function is the main
-    function of a child process that :func:`portable.tpu.compile.child_process.run_in_child_process` starts.
-    The request is the number of ranks.
+    The variables contain the rank ports and the chip topology. This is the main function of a child
+    process, which :func:`portable.tpu.compile.child_process.run_in_child_process` starts. The request
+    is the number of ranks.
     """
     register_tpu_device()
     import torch
@@ -54,15 +54,16 @@ def write_launch_environment() -> None:
 def wait_without_gil() -> None:
     """Make torch_tpu use a single stream, and wait for it without holding the GIL.
 
-    torch_tpu waits for a stream while it holds the GIL, if the stream is changed or an event is recorded. In
-    a simulated run, other threads need the GIL to complete the work, so torch_tpu would wait forever.
+    When the stream is changed or an event is recorded, torch_tpu waits for the stream while holding the
+    GIL. In a simulated run, other threads need the GIL to complete the work, so torch_tpu would wait
+    forever.
     """
     import torch
     from torch_tpu._internal.device import _device_ops_backend
     from torch_tpu._internal.stream import streams
 
     def wait(result: Any, *_: Any) -> Any:
-        """Wait until the work that is queued so far is complete, and return ``result``."""
+        """Wait until all work in the queue is complete, and return ``result``."""
         torch.zeros((), device="tpu").cpu()  # waits for the work that is queued before it
         return result
 
@@ -73,13 +74,13 @@ def wait_without_gil() -> None:
 def start_simulated_process_group(topology: TpuTopology) -> None:
     """Start the process group of a slice in rank 0, without the other ranks.
 
-    torch_tpu's ranks exchange their locations through a store. This function writes the entries of the other
-    ranks to the store. When FSDP or DDP creates a subgroup, all ranks of the slice report the subgroup to
-    which they belong. The entries assume that the ranks of a subgroup have equal distances, and that the
-    other subgroups consist of the same ranks, shifted.
+    torch_tpu's ranks exchange their locations through a store. This function writes the other ranks'
+    entries to the store. When FSDP or DDP creates a subgroup, all ranks in the slice report which
+    subgroup they belong to. The entries assume that the ranks in a subgroup are equally spaced, and
+    that the other subgroups are shifted copies of it.
 
     Args:
-        topology: The slice. Rank r has its r-th device.
+        topology: TPU slice. Rank r has the r-th device.
     """
     import torch.distributed as dist
     from torch_tpu._internal.distributed import tpu_distributed
@@ -89,12 +90,12 @@ def start_simulated_process_group(topology: TpuTopology) -> None:
     def write_entries_of_other_ranks(
         group_store: Any, key: str, build_answer: Callable[[int], tuple[Any, ...]]
     ) -> None:
-        """Write the entries of all other ranks to a list in the store, as if these ranks had joined.
+        """Write the other ranks' entries to a list in the store, as if these ranks had joined.
 
         Args:
             group_store: Store of the group.
             key: Name of the list.
-            build_answer: Function that returns the values of a rank's entry.
+            build_answer: Function that returns the values in a rank's entry.
         """
         for rank in range(1, ranks):
             name, answer_text = f"{key}:{rank}", ",".join(map(str, build_answer(rank)))
@@ -103,17 +104,17 @@ def start_simulated_process_group(topology: TpuTopology) -> None:
             group_store.add(f"nlag:{key}:0:{ranks}:count", 1)
 
     def describe_rank_location(rank: int) -> tuple[Any, ...]:
-        """Return the location of a rank's device in the slice, as torch_tpu exchanges it."""
+        """Return the location of a rank's device in the slice, in the form that torch_tpu exchanges."""
         attributes: Any = topology.read_device_attributes(rank)
         return rank, rank, *attributes["coords"], attributes["core_on_chip"], -1, topology.device_kind
 
     def create_process_group(options: Any, _: Any) -> Any:
-        """Create torch_tpu's process group, after writing the entries of the other ranks."""
+        """Create torch_tpu's process group, after writing the other ranks' entries."""
         members = options.global_ranks_in_group or range(ranks)
         step = members[1] - members[0] if len(members) > 1 else 1
 
         def describe_group_position(rank: int) -> tuple[Any, ...]:
-            """Return the position of a rank in its group, and the key of the group."""
+            """Return the position of a rank in its group, and the group's key."""
             block, offset_in_block = divmod(rank, step * len(members))
             group = block * step + offset_in_block % step
             return offset_in_block // step, f"{rank}:0//{options.group_id}//tpu/{group or ''}"

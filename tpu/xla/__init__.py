@@ -1,1 +1,1 @@
-"""Backend on torch_xla, under SPMD."""
+"""Backend based on torch_xla with SPMD."""

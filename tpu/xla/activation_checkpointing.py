@@ -1,8 +1,8 @@
-"""Activation checkpointing for XLA: recompute a layer in the backward pass.
+"""Recompute layers in the backward pass on XLA (activation checkpointing).
 
-The compiler would undo torch's checkpointing: it merges the second computation with the first and keeps the
-activations. Optimization barriers prevent this. They also delay the recomputation until the gradient of the
-layer's output exists, and make the compiler gather sharded weights again.
+The compiler would undo torch's checkpointing: it would merge both computations and keep the
+activations. Optimization barriers prevent this. They also delay the recomputation until the
+gradient of the layer's output is available, and make the compiler gather sharded weights again.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 
 def enable_layer_recompute(layer: nn.Module) -> None:
-    """Make a layer save only its inputs for the backward pass, which runs the layer again.
+    """Make a layer save only its inputs, and run it again in the backward pass.
 
-    The arguments and the result of the layer may be nested containers of tensors.
+    The layer's arguments and result may be nested containers of tensors.
 
     Args:
-        layer: The layer. Its ``forward`` is replaced.
+        layer: Layer to modify. Its ``forward`` is replaced.
     """
     forward = layer.forward
 
@@ -64,19 +64,19 @@ _TENSOR_PLACEHOLDER = object()
 
 
 def _split_tensors_from_leaves(leaves: list[Any]) -> tuple[list[Any], list[Tensor]]:
-    """Return the leaves with each tensor replaced by a placeholder, and the list of the tensors."""
+    """Replace each tensor in the leaves with a placeholder, and return the leaves and the tensors."""
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     return [_TENSOR_PLACEHOLDER if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], tensors
 
 
 def _merge_tensors_into_leaves(others: list[Any], tensors: Sequence[Tensor]) -> list[Any]:
-    """Replace the placeholders by tensors, in order. Inverse of :func:`_split_tensors_from_leaves`."""
+    """Replace the placeholders with tensors, in order. Inverse of :func:`_split_tensors_from_leaves`."""
     remaining_tensors = iter(tensors)
     return [next(remaining_tensors) if leaf is _TENSOR_PLACEHOLDER else leaf for leaf in others]
 
 
 class _RecomputeFunction(torch.autograd.Function):
-    """Autograd function that saves its inputs, and computes its outputs again in the backward pass."""
+    """Autograd function that saves its inputs, and recomputes its outputs in the backward pass."""
 
     @staticmethod
     def forward(

@@ -1,7 +1,7 @@
-"""Keep activations and logits sharded along batch and tokens.
+"""Keep activations and logits sharded along the batch and token dims.
 
-Without these annotations, the compiler would propagate the sharding of the parameters to the activations.
-With a tied embedding table, each device would then have the logits of all tokens.
+Without these annotations, the compiler would propagate the sharding of the parameters to the
+activations. With a tied embedding table, each device would then have the logits for all tokens.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
 
 def shard_activations(model: nn.Module, layout: MeshLayout, segments: Iterable[LayerSegment]) -> None:
-    """Annotate the inputs and outputs of the modules of a model with their sharding.
+    """Annotate the inputs and outputs of a model's modules with their sharding.
 
     Args:
-        model: The transformers model. Hooks are added to its modules.
+        model: Transformers model. Hooks are added to its modules.
         layout: Placement of tensors on the devices.
-        segments: Segments whose layers run in a loop. The loop itself annotates the inputs and outputs of the
-            layers.
+        segments: Segments whose layers run in a loop. The loop annotates the layers' inputs and outputs
+            itself.
     """
     untyped_model: Any = model
     input_hook, output_hook = partial(_shard_first_input, layout), partial(_shard_first_output, layout)
@@ -52,9 +52,9 @@ def shard_activations(model: nn.Module, layout: MeshLayout, segments: Iterable[L
 
 
 def shard_batch_and_tokens(layout: MeshLayout, tensor: Any) -> Any:
-    """Return a copy of a tensor that is sharded along batch and tokens, as is its gradient.
+    """Return a copy of a tensor that is sharded along the batch and token dims. Its gradient is also sharded.
 
-    Values that are not tensors, and tensors with less than two dims, are returned unchanged.
+    Values that are not tensors, and tensors with fewer than two dims, are returned unchanged.
     """
     if not isinstance(tensor, torch.Tensor) or tensor.dim() < 2:
         return tensor
@@ -73,10 +73,10 @@ def _shard_first_output(layout: MeshLayout, _: nn.Module, __: Any, output: Any) 
 
 
 def _prevent_loss_fusion(_: nn.Module, __: Any, logits: Any) -> None:
-    """Prevent the compiler from fusing the product that computes the logits with the loss.
+    """Prevent the compiler from fusing the matrix product that computes the logits with the loss.
 
-    This is a forward hook. The compiler lets the gradients of the logits overwrite the logits, unless the
-    logits are the result of such a fusion. Both would then exist at the same time.
+    The compiler only lets the gradients overwrite the logits if the logits are not the result of such a
+    fusion. Without this forward hook, both would exist at the same time.
     """
     if torch.is_grad_enabled() and isinstance(logits, torch.Tensor):
         xla.barrier_([logits])

@@ -1,13 +1,14 @@
-"""Attention that takes little memory with a TPU compiler, and attention over sequences that devices share.
+"""Reduce the memory of attention on TPUs, and compute attention over sequences that devices share.
 
-torch_xla computes ``scaled_dot_product_attention`` by its formula: the scores and probabilities of a layer
-take ``[batch, heads, tokens, tokens]``. With ``xla.attention_rows``, a loop iterates over the queries, and
-its backward pass computes their scores again. A row of the softmax is complete, so the results equal the
-formula. Masks are not materialized either. In causal attention, even within a window, a chunk or a document,
-the first and the last key that each query sees define the mask.
+torch_xla implements ``scaled_dot_product_attention`` with plain matrix products, and the scores and
+probabilities of a layer have the shape ``[batch, heads, tokens, tokens]``. With
+``xla.attention_rows``, a loop iterates over chunks of queries instead, and the backward pass
+recomputes their scores. The results are the same, because each softmax row is complete. Masks are
+not materialized either: causal attention, even within a window, a chunk or a document, only needs
+the first and the last visible key of each query.
 
-With context parallelism, annotations before and after the attention make the compiler exchange tokens for
-heads, so that a device attends over complete sequences with its share of the heads.
+With context parallelism, annotations before and after the attention make the compiler exchange
+tokens for heads. Each device then attends over complete sequences, with its share of the heads.
 """
 
 from __future__ import annotations
@@ -48,14 +49,14 @@ if TYPE_CHECKING:
 class _AttentionState:
     """Attention settings of this process, which the replacement functions read.
 
-    :func:`configure_attention` sets them for the latest engine.
+    :func:`configure_attention` sets them for the most recent engine.
 
     Attributes:
         query_rows: Number of queries to process at a time. None to process all queries at once.
         uses_spans: Whether mask functions return spans instead of masks.
-        pads_last: Whether padding follows a sequence.
+        pads_last: Whether padding is always after the tokens of a sequence.
         layout: Placement of tensors on the devices. None before the first engine.
-        scans_by_options: Loops over queries, keyed by the options of the attention.
+        scans_by_options: Loops over queries, keyed by attention options.
     """
 
     query_rows: int | None = None
@@ -68,17 +69,18 @@ class _AttentionState:
 def configure_attention(
     model: Any, query_rows: int | None, layout: MeshLayout, *, pads_last: bool = False
 ) -> None:
-    """Set how attention is computed in this process, and replace torch's attention function.
+    """Configure how attention is computed in this process, and replace torch's attention function.
 
     Args:
-        model: The transformers model.
-        query_rows: Number of queries to process at a time. If None, all queries at once.
+        model: Transformers model.
+        query_rows: Number of queries to process at a time. None to process all queries at once.
         layout: Placement of tensors on the devices.
-        pads_last: Whether padding follows a sequence. If so, causal attention needs no mask for the padding,
-            because no token attends to later positions.
+        pads_last: Whether padding is always after the tokens of a sequence. In this case, causal
+            attention needs no padding mask, because no token attends to later positions.
 
     Raises:
-        UserError: If ``query_rows`` is set, and the model does not use ``scaled_dot_product_attention``.
+        UserError: If ``query_rows`` is set, but the model does not use
+            ``scaled_dot_product_attention``.
     """
     used = get_attention_kernel(model.config)
     require(
@@ -110,11 +112,11 @@ def _replace_attention_functions() -> None:
 
 
 def _wrap_mask_builder(make_mask: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a mask function of transformers to return causal masks as spans.
+    """Wrap a transformers mask function so that it returns causal masks as spans.
 
-    Spans are an int32 tensor ``[batch or 1, 1, tokens, 2]`` with the first and the last key that each query
-    sees. The wrapped function returns an ordinary mask if the mask may have another form, and None if the
-    mask is plain causal.
+    Spans are an int32 tensor ``[batch or 1, 1, tokens, 2]`` with the first and the last visible key of
+    each query. If the mask may have a different form, the wrapped function returns an ordinary mask. If
+    the mask is plain causal, it returns None.
     """
 
     def build_mask(
@@ -146,16 +148,16 @@ def _wrap_mask_builder(make_mask: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _find_first_visible_key(mask_function: Callable[..., Any], query_positions: Tensor) -> Tensor:
-    """Find the first key that each query sees, by binary search.
+    """Find the first visible key of each query with binary search.
 
-    A query must see all keys between its first key and its own position.
+    A query must see all keys between its first visible key and its own position.
 
     Args:
-        mask_function: Function of transformers that returns whether a query sees a key.
-        query_positions: Positions of the queries, int32 ``[batch or 1, tokens]``.
+        mask_function: Transformers function that returns whether a key is visible to a query.
+        query_positions: Query positions, int32 ``[batch or 1, tokens]``.
 
     Returns:
-        Position of the first key of each query, with the shape of ``query_positions``.
+        Position of each query's first visible key, with the shape of ``query_positions``.
     """
     low, high = torch.zeros_like(query_positions), query_positions
     batch = torch.arange(len(query_positions), device=query_positions.device)[:, None]
@@ -176,9 +178,9 @@ def _expand_spans_to_mask(spans: Tensor, num_keys: int) -> Tensor:
 def _wrap_with_head_exchange(inner: Any) -> Any:
     """Wrap an attention function for context parallelism.
 
-    Before the attention, each device exchanges its tokens of all heads for all tokens of some heads. After
-    the attention, the exchange is reversed. The wrapped function is called directly if devices do not share
-    sequences.
+    Each device initially has all heads for some tokens. Before the attention, the devices exchange data
+    so that each has some heads for all tokens. After the attention, the exchange is reversed. If
+    devices do not share sequences, the function is called directly.
     """
 
     def attend(
@@ -218,7 +220,10 @@ def _wrap_with_head_exchange(inner: Any) -> Any:
 
 
 def _wrap_with_query_chunks(kernel: Any) -> Any:
-    """Wrap an attention kernel to process chunks of queries in a loop, if ``xla.attention_rows`` is set."""
+    """Wrap an attention kernel so that it processes chunks of queries in a loop.
+
+    This only applies if ``xla.attention_rows`` is set.
+    """
 
     def attend(
         query: Tensor,
@@ -274,10 +279,10 @@ def _wrap_with_query_chunks(kernel: Any) -> Any:
 def _attend_with_trainable_bias(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor, dropout: float, scale: float | None = None
 ) -> Tensor:
-    """Compute attention by its formula, with a bias that needs a gradient.
+    """Compute attention with plain matrix products, and with a bias that requires a gradient.
 
-    Without a barrier, the compiler would recompute the sum of scores and bias for the gradient, and would
-    keep the scores without the bias as well as the sum.
+    A barrier follows the sum of scores and bias. Without it, the compiler would recompute the sum for
+    the gradient, and would keep both the sum and the scores without the bias.
     """
     root = (query.shape[-1] ** -0.5 if scale is None else scale) ** 0.5
     scores = (query * root) @ (key * root).transpose(-2, -1) + bias
@@ -290,7 +295,8 @@ def _split_into_query_chunks(tensor: Tensor, rows_per_chunk: int) -> Tensor:
     """Split ``[batch, heads, tokens, ...]`` into chunks of queries, and pad the last chunk.
 
     Returns:
-        A tensor ``[chunks, batch, heads, rows, ...]``. Padding is 0, or True in a bool mask.
+        A tensor ``[chunks, batch, heads, rows, ...]``. It is padded with 0, or with True in a bool
+        mask.
     """
     missing = -tensor.shape[2] % rows_per_chunk
     # Let padded rows attend to all keys, because the result and the gradient of a row without keys would be

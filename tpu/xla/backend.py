@@ -1,4 +1,4 @@
-"""Backend on torch_xla: one process per host, and all devices of the run as one device under SPMD."""
+"""Backend on torch_xla: one process per host, and all devices of the run as one device with SPMD."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ HOST_COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)  # one host may wait wh
 
 
 class XlaBackend:
-    """Backend over all devices of all hosts. Implements :class:`portable.backend.Backend`.
+    """Backend that uses all devices on all hosts. Implements :class:`portable.backend.Backend`.
 
     Args:
         name: Name of the backend.
 
     Raises:
-        UserError: If a launcher has started several ranks, or the runtime has no devices.
+        UserError: If a launcher has started several ranks, or if the runtime has no devices.
     """
 
     def __init__(self, name: str) -> None:
@@ -68,11 +68,11 @@ class XlaBackend:
 
     @property
     def devices_per_rank(self) -> int:
-        """Number of devices that this host drives."""
+        """Number of devices that this host controls."""
         return int(xr.addressable_runtime_device_count())
 
     def start(self) -> None:
-        """Start the process group of the hosts if there are several hosts.
+        """Start the process group of the hosts, if there are several hosts.
 
         Without a TPU, rank 0 prints a note that the run uses virtual CPU devices.
         """
@@ -96,8 +96,8 @@ class XlaBackend:
     def build_engine(self, model: nn.Module, config: RunConfig) -> Engine:
         """Place a model on the device mesh, and build its optimizer.
 
-        Also enables the graph cache of ``xla.compilation_cache``, and replaces mixtures of experts in the
-        model by an implementation with fixed shapes.
+        This also enables the graph cache of ``xla.compilation_cache``, and replaces mixtures of experts in
+        the model with an implementation that has fixed shapes.
         """
         # By default a TPU multiplies fp32 tensors in one bf16 pass, even if a bf16 model casts to fp32
         # explicitly.
@@ -127,11 +127,11 @@ class XlaBackend:
         config: RunConfig,
         take_steps: Callable[[Engine], None],
     ) -> bool | None:
-        """Return None without running anything, because XLA does not recover from out-of-memory errors."""
+        """Return None without running the trial, because XLA does not recover from out-of-memory errors."""
         return None
 
     def is_out_of_memory(self, error: BaseException) -> bool:
-        """Return whether ``error`` is an out-of-memory error of the runtime."""
+        """Return whether ``error`` is an out-of-memory error from the runtime."""
         return isinstance(error, RuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
 
     def abandon_process_group(self) -> None:
@@ -142,19 +142,20 @@ class XlaBackend:
         xla.set_rng_seed(value, str(self.device))
 
     def copy_to_device(self, batch: Batch) -> Batch:
-        """Send this host's part of a micro-batch to its devices, and return the global micro-batch.
+        """Copy this host's part of a micro-batch to its devices, and return the global micro-batch.
 
         Each returned tensor is one logical tensor over the devices of all hosts.
         """
         return {name: self._layout.place_batch_tensor(tensor) for name, tensor in batch.items()}
 
     def sum_host_numbers(self, count: float, *, stop: bool = False) -> Tensor:
-        """Sum a number over the hosts, and replicate the sum to the devices.
+        """Sum a number over the hosts, and replicate the sum to all devices.
 
         Args:
-            count: Number of this host, such as the number of its tokens. Hosts that share sequences have the
-                same number, which counts once.
-            stop: Whether this host requests a stop. :meth:`is_stop_requested` returns whether any host does.
+            count: Value from this host, such as its number of tokens. Hosts that share sequences must pass
+                the same value, which counts once.
+            stop: Whether this host requests a stop. :meth:`is_stop_requested` returns whether any host
+                requested one.
         """
         if self.world_size > 1:
             # Sum over the hosts, because a sum on the devices could be read only after they have completed
@@ -166,7 +167,7 @@ class XlaBackend:
         return self._layout.replicate(torch.tensor(count))
 
     def is_stop_requested(self, requested_by_rank: bool) -> bool:
-        """Return whether any host requested a stop in the latest :meth:`sum_host_numbers`."""
+        """Return whether any host requested a stop in the most recent :meth:`sum_host_numbers`."""
         return self._stop_requested if self.world_size > 1 else requested_by_rank
 
     def sum_tensor_over_ranks(self, value: Tensor) -> Tensor:
@@ -174,7 +175,7 @@ class XlaBackend:
         return value
 
     def read_to_host(self, values: Sequence[Tensor]) -> list[float]:
-        """Execute pending operations, and return the values of device tensors as one flat list."""
+        """Execute pending operations, and return the values of all tensors as one flat list."""
         read = self._layout.read_to_cpu(values)
         return [float(number) for value in read for number in value.double().reshape(-1).tolist()]
 
@@ -193,7 +194,7 @@ class XlaBackend:
     def measure_memory(self) -> MemoryUsage:
         """Return the current and peak memory of a device in bytes.
 
-        On virtual devices, this is the resident memory of the process.
+        With virtual devices, this is the resident memory of the process.
         """
         if not runtime.is_on_tpu():
             return measure_host_memory()
@@ -201,25 +202,25 @@ class XlaBackend:
         return MemoryUsage(info["bytes_used"], info.get("peak_bytes_used", info["bytes_used"]))
 
     def get_shape_multiple(self, precision: str) -> int | None:
-        """Return None, because the compiler pads shapes by undocumented rules."""
+        """Return None, because the compiler pads shapes according to undocumented rules."""
         return None
 
     def get_peak_flops(self, precision: str) -> float | None:
-        """Return the peak FLOP/s of a device. None if the devices are virtual, or if the peak is unknown."""
+        """Return the peak FLOP/s per device, or None for virtual devices or an unknown peak."""
         if not runtime.is_on_tpu():
             return None
         return devices.get_peak_flops(devices.detect_accelerator_type(), precision)
 
     def get_metrics(self) -> dict[str, float]:
-        """Return the number of compiled graphs and of transfers from the devices."""
+        """Return the number of compiled graphs, and the number of transfers from the devices."""
         return graphs.read_xla_counters()
 
 
 class TpuDiagnostics(Diagnostics):
-    """Memory counters of the TPU runtime. There are none on virtual devices."""
+    """Memory counters of the TPU runtime. They are not available on virtual devices."""
 
     def query_driver_memory(self) -> DriverMemory | None:
-        """Return the used and total bytes of a device. None if the devices are virtual."""
+        """Return the used and total memory of a device in bytes, or None for virtual devices."""
         if not runtime.is_on_tpu():
             return None
         info = _read_device_memory_info()

@@ -1,4 +1,4 @@
-"""Rules about settings that XLA does not support. See :mod:`portable.checks`."""
+"""Find settings that XLA does not support. See :mod:`portable.checks`."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ XLA_OPTIMIZERS = ("adamw", "adafactor", "sgd", "muon")
 
 
 def find_problems(config: RunConfig, *, late: bool) -> Iterator[SettingProblem]:
-    """Yield the settings that XLA does not support.
+    """Yield a problem for each setting that XLA does not support.
 
     Args:
         config: Config of a run on XLA.
-        late: Whether the config is resolved. This adds the rules that need a resolved config or user code.
+        late: Whether the config is resolved. Some checks require a resolved config or user code. They
+            only run if this is True.
     """
     yield from check_cuda_only_settings(config, is_resolved=late)
     if config.model.experts is not None:
@@ -48,17 +49,17 @@ def find_problems(config: RunConfig, *, late: bool) -> Iterator[SettingProblem]:
 
 
 def check_text_metrics(config: RunConfig, *, num_hosts: int) -> None:
-    """Check that no metric of generated text is set on several hosts.
+    """Check that metrics of generated text are not used with several hosts.
 
-    Each host has the labels of only the rows that it has loaded, but it reads the predictions of the rows of
-    all hosts. The order of these rows depends on the mesh of devices.
+    Each host only has the labels for the rows that it has loaded, but it reads the predictions for the
+    rows of all hosts. The order of these rows depends on the device mesh.
 
     Args:
         config: Config of the run.
         num_hosts: Number of hosts.
 
     Raises:
-        UserError: If such a metric is set and there are several hosts.
+        UserError: If such a metric is set, and if there are several hosts.
     """
     from portable.evaluation.generation import TEXT_METRICS  # which imports torch
 
@@ -70,7 +71,7 @@ def check_text_metrics(config: RunConfig, *, num_hosts: int) -> None:
 
 
 def check_optimizer(config: RunConfig) -> Iterator[SettingProblem]:
-    """Yield the problems of the optimizer and of the precision. Loads the code of a custom optimizer."""
+    """Yield problems with the optimizer and the precision. This loads a custom optimizer's code."""
     key, optimizer = "train.optimizer", config.train.optimizer
     if is_plugin_name(optimizer):
         from portable.optim import custom_optimizer  # which imports torch
@@ -97,7 +98,7 @@ def check_optimizer(config: RunConfig) -> Iterator[SettingProblem]:
 
 
 def check_memory(config: RunConfig) -> Iterator[SettingProblem]:
-    """Yield the settings that save memory only on other backends."""
+    """Yield a problem for each memory setting that only works on other backends."""
     if config.adapter.base in ("nf4", "int8"):
         yield SettingProblem(
             ("adapter.base",),
@@ -122,7 +123,7 @@ def check_memory(config: RunConfig) -> Iterator[SettingProblem]:
 
 
 def check_sharding(config: RunConfig) -> Iterator[SettingProblem]:
-    """Yield the settings of the sections ``fsdp`` and ``xla`` that have no effect on XLA."""
+    """Yield a problem for each setting in the sections ``fsdp`` and ``xla`` that has no effect on XLA."""
     for name, value in config.fsdp:
         if value is not None and name != "shard_group_size":
             key = f"fsdp.{name}"

@@ -1,4 +1,4 @@
-"""Custom optimizer as part of the compiled step."""
+"""Run a custom optimizer as part of the compiled step."""
 
 from __future__ import annotations
 
@@ -38,18 +38,19 @@ if TYPE_CHECKING:
 class XlaCustomOptimizer:
     """Custom optimizer with the interface of :class:`portable.tpu.xla.optim.XlaOptimizer`.
 
-    The optimizer updates logical tensors, which the compiler partitions over the devices. State with the
-    shape of a parameter is sharded like the parameter, and other state is replicated. Optimizers of torch get
-    ``capturable=True``, so that their step counts are on the device.
+    The optimizer updates logical tensors, which the compiler partitions over the devices. State tensors
+    with the shape of their parameter are sharded like the parameter. Other state is replicated. torch
+    optimizers are created with ``capturable=True``, which keeps their step counts on the device.
 
     Args:
         settings: Section ``train`` of the config.
-        model: Model on the meta device, whose names determine the parameter groups.
+        model: Model on the meta device. Its parameter names determine the parameter groups.
         layout: Placement of tensors on the devices.
         device_parameters: Parameters to update.
 
     Raises:
-        UserError: If the optimizer cannot be created, or layers in a loop are in different parameter groups.
+        UserError: If the optimizer cannot be created, or if layers in a loop are in different parameter
+            groups.
     """
 
     def __init__(
@@ -79,12 +80,12 @@ class XlaCustomOptimizer:
 
     @property
     def _state_by_name(self) -> dict[str, dict[str, Any]]:
-        """State of each parameter that has state, keyed by parameter name."""
+        """State of each parameter with optimizer state, keyed by parameter name."""
         state = self._optimizer.state
         return {name: state[p] for name, p in self._parameters.items() if p in state}
 
     def initialize_state(self) -> None:
-        """Create the initial state on the devices. The state comes from a trial step on copied parameters."""
+        """Create the initial state on the devices, using a trial step on copied parameters."""
         state, initial_states = self._optimizer.state, {}
         for name, parameter in self._parameters.items():
             saved_data, parameter.data = parameter.data, parameter.data.clone()
@@ -107,7 +108,7 @@ class XlaCustomOptimizer:
     def _get_state_spec(self, name: str, value: Tensor) -> Spec:
         """Return the spec of a state tensor.
 
-        State with the shape of its parameter is sharded like the parameter, and other state is replicated.
+        It is sharded like the parameter if it has the same shape, otherwise it is replicated.
         """
         has_parameter_shape = value.shape == self._parameters[name].shape
         return (
@@ -122,11 +123,11 @@ class XlaCustomOptimizer:
 
         Args:
             gradients: Gradients, keyed by parameter name.
-            learning_rate: Learning rate, an fp32 scalar on the device.
-            is_allowed: Bool scalar on the device. If it is false, the update leaves everything unchanged.
+            learning_rate: Learning rate, as an fp32 scalar on the device.
+            is_allowed: Whether to apply the update, as a bool scalar on the device.
 
         Raises:
-            UserError: If the optimizer fails, or its step would be compiled again in each step.
+            UserError: If the optimizer fails, or if its step would be compiled again each time.
         """
         state = self._state_by_name
         values_before = {
@@ -153,7 +154,7 @@ class XlaCustomOptimizer:
                     state[name][key] = buffer.copy_(torch.where(is_allowed, value, values))
 
     def _check_state_entry(self, name: str, key: str, value: Any, previous_state: Mapping[str, Any]) -> None:
-        """Raise UserError if a state entry was created after the first step, or changes on the host."""
+        """Raise UserError if a state entry was created after the first step, or is modified on the host."""
         if _is_on_device(value):
             require(
                 key in previous_state,
@@ -172,7 +173,7 @@ class XlaCustomOptimizer:
         )
 
     def get_state_tensors(self) -> dict[str, dict[str, Tensor]]:
-        """Return the state tensors of every parameter or stack, keyed by its name and by state name.
+        """Return the state tensors, keyed by the name of the parameter or stack and then by state name.
 
         Scalars are not included. See :meth:`read_state_scalars`.
         """
@@ -182,10 +183,10 @@ class XlaCustomOptimizer:
         }
 
     def read_state_scalars(self) -> dict[str, dict[str, Any]]:
-        """Read the state scalars of every parameter. Device scalars are copied to the CPU.
+        """Read the scalars in the optimizer state. Device scalars are copied to the CPU.
 
         Returns:
-            Scalars by state name, for each parameter name.
+            Scalars, keyed by parameter name and then by state name.
         """
         state_by_name = self._state_by_name
         scalar_keys = [
@@ -225,13 +226,14 @@ class XlaCustomOptimizer:
         stored: Mapping[str, Mapping[str, StoredTensor | float | bool]],
         stored_groups: OptimizerState | None,
     ) -> None:
-        """Restore the optimizer state of a checkpoint.
+        """Restore the optimizer state from a checkpoint.
 
-        If the checkpoint has no state of a parameter, the parameter keeps its initial state.
+        Parameters without state in the checkpoint keep their initial state.
 
         Args:
-            stored: State of each parameter, keyed by parameter name and by state name.
-            stored_groups: Optimizer state with parameter groups, whose values are restored as well.
+            stored: Stored state, keyed by parameter name and then by state name.
+            stored_groups: Optimizer state with parameter groups. The values in the groups are also
+                restored.
         """
         restore_custom_group_values(self._optimizer.param_groups, stored_groups)
         for name, state in self._state_by_name.items():
@@ -268,14 +270,16 @@ def build_xla_optimizer(
     device_parameters: DeviceParameters,
     compute: torch.dtype,
 ) -> XlaOptimizer | XlaCustomOptimizer:
-    """Build the optimizer of a run: a built-in one, or a custom one if ``train.optimizer`` names code.
+    """Build the optimizer of a run.
+
+    This is a custom optimizer if ``train.optimizer`` refers to code, otherwise a built-in one.
 
     Args:
         settings: Section ``train`` of the config.
         model: Model on the meta device.
         layout: Placement of tensors on the devices.
         device_parameters: Parameters to update.
-        compute: Dtype of Muon's products.
+        compute: Dtype of Muon's matrix products.
     """
     if is_plugin_name(settings.optimizer):
         return XlaCustomOptimizer(settings, model, layout, device_parameters)
@@ -295,10 +299,10 @@ def _copy_device_tensors(state: Mapping[str, Any]) -> dict[str, tuple[Tensor, Te
 
 
 class _TensorScaleMode(TorchFunctionMode):
-    """Torch function mode in which the arguments ``alpha`` and ``value`` may be tensors.
+    """Torch function mode that supports tensors as the arguments ``alpha`` and ``value``.
 
-    torch would read the value of such a tensor, for example of the learning rate, on the host. The mode
-    multiplies by the tensor instead.
+    torch would read the value of such a tensor, for example the learning rate, on the host. This mode
+    multiplies by the tensor on the device instead.
     """
 
     def __torch_function__(

@@ -1,9 +1,9 @@
-"""Dropout whose mask is sharded like the tensor.
+"""Implement dropout with a mask that is sharded like the tensor.
 
-The compiler does not partition its random bit generator. Under SPMD, each device would draw the numbers of
-all devices and store them. Here, a random number is a hash of its position and of a key that is drawn for
-each call. Each device therefore computes only its own part of the mask, and the mask does not depend on the
-number of devices.
+The compiler does not partition its random bit generator: under SPMD, each device would draw and
+store the random numbers for all devices. Here, a random number is a hash of its position and of a
+key that is drawn for each call. Each device therefore only computes its part of the mask, and the
+mask does not depend on the number of devices.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _SPREAD = 0x9E3779B1 - (1 << 32), 0x85EBCA6B - (1 << 32)
 
 @cache  # once per process
 def use_positional_dropout() -> None:
-    """Make every dropout on XLA, including torch's attention, use :func:`draw_dropout_mask`."""
+    """Make all dropout on XLA use :func:`draw_dropout_mask`, including dropout in torch's attention."""
     library = torch.library.Library("aten", "IMPL")
     library.impl("dropout", _apply_dropout, "AutogradXLA")
     _registered_libraries.append(library)  # keep it, because it unregisters its functions when it is freed
@@ -34,7 +34,7 @@ _registered_libraries: list[Any] = []
 
 
 def _apply_dropout(tensor: Tensor, p: float, train: bool) -> Tensor:
-    """Apply dropout with the key of a new random draw. Replaces ``aten::dropout`` on XLA."""
+    """Apply dropout with a newly drawn random key. Replaces ``aten::dropout`` on XLA."""
     if not train or p == 0:
         return tensor
     # Draw floats, because the compiler computes 64-bit integers in many steps, and compiles a random one for
@@ -45,11 +45,11 @@ def _apply_dropout(tensor: Tensor, p: float, train: bool) -> Tensor:
 
 
 def draw_dropout_mask(shape: torch.Size, key_words: tuple[Tensor, Tensor], keep_probability: float) -> Tensor:
-    """Draw a mask whose elements are independently true.
+    """Draw a mask of independent random bools.
 
     Args:
         shape: Shape of the mask.
-        key_words: Two int32 scalars on the device of the mask.
+        key_words: Random key, as two int32 scalars on the device of the mask.
         keep_probability: Probability that an element is true. It is rounded to a multiple of 2 ** -31.
 
     Returns:
@@ -73,12 +73,12 @@ def draw_dropout_mask(shape: torch.Size, key_words: tuple[Tensor, Tensor], keep_
 
 
 def _compute_positions(size: int, trailing_dims: int, device: torch.device) -> Tensor:
-    """Return the indices of a dim, as int32 ``[size, 1, ...]`` with ``trailing_dims`` dims of size 1."""
+    """Return the indices along a dim as int32 ``[size, 1, ...]``, with ``trailing_dims`` dims of size 1."""
     return torch.arange(size, dtype=torch.int32, device=device).view(-1, *[1] * trailing_dims)
 
 
 def _hash_words(value: Tensor, other: Tensor) -> Tensor:
-    """Return an int32 hash of two tensors of 32-bit words, elementwise. The order of the words matters."""
+    """Compute an elementwise int32 hash of two tensors of 32-bit words. The order of the words matters."""
     value = _xor_shifted_bits(value, 16) * _FIRST
     value = _xor_shifted_bits(value ^ other, 15) * _SECOND
     return _xor_shifted_bits(value, 16)

@@ -1,4 +1,4 @@
-"""Training engine on torch_xla under SPMD, which compiles each step into one graph."""
+"""Train with torch_xla under SPMD, compiling each step into one graph."""
 
 from __future__ import annotations
 
@@ -65,11 +65,12 @@ DTYPES_BY_NAME = {
 
 
 class XlaEngine:
-    """Engine on torch_xla. Implements :class:`portable.backend.Engine`.
+    """Training engine on torch_xla. Implements :class:`portable.backend.Engine`.
 
-    With one micro-batch per step, the complete step is one graph. With several micro-batches, one graph runs
-    the passes of a micro-batch and accumulates gradients on the devices, and another graph updates the
-    parameters. The compile time therefore does not depend on the number of micro-batches.
+    With one micro-batch per step, the complete step is one graph. With several, one graph runs the
+    forward and backward passes of a micro-batch and accumulates gradients on the devices, and another
+    graph updates the parameters. Therefore, the compile time does not depend on the number of
+    micro-batches.
 
     Args:
         model: Model on the meta device.
@@ -127,13 +128,13 @@ class XlaEngine:
     # -- setting up --------------------------------------------------------------------------------------
 
     def _find_head_to_gather(self, head: nn.Module | None) -> Tensor | None:
-        """Replace the forward of the head, or return its weight if this is not possible.
+        """Replace the forward of the LM head, or return its weight if this is not possible.
 
         The caller must gather a returned weight for each step, as with the strategy ``shard_grad_op``.
 
         Returns:
-            The weight of the head. None if :func:`shard_head_gradient` has replaced the forward, if there is
-            no head, or if nothing is sharded.
+            The weight of the head. None if :func:`shard_head_gradient` has replaced the forward, if the
+            model has no head, or if nothing is sharded.
         """
         weight = getattr(head, "weight", None)
         if weight is None:
@@ -143,7 +144,7 @@ class XlaEngine:
         return None if shard_head_gradient(head, self.layout, spec) or not self.layout.is_sharded else weight
 
     def _build_layer_loop(self, model: nn.Module, segment: LayerSegment, *, recompute: bool) -> None:
-        """Replace the forward of the layers of a segment by one loop over the stacks of their parameters."""
+        """Replace the forward of a segment's layers with a loop over the stacks of their parameters."""
         layout, stacks = self.layout, []
         for names in segment.list_parameter_names(model):
             stack = self._parameters[names[0]]
@@ -170,9 +171,9 @@ class XlaEngine:
     ) -> StepSums:
         """Trace the forward and backward pass of a micro-batch.
 
-        With several micro-batches per step, the graph of the micro-batch is also started, and the gradients
-        are added to the accumulated gradients. Token metrics are always computed, so that there is only one
-        graph.
+        With several micro-batches per step, this also starts the micro-batch's graph, and adds the
+        gradients to the accumulated gradients. Token metrics are always computed, so that only one graph is
+        compiled.
         """
 
         def run_passes() -> StepSums:
@@ -205,7 +206,7 @@ class XlaEngine:
         return step_sums
 
     def _accumulate_gradients(self) -> None:
-        """Add the gradients of this micro-batch to the accumulated gradients on the devices."""
+        """Add this micro-batch's gradients to the accumulated gradients on the devices."""
         gradients = self._detach_gradients()
         if self._accumulated_gradients is None:
             self._accumulated_gradients = {
@@ -244,7 +245,7 @@ class XlaEngine:
     def take_optimizer_step(self, learning_rate: float, max_grad_norm: float, loss: Tensor) -> Tensor:
         """Trace the update of the parameters, start executing it, and return the gradient norm.
 
-        With one micro-batch per step, the started graph is the complete step.
+        With one micro-batch per step, this starts the graph of the complete step.
         """
         self._learning_rate = learning_rate
         norm = self._trace_update_and_clear_gradients(
@@ -262,8 +263,8 @@ class XlaEngine:
     ) -> Tensor:
         """Trace the update and return the gradient norm.
 
-        This is a separate function, so that no temporary tensor lives longer and becomes a result of the
-        graph.
+        This is a separate function so that temporary tensors are freed before the graph is executed.
+        Otherwise, they would become results of the graph.
         """
         gradients = (
             self._detach_gradients() if self._accumulated_gradients is None else self._accumulated_gradients
@@ -284,10 +285,10 @@ class XlaEngine:
         return norm
 
     def _call_with_compute_copies(self, function: Callable[[], Any]) -> Any:
-        """Call a function with copies of the model's tensors in the compute dtype.
+        """Call a function with the model's tensors replaced by copies in the compute dtype.
 
-        The copies are differentiable, so the gradients accumulate in the master weights. If the strategy
-        gathers parameters once for the forward and the backward pass, the copies are unsharded.
+        The copies are differentiable, so gradients reach the master weights. If the strategy gathers
+        parameters once for both the forward and the backward pass, the copies are unsharded.
         """
         copies = dict(self._iter_compute_copies())
         # With value checks, every mask function would search for packed sequences, and build one mask per
@@ -298,10 +299,10 @@ class XlaEngine:
             return torch.func.functional_call(self._caller, copies, (function,))
 
     def _iter_compute_copies(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield each tensor that must be replaced by a copy during the passes.
+        """Yield a copy of each tensor that must be replaced during the forward and backward passes.
 
         Yields:
-            The name of the tensor for ``functional_call``, and the copy.
+            The tensor's name for ``functional_call``, and the copy.
         """
         for name, parameter in self._parameters.items():
             copy: Tensor = parameter
@@ -335,7 +336,7 @@ class XlaEngine:
         )
 
     def find_nonfinite_gradients(self) -> list[str]:
-        """Return the names of the parameters whose current or accumulated gradient is not finite.
+        """Return the names of parameters whose current or accumulated gradient is not finite.
 
         Reads the result from the devices, which executes pending operations.
         """
@@ -356,9 +357,9 @@ class XlaEngine:
 
     @torch.no_grad()
     def find_nonfinite_state(self) -> list[str]:
-        """Return the names of the trained parameters with non-finite weights or optimizer state on this host.
+        """Return the names of trained parameters with non-finite weights or optimizer state on this host.
 
-        A stack of layers is reported by the name of its first parameter.
+        A stack of layers is reported under the name of its first parameter.
         """
         # Check the shards on the host, because a reduction on the devices would be another graph to compile,
         # and a save copies them to the host anyway. The state of a custom optimizer may start from infinity.
@@ -377,7 +378,7 @@ class XlaEngine:
         """Start the forward pass of an evaluation micro-batch.
 
         Returns:
-            ``totals`` plus the metrics of the micro-batch, as tensors on the devices.
+            Sum of ``totals`` and the metrics of the micro-batch, as tensors on the devices.
         """
         self.model.eval()
         sums: dict[str, Tensor] = self._call_with_compute_copies(
@@ -401,13 +402,13 @@ class XlaEngine:
     ) -> Tensor:
         """Sample a continuation of a prompt.
 
-        Every token is computed from the full length of prompt and continuation, so that there is only one
-        graph to compile.
+        Each token is computed from the full length of the prompt and its continuation, so that only one
+        graph is compiled.
 
         Args:
             prompt: Token ids ``[1, length]``.
             max_new_tokens: Number of tokens to sample.
-            seed: Random seed of the sampling.
+            seed: Random seed for sampling.
             image_columns: Always None, because this backend does not support images.
 
         Returns:
@@ -435,7 +436,7 @@ class XlaEngine:
         self.layout.cut_graph(wait=True)
 
     def load_weights(self, weights: Mapping[str, ReadableTensor]) -> None:
-        """Fill this host's shards of parameters and buffers, and initialize the optimizer state."""
+        """Load this host's shards of parameters and buffers, and initialize the optimizer state."""
         for name, tensor in self.device_parameters.get_state_tensors().items():
             self.device_parameters.fill_tensor(name, tensor, self._get_tensor_spec(name, tensor), weights)
         self._optimizer.initialize_state()
@@ -449,14 +450,14 @@ class XlaEngine:
     def save_shards(self, folder: Path, *, background: bool) -> SaveHandle:
         """Write this host's shards of weights and optimizer state in torch.distributed.checkpoint format.
 
-        The shards are copied to the CPU before the method returns, so training may continue afterwards.
+        The shards are copied to the CPU before this method returns, so training can continue.
 
         Args:
             folder: Folder of the checkpoint.
             background: Whether to write in the background.
 
         Returns:
-            Handle to wait for the end of the save.
+            Handle for waiting until the files are written.
         """
         state = stage_checkpoint_state(
             self.layout, self.device_parameters, self._optimizer, self._learning_rate
@@ -465,7 +466,7 @@ class XlaEngine:
 
 
 class _EngineCaller(FunctionalCaller):
-    """Module around a model and the stacks of its looped layers, for ``torch.func.functional_call``.
+    """Wrapper around a model and the stacks of its looped layers, for ``torch.func.functional_call``.
 
     The tensors of the model and the stacks can be replaced during a call.
     """
@@ -479,20 +480,20 @@ class _EngineCaller(FunctionalCaller):
             self.register_parameter(attribute, device_parameters.by_name[name])
 
     def get_call_name(self, name: str) -> str:
-        """Return the name by which ``functional_call`` replaces a tensor of the engine."""
+        """Return the name that ``functional_call`` uses for a tensor of the engine."""
         return self._stack_attributes.get(name, f"module.{name}")
 
     def get_stack(self, name: str) -> Tensor:
-        """Return the current value of a stack: during a call its replacement, if it has one."""
+        """Return the current value of a stack. During a call, this is the replacement if one was passed."""
         value: Tensor = getattr(self, self._stack_attributes[name])
         return value
 
 
 def _check_router_loss_support(segments: list[LayerSegment], *, recomputed: bool) -> None:
-    """Raise UserError for settings with which a router loss would have no gradient.
+    """Raise UserError if a router loss would have no gradient with the current settings.
 
     Args:
-        segments: Segments of layers that run in a loop.
+        segments: Segments whose layers run in a loop.
         recomputed: Whether layers are recomputed in the backward pass.
     """
     require(
@@ -509,5 +510,5 @@ def _check_router_loss_support(segments: list[LayerSegment], *, recomputed: bool
 
 
 def _insert_barrier(_: nn.Module, gradients: Any, __: Any) -> None:
-    """Prevent the compiler from interleaving the backward passes of layers. A backward hook."""
+    """Prevent the compiler from interleaving the backward passes of layers. This is a backward hook."""
     xla.barrier_([gradient for gradient in gradients if gradient is not None])

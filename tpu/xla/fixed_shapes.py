@@ -1,6 +1,6 @@
-"""Replacements for operations of transformers and torch whose result shapes depend on values.
+"""Replace operations in transformers and torch whose result shapes depend on tensor values.
 
-The replacements have fixed shapes, so that tracing does not read values.
+The replacements have fixed shapes, so tracing does not have to read values.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def use_fixed_shape_experts(model: Any, shard_along_tokens: Callable[[torch.Tens
     """Make mixtures of experts compute every expert for every token. See :func:`compute_every_expert`.
 
     Args:
-        model: Model, which is changed in place.
+        model: Model. Modified in place.
         shard_along_tokens: Function that shards a tensor ``[experts, tokens, ...]`` along its tokens.
     """
     experts = [module for module in model.modules() if type(module).__name__.endswith("Experts")]
@@ -38,18 +38,21 @@ EVERY_EXPERT = "every_expert"
 def compute_every_expert(
     experts: Any, hidden: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
-    """Compute all experts for all tokens, and sum the outputs with their weights, which are 0 if not chosen.
+    """Compute all experts for all tokens, and sum their outputs with weights.
 
-    transformers has two other implementations. One sorts tokens by expert into groups, whose sizes depend on
-    the data, so its shapes are not fixed. The other gathers a copy of the chosen experts' matrices for each
-    token. It takes ``hidden size x experts per token / experts`` times the memory of this implementation, and
-    a TPU would need more time to read this memory than it needs for the products here.
+    The weight of an expert that was not chosen is 0.
+
+    transformers has two other implementations. One sorts tokens into groups by expert. The group sizes
+    depend on the data, so the shapes are not fixed. The other gathers a copy of the chosen experts'
+    matrices for each token. It requires ``hidden size x experts per token / experts`` times the memory
+    of this implementation, and a TPU would spend more time reading this memory than on the products
+    here.
 
     Args:
-        experts: Module of the experts of a layer.
+        experts: Module that contains a layer's experts.
         hidden: Hidden states ``[tokens, hidden size]``.
-        expert_ids: Chosen experts of each token, int64 ``[tokens, experts per token]``. Ids outside of the
-            range of the experts are ignored.
+        expert_ids: IDs of the chosen experts for each token, int64 ``[tokens, experts per token]``. IDs
+            that are out of range are ignored.
         weights: Weights of the chosen experts, with the shape of ``expert_ids``.
 
     Returns:
@@ -76,12 +79,13 @@ def compute_every_expert(
 
 
 def _multiply_by_expert_weights(experts: Any, weight_name: str, inputs: torch.Tensor) -> torch.Tensor:
-    """Multiply inputs by a matrix of each expert, and add the experts' biases if they have any.
+    """Multiply inputs by each expert's matrix, and add the experts' biases if there are any.
 
     Args:
-        experts: Module of the experts of a layer.
-        weight_name: Name of the parameter with the matrices.
-        inputs: Inputs ``[experts, tokens, in]``, or ``[1, tokens, in]`` if all experts get the same inputs.
+        experts: Module that contains a layer's experts.
+        weight_name: Name of the parameter that contains the matrices.
+        inputs: Inputs ``[experts, tokens, in]``, or ``[1, tokens, in]`` if all experts have the same
+            inputs.
 
     Returns:
         Products ``[experts, tokens, out]``.
@@ -93,10 +97,10 @@ def _multiply_by_expert_weights(experts: Any, weight_name: str, inputs: torch.Te
 
 @cache  # once per process
 def run_histc_on_device() -> None:
-    """Make ``torch.histc`` count integers on the device. Models count the tokens of each expert with it.
+    """Make ``torch.histc`` count integers on the device. Models use it to count the tokens per expert.
 
-    This replaces torch_xla's implementation, which runs on the CPU, because torch's CPU kernel does not
-    support integers.
+    This replaces torch_xla's implementation, which runs on the CPU and fails because torch's CPU kernel
+    does not support integers.
     """
     library.impl("aten::histc", "XLA", _compute_histogram)
 

@@ -1,8 +1,8 @@
-"""Memory and traffic of SPMD on XLA, computed from the shapes of a model.
+"""Compute the memory and traffic of SPMD on XLA from the shapes of a model.
 
-``tests/tpu/test_footprint.py`` compares the resident sizes with live shards, and the temporary sizes with
-reports of a TPU compiler for some steps. XLA's compiler for CPUs writes more temporary values, so the numbers
-are only valid for TPUs.
+``tests/tpu/test_footprint.py`` compares the resident sizes with live shards. For some steps, it
+also compares the temporary sizes with a TPU compiler's reports. The numbers are only valid for
+TPUs, because XLA's CPU compiler writes more temporary values.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def resolve_config(config: RunConfig, cluster: Cluster) -> RunConfig:
 
 
 def iter_settings(config: RunConfig, cluster: Cluster) -> Iterator[StrategySetting]:
-    """Yield the strategies on XLA. See :class:`portable.planner.memory_model.FootprintModule`."""
+    """Yield the strategies to compare on XLA. See :class:`portable.planner.memory_model.FootprintModule`."""
     strategies = ["no_shard", "shard_grad_op", "full_shard"]
     if cluster.nodes > 1 and cluster.devices % cluster.per_node == 0:
         strategies += ["hybrid_shard_zero2", "hybrid_shard"]
@@ -43,7 +43,7 @@ def iter_settings(config: RunConfig, cluster: Cluster) -> Iterator[StrategySetti
 
 
 def find_gathered_units(model: nn.Module, config: RunConfig) -> list[nn.Module]:
-    """Return no units, because the compiler chooses the parameters to gather.
+    """Return an empty list, because the compiler chooses the parameters to gather.
 
     See :class:`portable.planner.memory_model.FootprintModule`.
     """
@@ -111,23 +111,23 @@ def classify_result(operation: str, *, elementwise: bool) -> ResultKind:
 
 
 def compute_every_expert_in(model: Any) -> None:
-    """Make mixtures of experts in a model compute every expert for every token, as the engine does."""
+    """Make all mixtures of experts in a model compute every expert for every token, as in the engine."""
     from portable.tpu.xla.fixed_shapes import use_fixed_shape_experts  # imports torch
 
     use_fixed_shape_experts(model, lambda tensor: tensor)
 
 
 class _WeightTotals(NamedTuple):
-    """Totals over all weights: bytes on one device, and elements that a device sends or receives.
+    """Totals over all weights: memory per device in bytes, and communicated elements.
 
     Attributes:
-        parameter_bytes: Bytes of the shards of the parameters.
-        gradient_bytes: Bytes of the shards of the fp32 gradients.
-        moment_bytes: Bytes of the shards of the optimizer state.
-        sharded_trained_elements: Elements that are trained and sharded.
-        gathered_elements: Elements that are gathered in a pass.
-        scattered_elements: Elements of gradients that are reduced to shards in a pass.
-        copy_bytes: Bytes of copies in the compute dtype, and of transposed tables.
+        parameter_bytes: Size of the parameter shards.
+        gradient_bytes: Size of the fp32 gradient shards.
+        moment_bytes: Size of the optimizer state shards.
+        sharded_trained_elements: Number of elements that are trained and sharded.
+        gathered_elements: Number of elements that are gathered in a pass.
+        scattered_elements: Number of gradient elements that are reduce-scattered in a pass.
+        copy_bytes: Size of copies in the compute dtype and of transposed tables.
     """
 
     parameter_bytes: int
@@ -142,13 +142,13 @@ class _WeightTotals(NamedTuple):
 def _sum_weights(
     model: ModelInventory, config: RunConfig, rules: ShardingRules, group: int, *, keeps_gathered: bool
 ) -> _WeightTotals:
-    """Sum memory and traffic over all weights.
+    """Sum up memory and traffic over all weights.
 
     Args:
-        model: Weights of the model.
+        model: Inventory of the model's weights.
         config: Config of the run.
         rules: Rules that choose the sharded dim of each weight.
-        group: Number of devices that one copy of the parameters is sharded over.
+        group: Number of devices over which one copy of the parameters is sharded.
         keeps_gathered: Whether gathered parameters are kept from the forward to the backward pass.
     """
     compute = COMPUTE_BYTES.get(config.precision, FP32_BYTES)
@@ -262,7 +262,7 @@ def compute_footprint(model: ModelInventory, config: RunConfig, cluster: Cluster
 
 
 class _OrthogonalizationCost(NamedTuple):
-    """Bytes that Muon's update takes in addition to its state, and bytes that a device sends in it."""
+    """Additional memory for Muon's update in bytes, and the number of bytes that a device sends."""
 
     memory_bytes: int
     sent_bytes: float
@@ -273,8 +273,8 @@ def _compute_orthogonalization_cost(
 ) -> _OrthogonalizationCost:
     """Compute the cost of Muon's update, which is 0 for other optimizers.
 
-    Matrices with the same shape are distributed over the devices. Each device has its share of complete
-    matrices: the operands and results of the products.
+    Matrices with the same shape are distributed over the devices. Each device's memory contains its
+    share of the complete matrices, which are operands and results of the products.
     """
     matrices_by_shape: Counter[tuple[int, ...]] = Counter()
     for weight in model.trained_weights:

@@ -1,4 +1,4 @@
-"""Calls of functions that read the parameters of a module, with other tensors instead of the parameters."""
+"""Call functions that read a module's parameters, with the parameters replaced by other tensors."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ if TYPE_CHECKING:
 
 
 class FunctionalCaller(nn.Module):
-    """Wrapper of a module for ``torch.func.functional_call``. Its forward calls any function.
+    """Module wrapper for ``torch.func.functional_call`` whose forward calls any function.
 
-    The function may call parts of the wrapped module. The hooks of the wrapped module itself are not called,
-    unless the function calls the module.
+    The function may call parts of the wrapped module. The hooks of the wrapped module itself only run
+    if the function calls the module.
 
     Args:
-        module: Module whose tensors can be replaced during the call, with the names ``module.<name>``.
+        module: Module whose tensors can be replaced during the call, under the names ``module.<name>``.
     """
 
     def __init__(self, module: nn.Module) -> None:

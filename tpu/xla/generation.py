@@ -1,4 +1,4 @@
-"""Sampling from a model, with the same graph for every token."""
+"""Sample from a model, with the same graph for every token."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ def sample_continuation(
     Args:
         prompt: Token ids ``[1, length]``.
         max_new_tokens: Number of tokens to sample.
-        seed: Random seed of the sampling.
-        compute_logits: Function that computes logits ``[rows, length, vocabulary]`` from token ids ``[rows,
-            length]``.
+        seed: Random seed for sampling.
+        compute_logits: Function that computes logits ``[rows, length, vocabulary]`` from token IDs
+            ``[rows, length]``.
         layout: Placement of tensors on the devices.
         graphs: Runner of the compiled graphs.
 
     Returns:
-        Token ids ``[rows, length + max_new_tokens]``, int64 on the devices. There is one row per batch shard,
-        because activations are sharded along the batch. All rows are equal.
+        Token IDs ``[rows, length + max_new_tokens]``, int64 on the devices. There is one row per batch
+        shard, because activations are sharded along the batch dim. All rows are equal.
     """
     start = prompt.shape[1]
     padded = torch.nn.functional.pad(prompt, (0, max_new_tokens))
@@ -60,13 +60,13 @@ def _sample_token_at(
     compute_logits: Callable[[Tensor], Tensor],
     layout: MeshLayout,
 ) -> Tensor:
-    """Return ``tokens`` with a sampled token at ``position``, with temperature 0.8 and top-k 50.
+    """Sample the token at ``position`` with temperature 0.8 and top-k 50, and return the new ``tokens``.
 
     Args:
         tokens: Token ids ``[rows, length]``.
-        position: Position to sample, an integer tensor ``[1]`` on the device.
+        position: Position to sample, as an integer tensor ``[1]`` on the device.
         noise: Gumbel noise ``[1, 50]``, which replaces the random draw.
-        compute_logits: Function that computes logits from token ids.
+        compute_logits: Function that computes logits from token IDs.
         layout: Placement of tensors on the devices.
     """
     logits = compute_logits(tokens).index_select(1, position - 1).squeeze(1).float()

@@ -1,4 +1,4 @@
-"""Run the compiled graphs of a run, count them, and report the cause of unexpected graphs."""
+"""Execute the compiled graphs of a run, count them, and explain unexpected compilations."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ MAX_COMPARED_CHARS = 16 << 20  # longer texts of graphs are cut to this number o
 
 
 class GraphRunner:
-    """Runner of traced operations, which reports when a second graph with the same name is compiled.
+    """Graph runner that reports if a second graph with the same name is compiled.
 
     Args:
-        report: Function that is called with a line about an unexpected graph.
+        report: Callback that receives a line about an unexpected graph.
     """
 
     def __init__(self, report: Callable[[str], None]) -> None:
@@ -34,9 +34,9 @@ class GraphRunner:
 
     @contextmanager
     def warn_about_value_reads(self) -> Iterator[None]:
-        """Warn if code in this context reads the value of a tensor.
+        """Return a context manager that warns if code reads the value of a tensor.
 
-        Reading a value executes a part of the graph too early.
+        Reading a value would execute a part of the graph too early.
         """
         counters_before = read_xla_counters()
         yield
@@ -50,7 +50,7 @@ class GraphRunner:
     def run(self, kind: str, results: Sequence[Tensor]) -> None:
         """Start executing the traced operations as one graph.
 
-        Waits for the results only when the graph runs for the first time.
+        Only waits for the results when the graph runs for the first time.
 
         Args:
             kind: Name of the graph, such as ``step``.
@@ -84,12 +84,12 @@ class GraphRunner:
 
     @property
     def graph_counts(self) -> dict[str, int]:
-        """Number of different graphs that were compiled for each name of a graph."""
+        """Number of different compiled graphs, keyed by graph name."""
         return {kind: len(texts) + self._extra_graphs[kind] for kind, texts in self._texts_by_hash.items()}
 
 
 def _find_most_similar_text(text: str, texts: Iterable[str]) -> str:
-    """Return the graph text that differs from ``text`` in the fewest lines."""
+    """Return the graph text with the fewest lines that differ from ``text``."""
     lines = Counter(_strip_value_numbers(line) for line in text.splitlines())
 
     def compute_distance(other: str) -> int:
@@ -100,9 +100,9 @@ def _find_most_similar_text(text: str, texts: Iterable[str]) -> str:
 
 
 def describe_graph_difference(old_text: str, new_text: str) -> str:
-    """Describe the first line in which the texts of two graphs differ, such as ``f32[2] became f32[3]``.
+    """Describe the first line that differs between two graph texts, such as ``f32[2] became f32[3]``.
 
-    Value numbers are ignored, because an additional operation changes the numbers of all later values.
+    Value numbers are ignored, because one additional operation shifts the numbers of all later values.
     """
     old, new = ([_strip_value_numbers(line) for line in text.splitlines()] for text in (old_text, new_text))
     matcher = difflib.SequenceMatcher(None, old, new, autojunk=False) if len(old) < 4000 else None
@@ -125,7 +125,7 @@ def _strip_value_numbers(line: str) -> str:
 
 
 def read_xla_counters() -> dict[str, float]:
-    """Return the number of compiled graphs and of transfers from the devices in this process."""
+    """Return this process's number of compiled graphs, and its number of transfers from the devices."""
     return {
         "graphs_compiled": _count_metric_samples("CompileTime"),
         "transfers_from_device": _count_metric_samples("TransferFromDeviceTime"),

@@ -1,8 +1,8 @@
-"""Device mesh, and the sharding of parameters, batches and activations over it.
+"""Define the device mesh, and shard parameters, batches and activations over it.
 
-Under SPMD a sharded tensor is one logical tensor. The program is written for one device, and the compiler
-inserts the collectives. The compiler needs the sharding of parameters, batches and activations, and
-propagates it to other tensors.
+Under SPMD, a sharded tensor is one logical tensor. The program is written as if for one device, and
+the compiler inserts the collectives. The compiler requires the sharding of parameters, batches and
+activations, and propagates it to other tensors.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ Spec = tuple[str | tuple[str, ...] | None, ...]
 
 @dataclass(frozen=True)
 class LocalShard:
-    """Shard of a tensor on a device of this host, copied to the CPU.
+    """Shard of a tensor from one of this host's devices, copied to the CPU.
 
     Attributes:
-        offsets: Offset of the shard in each dim.
+        offsets: Offset of the shard along each dim.
         values: Values of the shard on the CPU.
     """
 
@@ -51,20 +51,21 @@ class MeshLayout:
     """Device mesh, and the placement of tensors on it.
 
     Args:
-        config: Config of the run, with strategy, ``fsdp.shard_group_size``, ``context_parallel_size``,
-            ``xla.sharding`` and ``xla.shard_param_on_dim_0``.
-        num_devices: Number of devices of the run.
+        config: Config of the run. The layout depends on ``strategy``, ``fsdp.shard_group_size``,
+            ``context_parallel_size``, ``xla.sharding`` and ``xla.shard_param_on_dim_0``.
+        num_devices: Number of devices in the run.
 
     Attributes:
         sequence: Number of consecutive devices that share each sequence.
-        num_batch_shards: Number of groups of devices that share sequences. Batches are sharded over them.
-        shard_axes: Mesh axes over which a dim of a parameter is sharded.
-        shard_group_size: Number of devices that one copy of the parameters is sharded over.
+        num_batch_shards: Number of shards of a batch. Each shard belongs to a group of devices that
+            share sequences.
+        shard_axes: Mesh axes over which parameters are sharded.
+        shard_group_size: Number of devices over which one copy of the parameters is sharded.
 
     Raises:
-        UserError: If the number of devices is not a multiple of the group size, if the group size is not a
-            multiple of ``context_parallel_size``, or if a pattern of ``xla.sharding`` is not a regular
-            expression.
+        UserError: If the number of devices is not a multiple of the shard group size, if the shard
+            group size is not a multiple of ``context_parallel_size``, or if a pattern in
+            ``xla.sharding`` is not a valid regular expression.
     """
 
     def __init__(self, config: RunConfig, num_devices: int) -> None:
@@ -94,22 +95,23 @@ class MeshLayout:
     # -- specs -------------------------------------------------------------------------------------------
 
     def get_parameter_spec(self, name: str, shape: Sequence[int]) -> Spec:
-        """Return the spec of a parameter, which is sharded along one dim or replicated.
+        """Return the spec of a parameter, which is either sharded along one dim or replicated.
 
-        The sharded dim is sharded over the mesh axes in :attr:`shard_axes`.
+        A sharded parameter is sharded over the mesh axes in :attr:`shard_axes`.
 
         Args:
             name: Name of the parameter.
             shape: Shape of the parameter.
 
         Raises:
-            UserError: If ``xla.sharding`` names a dim that is missing or not divisible by the group size.
+            UserError: If ``xla.sharding`` specifies a dim that does not exist or is not divisible by the
+                shard group size.
         """
         dim = self._sharding_rules.choose_shard_dim(name, shape)
         return tuple(self.shard_axes if d == dim else None for d in range(len(shape)))
 
     def check_sharding_rules(self) -> None:
-        """Raise UserError for a pattern of ``xla.sharding`` that has matched no parameter so far."""
+        """Raise UserError if a pattern in ``xla.sharding`` has not matched any parameter so far."""
         self._sharding_rules.check_unused_patterns()
 
     @property
@@ -119,37 +121,37 @@ class MeshLayout:
 
     @property
     def reduces_gradients_unsharded(self) -> bool:
-        """Whether the TPU compiler sums unsharded gradients and then shards the sum."""
+        """Whether the TPU compiler sums up unsharded gradients before sharding the sum."""
         return self.shard_group_size > 32
 
     def get_batch_spec(self, num_dims: int) -> Spec:
-        """Return the spec of a batch tensor, whose dim 0 is sharded over groups of devices.
+        """Return the spec of a batch tensor. Dim 0 is sharded over groups of devices that share sequences.
 
-        The devices of a group share sequences. Without context parallelism, a group is a single device.
+        Without context parallelism, a group is a single device.
 
         Args:
-            num_dims: Number of dims of the batch tensor.
+            num_dims: Number of dims in the batch tensor.
         """
         return (self._batch_axes, *(None,) * (num_dims - 1))
 
     def get_activation_spec(self, num_dims: int) -> Spec:
         """Return the spec of activations ``[batch, tokens, ...]``.
 
-        Activations with two dims are ``[tokens of all sequences, ...]``.
+        2-D activations have the shape ``[tokens of all sequences, ...]``.
 
         Args:
-            num_dims: Number of dims of the tensor.
+            num_dims: Number of dims in the tensor.
         """
         if num_dims == 2:
             return (self._axes, None)
         return (self._batch_axes, self._token_axis, *(None,) * (num_dims - 2))
 
     def get_heads_spec(self, *, whole_sequences: bool) -> Spec:
-        """Return the spec of the queries, keys and values of attention, ``[batch, heads, tokens, width]``.
+        """Return the spec of attention queries, keys and values, ``[batch, heads, tokens, width]``.
 
         Args:
-            whole_sequences: Whether a device has complete sequences and a share of the heads. Otherwise a
-                device has a part of each sequence and all heads.
+            whole_sequences: Whether each device has complete sequences and a share of the heads. Otherwise,
+                each device has a part of each sequence and all heads.
         """
         last = (self._token_axis, None) if whole_sequences else (None, self._token_axis)
         return (self._batch_axes, *last, None)
@@ -159,11 +161,11 @@ class MeshLayout:
         return (None,) * num_dims
 
     def to_op_sharding(self, spec: Spec) -> Any:
-        """Convert a spec to the object that torch_xla's bindings expect."""
+        """Convert a spec to the sharding object that torch_xla's bindings expect."""
         return self.mesh.get_op_sharding(spec)
 
     def shard_along_tokens(self, tensor: Tensor) -> Tensor:
-        """Shard a tensor ``[experts, tokens, ...]`` and its gradient along the tokens."""
+        """Shard a tensor ``[experts, tokens, ...]`` and its gradient along the token dim."""
         if tensor.is_meta:  # in a trial pass, there are no devices
             return tensor
         sharding = self.to_op_sharding((None, *self.get_activation_spec(tensor.dim() - 1)))
@@ -172,12 +174,12 @@ class MeshLayout:
     # -- tensors -----------------------------------------------------------------------------------------
 
     def place_batch_tensor(self, tensor: Tensor) -> Tensor:
-        """Send this host's part of a batch tensor to its devices.
+        """Copy this host's part of a batch tensor to its devices, and return the global tensor.
 
         Hosts that share sequences must all pass the same part.
 
         Args:
-            tensor: Part of this host, on the CPU.
+            tensor: This host's part, on the CPU.
 
         Returns:
             The global batch tensor.
@@ -190,7 +192,10 @@ class MeshLayout:
         return self._assemble_from_shards(shards, self.get_batch_spec(tensor.dim()), shape)
 
     def create_zeros(self, shape: Sequence[int], dtype: torch.dtype, spec: Spec) -> Tensor:
-        """Create a sharded tensor of zeros. The host allocates one shard, and each device its own shard."""
+        """Create a sharded tensor of zeros.
+
+        The host allocates only one shard, which is copied to each of its devices.
+        """
         shard_shape = [
             size // self.shard_group_size if axis == self.shard_axes else size
             for size, axis in zip(shape, spec, strict=True)
@@ -202,8 +207,8 @@ class MeshLayout:
     def replicate(self, tensor: Tensor) -> Tensor:
         """Replicate a CPU tensor to every device.
 
-        Use this method for scalars that change, too, because ``tensor.to(device)`` would turn 0 and 1 into
-        constants of the graph.
+        Also use this method for scalars that change, because ``tensor.to(device)`` would convert 0 and 1 to
+        constants in the graph.
         """
         return self._assemble_from_shards(
             [tensor] * self._num_local_devices, self.get_replicated_spec(tensor.dim()), tensor.shape
@@ -223,7 +228,7 @@ class MeshLayout:
         Args:
             tensor: Device tensor. Its data is replaced.
             spec: Spec of the tensor.
-            source: Full tensor. Only the shards of this host are read.
+            source: Full tensor. Only this host's shards are read.
         """
         read: dict[tuple[tuple[int, int], ...], Tensor] = {}
         shards = []
@@ -236,16 +241,16 @@ class MeshLayout:
         tensor.data = self._assemble_from_shards(shards, spec, tensor.shape)
 
     def copy_local_shards(self, tensors: Sequence[Tensor]) -> list[list[LocalShard]]:
-        """Copy to the CPU the shards that this host saves, for each tensor.
+        """Return CPU copies of the shards that this host saves, as one list per tensor.
 
-        If several devices have copies of a shard, only the first of these devices saves the shard.
+        If several devices have copies of a shard, only the first device saves it.
         """
         _wait_for_device_ops()
         # Copy one tensor at a time, because replicas are copied as well.
         return [self._copy_tensor_shards(tensor) for tensor in tensors]
 
     def _copy_tensor_shards(self, tensor: Tensor) -> list[LocalShard]:
-        """Copy to the CPU the shards of a tensor that this host saves. See :meth:`copy_local_shards`."""
+        """Return CPU copies of a tensor's shards that this host saves. See :meth:`copy_local_shards`."""
         (replicas_and_indices,) = xla.shard_places([tensor])
         (copies,) = xla.local_shards([tensor])
         shards = []
@@ -256,15 +261,15 @@ class MeshLayout:
         return shards
 
     def read_to_cpu(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Copy complete tensors to the CPU, after executing their pending operations."""
+        """Execute pending operations, and copy complete tensors to the CPU."""
         copies: list[Tensor] = xla.cpu_tensors(list(tensors))
         return copies
 
     def cut_graph(self, *, wait: bool = False) -> None:
-        """Execute the pending operations of all tensors.
+        """Execute the pending operations on all tensors.
 
         Args:
-            wait: Whether to wait for the results, so that the tensors can be copied or filled.
+            wait: Whether to wait for the results, after which tensors can be copied or filled.
         """
         torch_xla.sync()
         if wait:
@@ -280,15 +285,15 @@ class MeshLayout:
 def constrain_with_gradient(
     tensor: Tensor, sharding: Any, gradient_sharding: Any, *, isolate_gradient: bool = False
 ) -> Tensor:
-    """Copy a tensor, and annotate the copy with a sharding and its gradient with another sharding.
+    """Copy a tensor, and annotate the copy and its gradient with shardings.
 
     Args:
         tensor: Tensor to annotate.
         sharding: Sharding of the result.
         gradient_sharding: Sharding of the gradient.
-        isolate_gradient: Whether to add an optimization barrier after the gradient is sharded. Without the
-            barrier, the compiler might delay the operation that shards the gradient, and keep the unsharded
-            gradient until then.
+        isolate_gradient: Whether to add an optimization barrier after sharding the gradient. Without
+            it, the compiler might shard the gradient later, and keep the unsharded gradient in memory
+            until then.
 
     Returns:
         The annotated copy.
@@ -316,7 +321,7 @@ class _ConstrainFunction(torch.autograd.Function):
 
 
 def copy_with_sharding(tensor: Tensor, sharding: Any) -> Tensor:
-    """Return a copy of a tensor that is annotated with a sharding."""
+    """Return a copy of a tensor, annotated with a sharding."""
     # Copy the tensor, because marking works in place, and a clone would inherit the sharding of a placed
     # tensor.
     copy = copy_without_sharding(tensor)
@@ -325,12 +330,12 @@ def copy_with_sharding(tensor: Tensor, sharding: Any) -> Tensor:
 
 
 def copy_without_sharding(tensor: Tensor) -> Tensor:
-    """Return a copy of a tensor without its sharding annotation. The compiler removes the copy."""
+    """Return a copy of a tensor without its sharding annotation. The compiler optimizes the copy away."""
     return tensor | False if tensor.dtype == torch.bool else tensor * 1
 
 
 def _wait_for_device_ops() -> None:
-    """Wait for started computations on the devices. Shards can be copied only when they are complete."""
+    """Wait until pending computations on the devices are complete, so that shards can be copied."""
     xla.wait([])
 
 
@@ -341,24 +346,27 @@ def _convert_index_to_slices(index: Any, shape: Sequence[int]) -> tuple[slice, .
 
 
 def _compute_device_order(num_devices: int) -> Any:
-    """Return an array of device ids, ordered by slice, so that mesh neighbors share a fast interconnect."""
+    """Return an array of device IDs, ordered so that mesh neighbors share a fast interconnect.
+
+    The devices are grouped by slice.
+    """
     slices = _read_slice_indices() or [0] * num_devices
     return np.array(sorted(range(num_devices), key=lambda d: (slices[d], d)))
 
 
 def _read_slice_indices() -> list[int]:
-    """Return the slice index of each device, ordered by device id."""
+    """Return the slice index of each device, ordered by device ID."""
     attributes: Sequence[Mapping[str, Any]] = xr.global_runtime_device_attributes()
     by_number = sorted(attributes, key=lambda a: int(str(a.get("name", ":0")).rpartition(":")[2]))
     return [int(a.get("slice_index", 0)) for a in by_number]
 
 
 def _compute_shard_group_size(config: RunConfig, num_devices: int) -> int:
-    """Return the number of devices that one copy of the parameters is sharded over.
+    """Compute the number of devices over which one copy of the parameters is sharded.
 
     Raises:
-        UserError: If a hybrid strategy needs ``fsdp.shard_group_size``, or the devices cannot be divided into
-            groups of this size.
+        UserError: If a hybrid strategy requires ``fsdp.shard_group_size``, or if the devices cannot be
+            divided into groups of this size.
     """
     if config.strategy not in HYBRID_STRATEGIES:
         return num_devices

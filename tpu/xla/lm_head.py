@@ -1,9 +1,10 @@
-"""LM head under SPMD: the product that computes the logits, and the gradient of its weight.
+"""Compute the logits and the weight gradient of the LM head under SPMD.
 
-The weight of the head is gathered, because with a shard of the weight a device would need the activations of
-all tokens. Each device multiplies the gradients of its logits. The gradient of the weight is the sum of
-these products over all devices, and each device keeps its shard of the sum. The compiler overlaps the product
-with this reduction only if no operation is between the product and its sharding annotation.
+The weight is gathered, because with a shard of it, a device would need the activations of all
+tokens. Each device computes a product with the gradients of its logits. The weight gradient is the
+sum of these products over all devices, and each device keeps its shard of the sum. The compiler
+only overlaps the product with this reduction if the sharding annotation directly follows the
+product.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ if TYPE_CHECKING:
 
 
 def shard_head_gradient(head: nn.Module | None, layout: MeshLayout, weight_spec: Spec) -> bool:
-    """Replace the forward of the LM head, so that the gradient of its weight is reduced to shards.
+    """Replace the forward of the LM head so that its weight gradient is reduced to shards.
 
     Args:
-        head: Output embeddings of a model, or None.
+        head: LM head of a model, or None.
         layout: Placement of tensors on the devices.
-        weight_spec: Spec of the weight of the head, ``[vocabulary, hidden size]``.
+        weight_spec: Spec of the head's weight, ``[vocabulary, hidden size]``.
 
     Returns:
         Whether the forward was replaced. This requires a plain linear layer and several devices.
@@ -60,10 +61,10 @@ def shard_head_gradient(head: nn.Module | None, layout: MeshLayout, weight_spec:
 
 
 class _HeadFunction(torch.autograd.Function):
-    """Autograd function that multiplies hidden states by the gathered weight of the head.
+    """Autograd function that multiplies hidden states by the gathered weight of the LM head.
 
-    The gradient of the weight is annotated with ``gradient_sharding``. If ``transposes`` is set, the gradient
-    is computed transposed, and the sharding is the sharding of the transposed gradient.
+    The weight gradient is annotated with ``gradient_sharding``. If ``transposes`` is set, the gradient
+    is computed transposed, and the sharding applies to the transposed gradient.
     """
 
     @staticmethod

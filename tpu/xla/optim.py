@@ -1,8 +1,8 @@
-"""Optimizers as formulas over lazy tensors, so that the update is part of the compiled step.
+"""Implement optimizers with formulas on lazy tensors, so that the update is part of the compiled step.
 
-Names, hyperparameters and state match torch's classes, so that runs can move between backends. torch's own
-code would cause a transfer or a compilation per step, because it reads step counts on the host or makes
-learning rates constants of the graph.
+Names, hyperparameters and state match torch's classes, so that runs can move between backends.
+torch's code would cause a transfer or a compilation in each step, because it reads step counts on
+the host or treats learning rates as constants in the graph.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ StateLayouts = dict[str, tuple[tuple[int, ...], Spec]]
 
 @dataclass(frozen=True)
 class UpdateInputs:
-    """Inputs of the update of a parameter, in fp32.
+    """Inputs for updating a parameter, in fp32.
 
     Attributes:
         parameter: Values of the parameter.
         gradient: Gradient with the shape of the parameter.
-        state: State tensors, with the names of :meth:`UpdateRule.get_state_layouts`.
-        step: Step count from 1, as a scalar on the device.
-        learning_rate: Learning rate, a scalar on the device. If ``is_stacked`` is set, it may be a tensor
-            ``[parameters, 1, ...]``.
-        weight_decay: Weight decay, a number or a tensor ``[parameters, 1, ...]``.
-        is_stacked: Whether the tensors contain several parameters of the same shape along the first dim,
-            which are updated independently.
+        state: State tensors, keyed by the names from :meth:`UpdateRule.get_state_layouts`.
+        step: Step count, starting at 1, as a scalar on the device.
+        learning_rate: Learning rate, as a scalar on the device. If ``is_stacked`` is set, it may be a
+            tensor ``[parameters, 1, ...]``.
+        weight_decay: Weight decay, as a number or a tensor ``[parameters, 1, ...]``.
+        is_stacked: Whether the first dim stacks several parameters with the same shape, which are
+            updated independently.
     """
 
     parameter: Tensor
@@ -64,14 +64,14 @@ class UpdateInputs:
 
 
 class UpdateResult(NamedTuple):
-    """Result of an update of one parameter, in fp32."""
+    """New parameter and state after an update, in fp32."""
 
     parameter: Tensor
     state: State
 
 
 class UpdateRule(Protocol):
-    """Protocol of an optimizer's formulas, which update one parameter or a stack of parameters.
+    """Protocol for optimizer formulas, which update one parameter or a stack of parameters.
 
     Attributes:
         counts_steps: Whether the state contains a step count.
@@ -80,10 +80,10 @@ class UpdateRule(Protocol):
     counts_steps: bool
 
     def get_state_layouts(self, parameter: Tensor, spec: Spec, *, is_stacked: bool) -> StateLayouts:
-        """Return the shape and spec of each state tensor. The state starts as zeros.
+        """Return the shape and spec of each state tensor. State tensors are initialized with zeros.
 
         Args:
-            parameter: The parameter or stack.
+            parameter: Parameter or stack of parameters.
             spec: Spec of the parameter.
             is_stacked: Whether the first dim stacks several parameters.
         """
@@ -97,7 +97,7 @@ class XlaAdamW:
 
     Args:
         betas: Decay rates of the two moments.
-        eps: Term that is added to the denominator.
+        eps: Term added to the denominator.
     """
 
     counts_steps = True
@@ -123,7 +123,10 @@ class XlaAdamW:
 
 
 def _compute_bias_correction(beta: float, step: Tensor) -> Tensor:
-    """Compute ``1 - beta ** step`` without the cancellation that costs fp32 four digits at beta 0.999."""
+    """Compute ``1 - beta ** step`` without cancellation.
+
+    With beta 0.999, cancellation would cost four digits in fp32.
+    """
     return -torch.expm1(step * math.log(beta)) if beta else torch.ones_like(step)
 
 
@@ -131,7 +134,7 @@ class XlaSgd:
     """SGD with momentum, like ``torch.optim.SGD``. The weight decay is added to the gradient.
 
     Args:
-        momentum: Momentum; 0 for plain SGD.
+        momentum: Momentum factor. 0 for plain SGD.
     """
 
     counts_steps = False
@@ -140,7 +143,7 @@ class XlaSgd:
         self._momentum = momentum
 
     def get_state_layouts(self, parameter: Tensor, spec: Spec, *, is_stacked: bool) -> StateLayouts:
-        """Return the layout of the momentum buffer. The dict is empty if the momentum is 0."""
+        """Return the layout of the momentum buffer. Empty if the momentum is 0."""
         return {"momentum_buffer": (tuple(parameter.shape), spec)} if self._momentum else {}
 
     def compute_update(self, inputs: UpdateInputs) -> UpdateResult:
@@ -155,7 +158,8 @@ class XlaSgd:
 class XlaAdafactor:
     """Adafactor with the formulas of :class:`portable.optim.adafactor.AdafactorRule`.
 
-    Under SPMD a sharded tensor is one logical tensor, so means over it are exact on any number of devices.
+    Under SPMD, a sharded tensor is one logical tensor, so means over it are exact on any number of
+    devices.
 
     Args:
         rule: Variant of Adafactor.
@@ -198,10 +202,10 @@ class XlaAdafactor:
 
 
 def _compute_rms(tensor: Tensor, is_stacked: bool) -> Tensor:
-    """Compute the root mean square of a tensor with the shape of a parameter.
+    """Compute the root mean square of a parameter-shaped tensor.
 
     Returns:
-        A scalar. For stacked parameters, one value per parameter, with shape ``[parameters, 1, ...]``.
+        A scalar. For stacked parameters, a tensor ``[parameters, 1, ...]``.
     """
     if not is_stacked:
         return tensor.square().mean().sqrt()
@@ -209,7 +213,7 @@ def _compute_rms(tensor: Tensor, is_stacked: bool) -> Tensor:
 
 
 class MuonUpdates(NamedTuple):
-    """Orthogonalized updates and the state after them, both keyed by parameter name."""
+    """Orthogonalized updates and the new state, both keyed by parameter name."""
 
     updates: dict[str, Tensor]
     states: dict[str, State]
@@ -221,7 +225,7 @@ class XlaMuon:
     Args:
         settings: Section ``train`` of the config.
         layout: Placement of tensors on the devices.
-        compute_dtype: Dtype of the products.
+        compute_dtype: Dtype of the matrix products.
     """
 
     counts_steps = False
@@ -237,8 +241,8 @@ class XlaMuon:
     def compute_update(self, inputs: UpdateInputs) -> UpdateResult:
         """Apply an update that :meth:`orthogonalize_updates` has computed.
 
-        The caller passes the orthogonalized update as ``inputs.gradient``, and the new state as
-        ``inputs.state``, which is returned unchanged.
+        The caller passes the orthogonalized update as ``inputs.gradient``. ``inputs.state`` must already be
+        the new state, and is returned unchanged.
         """
         adjusted = inputs.learning_rate * compute_learning_rate_factor(
             self._rate_rule, inputs.parameter.shape
@@ -251,13 +255,13 @@ class XlaMuon:
     ) -> MuonUpdates:
         """Compute the orthogonalized updates and the new momentum buffers.
 
-        Matrices with the same shape and spec are concatenated and distributed over the devices, so that each
-        device orthogonalizes some complete matrices.
+        Matrices with the same shape and spec are concatenated and distributed over the devices, so that
+        each device orthogonalizes a share of the complete matrices.
 
         Args:
             gradients: Gradients, keyed by parameter name.
-            states: State of each parameter.
-            specs: Spec of each parameter.
+            states: State tensors, keyed by parameter name.
+            specs: Specs, keyed by parameter name.
 
         Returns:
             The updates in fp32, and the new state.
@@ -299,9 +303,9 @@ class XlaMuon:
 
 
 def build_update_rule(settings: TrainConfig) -> UpdateRule:
-    """Build the update rule of ``train.optimizer``.
+    """Build the update rule for ``train.optimizer``.
 
-    With muon, this is the rule of parameters that are not matrices.
+    With Muon, this is the rule for parameters that are not matrices.
     """
     beta1, beta2 = settings.betas
     if settings.optimizer in ("adamw", "muon"):
@@ -314,8 +318,8 @@ def build_update_rule(settings: TrainConfig) -> UpdateRule:
 class _GroupFactors(NamedTuple):
     """Hyperparameters of a tensor, from the parameter groups of its parameters.
 
-    Each value is a number. It is a tensor ``[layers, 1, ...]`` if the tensor is a stack whose layers are in
-    groups with different values.
+    Each value is a number, or a tensor ``[layers, 1, ...]`` for a stack whose layers have different
+    values.
     """
 
     rate_share: Tensor | float
@@ -326,16 +330,16 @@ class _GroupFactors(NamedTuple):
 class XlaOptimizer:
     """Built-in optimizer, which applies an update rule to each parameter.
 
-    The state of a parameter is sharded like the parameter.
-    The step counts of all parameters are one fp32 vector ``[parameters]``, so that the compiled step has one
-    argument for them instead of hundreds.
+    The state of a parameter is sharded like the parameter. The step counts of all parameters are stored
+    in one fp32 vector ``[parameters]``, so that the compiled step has a single argument for them
+    instead of hundreds.
 
     Args:
         settings: Section ``train`` of the config.
-        model: Model on the meta device, whose names and shapes determine the parameter groups.
+        model: Model on the meta device. Its parameter names and shapes determine the parameter groups.
         layout: Placement of tensors on the devices.
         device_parameters: Parameters to update.
-        compute: Dtype of Muon's products.
+        compute: Dtype of Muon's matrix products.
     """
 
     def __init__(
@@ -377,7 +381,7 @@ class XlaOptimizer:
             }
 
     def _compute_group_factors(self, name: str, groups: Mapping[str, OptimizerGroup]) -> _GroupFactors:
-        """Compute the learning rate factor and the weight decay of a parameter or a stack.
+        """Compute the learning rate factor and the weight decay for a parameter or a stack.
 
         Args:
             name: Name of the tensor.
@@ -399,8 +403,8 @@ class XlaOptimizer:
 
         Args:
             gradients: Gradients, keyed by parameter name.
-            learning_rate: Learning rate, an fp32 scalar on the device.
-            is_allowed: Bool scalar on the device. If it is false, the update leaves everything unchanged.
+            learning_rate: Learning rate, as an fp32 scalar on the device.
+            is_allowed: Whether to apply the update, as a bool scalar on the device.
         """
         with torch.no_grad():
             new_step_counts = self._step_counts + 1
@@ -438,14 +442,14 @@ class XlaOptimizer:
             self._step_counts.copy_(torch.where(is_allowed, new_step_counts, self._step_counts))
 
     def get_state_tensors(self) -> dict[str, State]:
-        """Return the state tensors of every parameter or stack, keyed by its name and by state name.
+        """Return the state tensors, keyed by the name of the parameter or stack and then by state name.
 
-        The step counts are not included.
+        Step counts are not included.
         """
         return self._state
 
     def initialize_state(self) -> None:
-        """Set the weight averages of ``train.ema`` to the weights. Call it after the weights are loaded."""
+        """Initialize the weight averages of ``train.ema``. Call this method after loading the weights."""
         for name, state in self._state.items():
             if AVERAGE_KEY in state:
                 state[AVERAGE_KEY].copy_(self._parameters[name].detach())
@@ -454,7 +458,7 @@ class XlaOptimizer:
         """Read the step count of each parameter whose rule counts steps.
 
         Returns:
-            Mapping with the key ``step`` and an fp32 scalar on the CPU, for each parameter name.
+            For each parameter name, a dict that maps ``step`` to an fp32 scalar on the CPU.
         """
         if not any(rule.counts_steps for rule in self._update_rules.values()):
             return {}
@@ -467,7 +471,7 @@ class XlaOptimizer:
         }
 
     def build_param_groups(self, learning_rate: float) -> list[dict[str, Any]]:
-        """Build parameter groups with their hyperparameters, in the format of torch's optimizers.
+        """Build parameter groups with their hyperparameters, in the format of torch optimizers.
 
         Args:
             learning_rate: Learning rate of the last step.
@@ -482,13 +486,13 @@ class XlaOptimizer:
         stored: Mapping[str, Mapping[str, StoredTensor | float | bool]],
         stored_groups: OptimizerState | None,
     ) -> None:
-        """Restore the optimizer state of a checkpoint.
+        """Restore the optimizer state from a checkpoint.
 
-        If the checkpoint has no state of a parameter, the state of the parameter stays zero.
+        Parameters without state in the checkpoint keep their initial state.
 
         Args:
-            stored: State of each parameter, keyed by parameter name and by state name.
-            stored_groups: Optimizer state with parameter groups. Ignored here, because only custom optimizers
+            stored: Stored state, keyed by parameter name and then by state name.
+            stored_groups: Optimizer state with parameter groups. Ignored, because only custom optimizers
                 have state in their groups.
         """
         steps = torch.zeros(len(self._names))
@@ -519,9 +523,9 @@ class XlaOptimizer:
 def _build_torch_groups(
     settings: TrainConfig, trained: Mapping[str, nn.Parameter], named_groups: Mapping[str, OptimizerGroup]
 ) -> list[dict[str, Any]]:
-    """Build the ``param_groups`` of torch's class of the optimizer, so that checkpoints have torch's format.
+    """Build the ``param_groups`` of the corresponding torch optimizer, for checkpoints in torch's format.
 
-    The parameters in the groups are replaced by their names.
+    The parameters in the groups are replaced with their names.
     """
     names = {id(parameter): name for name, parameter in trained.items()}
     groups = build_parameter_groups(trained, named_groups, settings.learning_rate)

@@ -1,7 +1,7 @@
-"""Record of the backend ``xla``: see :class:`portable.registry.BackendPackage`.
+"""Describe the ``xla`` backend. See :class:`portable.registry.BackendPackage`.
 
-This module does not import torch or torch_xla at module level, because the checks read a record whenever a
-config is built.
+This module does not import torch or torch_xla at module level, because config checks read the
+description whenever a config is built.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ The scores of up to 2 x this number of tokens may fit into the vector memory of 
 
 
 class XlaPackage(BackendPackage):
-    """Record of the backend ``xla``: one process per host, which drives all devices of the host."""
+    """Description of the ``xla`` backend: one process per host, which controls all devices of the host."""
 
     name = "xla"
     extra = "xla"
@@ -44,24 +44,24 @@ class XlaPackage(BackendPackage):
         return is_tpu_selected()
 
     def count_local_ranks(self) -> int:
-        """Return 1: one rank per host."""
+        """Return 1, because there is one rank per host."""
         return 1
 
     def check_ranks(self, ranks: int) -> None:
-        """Raise UserError for more than one rank."""
+        """Raise UserError if more than one rank is requested."""
         if ranks > 1:
             raise UserError(
                 "--nproc: XLA runs one process per host, which drives all its devices; remove --nproc"
             )
 
     def get_launch_environment(self, ranks: int) -> dict[str, str]:
-        """Return no variables, because there is only one rank per host."""
+        """Return an empty dict, because there is only one rank per host."""
         return {}
 
     def get_world(self, ranks: int) -> World:
-        """Return the number of hosts of the slice, which are the ranks, and of devices per host.
+        """Return the number of ranks (one per host in the slice) and the number of devices per host.
 
-        Starts the runtime of torch_xla.
+        This starts torch_xla's runtime.
         """
         from portable.tpu.xla import runtime
 
@@ -69,13 +69,13 @@ class XlaPackage(BackendPackage):
         return World(runtime.count_hosts(), runtime.count_local_devices())
 
     def choose_default_precision(self, *, in_rank: bool) -> str | None:
-        """Return ``bf16`` on a TPU, and ``fp32`` on virtual CPU devices. Imports torch_xla."""
+        """Return ``bf16`` on a TPU, and ``fp32`` on virtual CPU devices. This imports torch_xla."""
         from portable.tpu.xla import runtime
 
         return "bf16" if runtime.is_on_tpu() else "fp32"
 
     def find_problems(self, config: RunConfig, *, late: bool) -> Iterator[SettingProblem]:
-        """Yield the settings that XLA does not support."""
+        """Yield a problem for each setting that XLA does not support."""
         from portable.tpu.xla import checks
 
         return checks.find_problems(config, late=late)
@@ -83,16 +83,16 @@ class XlaPackage(BackendPackage):
     def adopt_engine_file(self, config: RunConfig, world: World) -> RunConfig:
         """Return the config unchanged.
 
-        A DeepSpeed JSON is ignored, so that one config works with all backends.
+        A DeepSpeed JSON is ignored, so that the same config works with all backends.
         """
         return config
 
     def check_config(self, config: RunConfig, world: World) -> None:
-        """Check the graph cache, the metrics, and the sharding over the devices.
+        """Check the graph cache, the metrics, and the sharding of parameters over the devices.
 
         Raises:
-            UserError: If a graph cache is set on virtual devices, if metrics of generated text are set on
-                several hosts, or if the parameters cannot be sharded over the devices.
+            UserError: If a graph cache is used with virtual devices, if metrics of generated text are used
+                with several hosts, or if the parameters cannot be sharded over the devices.
         """
         from portable.tpu.xla import checks, runtime
         from portable.tpu.xla.layout import MeshLayout
@@ -106,13 +106,13 @@ class XlaPackage(BackendPackage):
         MeshLayout(config, world.devices)
 
     def build_notes(self, config: RunConfig) -> list[str]:
-        """Return a note if the config has a DeepSpeed JSON, which has no effect."""
+        """Return a note if the config sets a DeepSpeed JSON, which has no effect."""
         if config.deepspeed.config is None:
             return []
         return ["deepspeed.config has no effect: DeepSpeed does not run on backend xla"]
 
     def iter_memory_remedies(self, config: RunConfig, ranks: int) -> Iterator[str]:
-        """Yield settings that need less device memory than ``config``."""
+        """Yield settings that would reduce the device memory of a run."""
         # XLA does not offload, and the logits exist only once, in the compute dtype, so a chunked loss would
         # not help.
         if config.memory.activation_checkpointing != "full":
@@ -122,11 +122,11 @@ class XlaPackage(BackendPackage):
             yield f"xla.attention_rows {_ATTENTION_ROWS}"
 
     def get_host_memory_advice(self, config: RunConfig) -> str:
-        """Return one sentence with the settings that need less host memory."""
+        """Return one sentence that names the settings that reduce host memory."""
         return "to use less, set data.num_workers or train.micro_batch_size lower"
 
     def load_footprint(self) -> FootprintModule:
-        """Import the module that computes memory and traffic. It does not import torch_xla."""
+        """Import the module that computes memory and traffic. This does not import torch_xla."""
         from portable.tpu.xla import footprint
 
         return footprint
@@ -144,7 +144,7 @@ class XlaPackage(BackendPackage):
         return compile_xla_graphs(config, target)
 
     def create_backend(self) -> Backend:
-        """Create the backend of this process. Imports torch_xla."""
+        """Create the backend of this process. This imports torch_xla."""
         from portable.tpu.xla.backend import XlaBackend
 
         return XlaBackend(self.name)

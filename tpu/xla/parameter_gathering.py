@@ -1,9 +1,10 @@
-"""Gather the parameters of a layer once per pass, before the layer computes.
+"""Gather a layer's parameters once per pass, before the layer computes.
 
-If a product has a sharded operand, the compiler gathers the operand. The products of the forward and backward
-passes use a matrix in different shapes, such as ``[heads, width, hidden size]``, and the compiler would
-gather each shape. This module therefore makes a copy of the parameter that is annotated as replicated. The
-copy is gathered once, in the shape of the parameter, and all products of a pass use it.
+If an operand of a matrix product is sharded, the compiler gathers it. The products in the forward
+and backward passes use a matrix in different shapes, such as ``[heads, width, hidden size]``, and
+the compiler would gather it once per shape. Therefore, this module creates a copy of the parameter
+that is annotated as replicated. The copy is gathered once, in the shape of the parameter, and used
+by all products in a pass.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ if TYPE_CHECKING:
 def gather_layer_parameters(
     layer: nn.Module, layer_name: str, get_spec: Callable[[str, Tensor], Spec], layout: MeshLayout
 ) -> None:
-    """Make a layer compute with copies of its sharded parameters that are gathered once per pass.
+    """Make a layer use copies of its sharded parameters, which are gathered once per pass.
 
-    Embedding tables are not gathered. Nothing is changed if the layer has no other sharded parameters.
+    Embedding tables are not gathered. The layer is not changed if it has no other sharded parameters.
 
     Args:
-        layer: The layer. Its ``forward`` is replaced.
+        layer: Layer to modify. Its ``forward`` is replaced.
         layer_name: Name of the layer in the model.
-        get_spec: Function that returns the spec of a parameter from its name and its value.
+        get_spec: Function that returns the spec for a parameter name and tensor.
         layout: Placement of tensors on the devices.
     """
     op_shardings: dict[str, tuple[Any, Any]] = {}

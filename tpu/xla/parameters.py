@@ -1,4 +1,4 @@
-"""Parameters on the devices, with the parameters of looped layers stacked into one tensor."""
+"""Store parameters on the devices, with the parameters of looped layers stacked into one tensor."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ if TYPE_CHECKING:
 class DeviceParameters:
     """Parameters of a model on the device mesh.
 
-    If layers run in a loop, the same parameter of all these layers is stored as one tensor ``[layers, ...]``,
-    a stack, so that neither the loop nor the update has to stack the parameters. A stack has the name of its
-    first parameter. The stacked parameters of the model itself stay on the meta device. A checkpoint contains
-    them separately, with their original names.
+    If layers run in a loop, the same parameter from all these layers is stored as one tensor ``[layers,
+    ...]``, called a stack. Therefore, neither the loop nor the update has to stack the parameters. A
+    stack is named after its first parameter. In the model itself, the stacked parameters stay on the
+    meta device. A checkpoint contains them separately, with their original names.
 
     Args:
-        model: Model on the meta device. Its parameters and buffers are replaced by device tensors, except for
-            stacked ones.
+        model: Model on the meta device. Its parameters and buffers are replaced with device tensors,
+            except for stacked parameters.
         layout: Placement of tensors on the devices.
-        stacks: Names of the parameters to stack, in the order of their layers, keyed by the first name.
+        stacks: Names of the parameters to stack, in layer order, keyed by the first name.
 
     Attributes:
-        stacks: Names of the parameters of each stack, keyed by the first name.
+        stacks: Names of the parameters in each stack, keyed by the first name.
         by_name: Parameters and stacks, keyed by name.
 
     Raises:
-        UserError: If ``xla.sharding`` treats the layers of a stack differently.
+        UserError: If ``xla.sharding`` specifies different shardings for the layers in a stack.
     """
 
     def __init__(self, model: nn.Module, layout: MeshLayout, stacks: Mapping[str, Sequence[str]]) -> None:
@@ -74,11 +74,11 @@ class DeviceParameters:
             self.by_name[first] = nn.Parameter(placed, requires_grad=meta.requires_grad)
 
     def get_parameter_names(self, tensor_name: str) -> list[str]:
-        """Return the names of the parameters that a tensor contains: of a stack all, otherwise one."""
+        """Return the names of the parameters in a tensor. Only a stack contains several parameters."""
         return list(self.stacks.get(tensor_name, [tensor_name]))
 
     def get_tensor_spec(self, name: str, shape: Sequence[int]) -> Spec:
-        """Return the spec of a parameter or stack. Gradients and state of the same shape have the same spec.
+        """Return the spec of a parameter or stack, and of gradients and state with the same shape.
 
         Args:
             name: Name of the tensor.
@@ -94,7 +94,7 @@ class DeviceParameters:
         return {**unstacked, **{name: self.by_name[name] for name in self.stacks}}
 
     def get_stored_tensors(self) -> dict[str, Tensor]:
-        """Return the parameters, stacks and buffers that a checkpoint contains, keyed by name."""
+        """Return the parameters, stacks and buffers that are saved in checkpoints, keyed by name."""
         stored = get_checkpointed_tensors(self._model).keys()
         return {name: tensor for name, tensor in self.get_state_tensors().items() if name in stored}
 
@@ -102,14 +102,13 @@ class DeviceParameters:
     def fill_tensor(
         self, name: str, tensor: Tensor, spec: Spec, sources: Mapping[str, ReadableTensor]
     ) -> None:
-        """Fill a parameter or stack, or a state tensor of the same shape, with stored values.
+        """Fill a parameter or stack, or a state tensor with the same shape, with stored values.
 
         Args:
             name: Name of the parameter or stack.
             tensor: Device tensor to fill.
             spec: Spec of the tensor.
-            sources: Stored tensors, keyed by parameter name. If a parameter is missing, its values are not
-                changed.
+            sources: Stored tensors, keyed by parameter name. Missing parameters keep their values.
         """
         if name not in self.stacks:
             if name in sources:
@@ -128,7 +127,7 @@ class DeviceParameters:
             self._layout.cut_graph()
 
     def split_stack_shards(self, name: str, shards: Sequence[LocalShard]) -> dict[str, list[LocalShard]]:
-        """Split the shards of a stack into the shards of its parameters.
+        """Split the shards of a stack into shards of its parameters.
 
         Args:
             name: Name of the parameter or stack.

@@ -1,7 +1,7 @@
-"""Import and start torch_xla: on a TPU if there is one, otherwise on virtual CPU devices.
+"""Import and start torch_xla, on a TPU if there is one, otherwise on virtual CPU devices.
 
-Import torch_xla only from this module, because the first import reads environment variables that this module
-sets.
+Import torch_xla only through this module, because the first import reads environment variables that
+this module sets.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def _import_torch_xla() -> Any:
     """Set the environment variables that torch_xla reads, and import torch_xla.
 
     Raises:
-        UserError: If torch_xla is missing, or built for another torch.
+        UserError: If torch_xla is missing, or was built for a different torch release.
     """
     try:
         torch_version, torch_xla_version = metadata.version("torch"), metadata.version("torch_xla")
@@ -67,10 +67,10 @@ xla_metrics: Any = torch_xla.debug.metrics
 
 
 def start_xla_runtime() -> None:
-    """Start the runtime in SPMD mode. Does nothing if the runtime is already running.
+    """Start the runtime in SPMD mode. Does nothing if it is already running.
 
     Raises:
-        UserError: If the runtime cannot use the devices of ``PJRT_DEVICE``.
+        UserError: If the runtime cannot use the devices selected by ``PJRT_DEVICE``.
     """
     try:
         if not xr.is_spmd():
@@ -85,12 +85,12 @@ def start_xla_runtime() -> None:
 
 
 def count_hosts() -> int:
-    """Return the number of hosts of the slice. Each host runs one process."""
+    """Return the number of hosts in the slice. Each host runs one process."""
     return int(xr.process_count())
 
 
 def count_local_devices() -> int:
-    """Return the number of devices that this process drives."""
+    """Return the number of devices that this process controls."""
     return int(xr.addressable_runtime_device_count())
 
 
@@ -105,5 +105,5 @@ def enable_graph_cache(folder: Path) -> None:
 
 
 def is_on_tpu() -> bool:
-    """Return whether the runtime uses TPUs. Otherwise it uses virtual CPU devices."""
+    """Return whether the runtime uses TPUs instead of virtual CPU devices."""
     return str(xr.device_type()) == "TPU"

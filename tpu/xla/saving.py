@@ -1,4 +1,4 @@
-"""Write tensors on XLA with torch.distributed.checkpoint (DCP). Each host writes its own shards."""
+"""Write checkpoints on XLA with torch.distributed.checkpoint (DCP). Each host writes its shards."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StagedTensor:
-    """Logical tensor with CPU copies of the shards that this host saves.
+    """Logical tensor, with CPU copies of the shards that this host saves.
 
     The list of shards is empty if other hosts save all of them.
     """
@@ -43,7 +43,7 @@ def stage_checkpoint_state(
     optimizer: XlaOptimizer | XlaCustomOptimizer,
     learning_rate: float,
 ) -> dict[str, Any]:
-    """Copy the weights and the optimizer state that this host saves to the CPU.
+    """Build a state dict with CPU copies of the weights and optimizer state that this host saves.
 
     Args:
         layout: Placement of tensors on the devices.
@@ -52,7 +52,8 @@ def stage_checkpoint_state(
         learning_rate: Learning rate of the last step.
 
     Returns:
-        State dict with the names of the original model. Stacks are split into the parameters of each layer.
+        State dict with the original parameter names. Stacks are split into the parameters of each
+        layer.
     """
     scalars = optimizer.read_state_scalars()
     moments: dict[str, dict[str, Any]] = {}
@@ -74,14 +75,14 @@ def stage_checkpoint_state(
 
 
 def copy_local_shards_to_host(layout: MeshLayout, tensors: Mapping[str, Tensor]) -> dict[str, StagedTensor]:
-    """Copy the shards that this host saves to the CPU.
+    """Return CPU copies of the shards that this host saves.
 
     Args:
         layout: Placement of tensors on the devices.
         tensors: Device tensors, keyed by name.
 
     Returns:
-        Copies, keyed by name.
+        Staged tensors, keyed by name.
     """
     if not tensors:
         return {}
@@ -95,7 +96,7 @@ def copy_local_shards_to_host(layout: MeshLayout, tensors: Mapping[str, Tensor])
 def _split_staged_stack(
     device_parameters: DeviceParameters, name: str, staged: StagedTensor
 ) -> dict[str, StagedTensor]:
-    """Split the copy of a stack into the copies of its parameters, keyed by parameter name.
+    """Split a staged stack into its parameters, keyed by parameter name.
 
     A tensor that is not a stack is returned unchanged, under its name.
     """
@@ -107,13 +108,14 @@ def _split_staged_stack(
 
 
 class StagedPlanner(DefaultSavePlanner):
-    """Save planner of DCP that also supports :class:`StagedTensor`.
+    """DCP save planner that also supports :class:`StagedTensor`.
 
-    Staging has dropped replicas, so each chunk is in the plan of one host and DCP has nothing to deduplicate.
+    Staging has already dropped replicas, so each chunk is in only one host's plan, and DCP does not
+    need to deduplicate them.
     """
 
     def create_local_plan(self) -> SavePlan:
-        """Create the plan of this host, with one item per staged shard."""
+        """Create this host's plan, with one item per staged shard."""
         staged = {name: value for name, value in self.state_dict.items() if isinstance(value, StagedTensor)}
         everything = self.state_dict
         self.state_dict = {name: value for name, value in everything.items() if name not in staged}
@@ -124,7 +126,7 @@ class StagedPlanner(DefaultSavePlanner):
         return self.plan
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        """Return the tensor to write for an item of the plan."""
+        """Return the tensor to write for an item in the plan."""
         value = self.state_dict[index.fqn]
         if not isinstance(value, StagedTensor):
             return super().lookup_object(index)
@@ -132,7 +134,7 @@ class StagedPlanner(DefaultSavePlanner):
 
 
 def _build_write_items(name: str, staged: StagedTensor) -> list[WriteItem]:
-    """Build the items of a DCP plan for the staged shards of a tensor."""
+    """Build the DCP plan items for the staged shards of a tensor."""
     properties = TensorProperties(dtype=staged.dtype)
     return [
         WriteItem(

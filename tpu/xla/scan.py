@@ -1,10 +1,10 @@
-"""Loop over the leading dim of tensors, compiled as one XLA ``While``, and its gradient.
+"""Loop over the leading dim of tensors with a single compiled XLA ``While``, and compute its gradient.
 
-torch_xla's own scan cannot be used here, because its backward pass imports JAX under SPMD, and because it
-stacks values that AOTAutograd derives from the weights. In this module, autograd itself records the body,
-once, on placeholders. The tensors that autograd saves are stacked over the iterations, each storage once.
-Saved views, and saved inputs of the loop, are not stacked but taken from existing tensors. The gradient is a
-second loop, which runs backwards.
+torch_xla's scan cannot be used here. Its backward pass imports JAX under SPMD, and it stacks values
+that AOTAutograd derives from the weights. This module instead lets autograd record the loop body
+once, on placeholders. The tensors that autograd saves are stacked over the iterations, each storage
+once. Saved views and saved loop inputs are not stacked, but taken from existing tensors. The
+gradient is computed by a second loop, which runs backwards.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _recorded_seeds: list[list[torch.Tensor]] = []
 
 
 class ScanResult(NamedTuple):
-    """Result of a loop."""
+    """Final carry and stacked results of a loop."""
 
     carry: Tensors
     """Carry after the last iteration."""
@@ -49,7 +49,7 @@ class ScanResult(NamedTuple):
 
 
 class _InputCounts(NamedTuple):
-    """Number of inputs of a loop of each kind."""
+    """Number of carry, stacked, and shared inputs of a loop."""
 
     carry: int
     stacked: int
@@ -57,14 +57,15 @@ class _InputCounts(NamedTuple):
 
 
 class Scan:
-    """Loop over a body. The body is traced once for each combination of input shapes, dtypes and keys.
+    """Loop over a body function, which is traced once per combination of input shapes, dtypes and keys.
 
     Args:
-        body: Function of the carry, one slice of each stacked tensor, and the shared tensors. It returns the
-            new carry, with the same shapes and dtypes, and results to stack. It must not read other values
-            that change, and its autograd functions must save tensors with ``save_for_backward``.
-        recompute: Whether to save only the carry of each iteration, and run the body again in the backward
-            pass.
+        body: Function of the carry, one slice of each stacked tensor, and the shared tensors. It
+            returns the new carry, with the same shapes and dtypes, and results to stack. It must not
+            read any other values that change. Its autograd functions must save tensors with
+            ``save_for_backward``.
+        recompute: Whether to save only the carry of each iteration and recompute the body in the
+            backward pass.
     """
 
     def __init__(self, body: Any, *, recompute: bool) -> None:
@@ -81,19 +82,20 @@ class Scan:
         shardings: Sequence[Shardings] = (),
         key: Hashable = (),
     ) -> ScanResult:
-        """Run the loop once for each slice of the stacked tensors.
+        """Run one iteration for each slice of the stacked tensors.
 
         The result is differentiable with respect to ``carry``, ``stacked`` and ``shared``.
 
         Args:
-            carry: Carry of the first iteration.
-            stacked: One or more tensors ``[iterations, ...]``. Each iteration gets one slice of each tensor.
-            shared: Tensors that every iteration gets unchanged.
-            shardings: Shardings of the slices of ``stacked``, in its order.
+            carry: Initial carry.
+            stacked: One or more tensors ``[iterations, ...]``. Each iteration receives one slice of each
+                tensor.
+            shared: Tensors that are passed unchanged to every iteration.
+            shardings: Shardings for the slices of ``stacked``, in the same order.
             key: Other values that the body depends on, such as its training mode.
 
         Returns:
-            The last carry, and the stacked results.
+            The final carry, and the stacked results.
         """
         inputs = (*carry, *stacked, *shared)
         counts = _InputCounts(len(carry), len(stacked), len(shared))
@@ -124,7 +126,7 @@ class Scan:
 
 
 class _ScanFunction(torch.autograd.Function):
-    """Autograd function that runs the forward loop, and the backward loop in the backward pass."""
+    """Autograd function whose forward and backward passes run the corresponding loops."""
 
     @staticmethod
     def forward(ctx: Any, traced: _TracedLoops, counts: _InputCounts, *inputs: Tensor) -> Tensors:
@@ -165,16 +167,16 @@ class _TracedLoops:
     """Forward and backward loops for one combination of input shapes, dtypes and keys.
 
     Attributes:
-        forward: Loop that computes the carry, the results and the saved tensors from carry, stacked and
-            shared tensors.
-        backward: Loop that computes gradients. Its carry consists of the gradient of the carry, and of the
-            sums of the gradients of the shared tensors so far. Its stacked tensors are the gradients of the
-            results, the stacked tensors and the saved tensors. None if no input needs a gradient.
+        forward: Loop that computes the carry, the results and the saved tensors from the carry, stacked
+            and shared inputs.
+        backward: Loop that computes gradients. Its carry consists of the carry gradient and the
+            accumulated gradients of the shared tensors. Its stacked inputs are the gradients of the
+            results, the stacked tensors and the saved tensors. None if no input requires a gradient.
         num_saved: Number of tensors that are saved for the backward loop.
         output_types: Shape and dtype of the carry and of the stacked results.
-        trained_stacked_indices: Indices of the stacked tensors that get a gradient.
-        trained_shared_indices: Indices of the shared tensors that get a gradient.
-        num_seeds: Number of seeds per iteration; 0 if the body draws no random numbers.
+        trained_stacked_indices: Indices of the stacked tensors with gradients.
+        trained_shared_indices: Indices of the shared tensors with gradients.
+        num_seeds: Number of seeds per iteration. 0 if the body draws no random numbers.
     """
 
     forward: _CompiledLoop
@@ -187,13 +189,13 @@ class _TracedLoops:
 
 
 class _BodyTracer:
-    """Recorder of a body, which calls the body on placeholders and builds the loops.
+    """Tracer that calls a loop body on placeholders, and builds the loops from the recorded operations.
 
     Args:
         body: Body of the loop.
-        counts: Number of inputs of each kind.
-        inputs: Inputs of the loop, whose shapes and dtypes the placeholders get.
-        shardings: Shardings of each stacked input.
+        counts: Numbers of carry, stacked, and shared inputs.
+        inputs: Inputs of the loop, which determine the shapes and dtypes of the placeholders.
+        shardings: Shardings for each stacked input.
     """
 
     def __init__(self, body: Any, counts: _InputCounts, inputs: Sequence[Tensor], shardings: Any) -> None:
@@ -207,7 +209,7 @@ class _BodyTracer:
         ]
 
     def build_loops(self, needs_gradient: bool, recompute: bool) -> _TracedLoops:
-        """Record the body and build its forward loop, and the backward loop if an input needs a gradient."""
+        """Trace the body and build the forward loop. Also build the backward loop if it is needed."""
         if not needs_gradient:
             with torch.no_grad():
                 outputs, _ = self._call_body(placeholders := self._create_placeholders())
@@ -222,10 +224,10 @@ class _BodyTracer:
         ]
 
     def _constrain_placeholders(self, placeholders: Sequence[Tensor]) -> list[Tensor]:
-        """Return copies of the placeholders with their shardings, to be used as inputs of the body.
+        """Copy the placeholders, and annotate the copies with their shardings.
 
-        Placeholders are copied, because annotating a placeholder itself would replace it by a tensor that is
-        not an input of the computation.
+        The body is called on copies, because an annotation would replace the placeholder with a tensor that
+        is not an input of the computation.
         """
         carry, stacked, shared = _split_by_lengths(placeholders, *self._counts[:2])
         slices = [
@@ -241,10 +243,10 @@ class _BodyTracer:
 
         Args:
             placeholders: Placeholders of all inputs.
-            on_inputs: Function that is called with the copies before the body runs.
+            on_inputs: Callback that receives the copies before the body runs.
 
         Returns:
-            The outputs of the body, and the copies of the placeholders that the body was called with.
+            The outputs of the body, and the copies of the placeholders.
         """
         _recorded_seeds.append([])
         try:
@@ -259,7 +261,7 @@ class _BodyTracer:
         return [copy_without_sharding(t) for t in (*carried, *results)], body_inputs
 
     def _trace_with_recompute(self) -> _TracedLoops:
-        """Build a forward loop that saves only its carries, and a backward loop that runs the body again."""
+        """Build a forward loop that only saves its carries, and a backward loop that recomputes the body."""
         with torch.no_grad():
             outputs, body_inputs = self._call_body(placeholders := self._create_placeholders())
         forward = self._build_loop(placeholders, [*outputs, *body_inputs[: self._counts[0]]])
@@ -272,7 +274,7 @@ class _BodyTracer:
         )
 
     def _trace_with_saving(self) -> _TracedLoops:
-        """Build a forward loop that stacks the tensors that autograd saves, and the backward loop."""
+        """Build a forward loop that stacks autograd's saved tensors, and a backward loop that uses them."""
         placeholders = self._create_placeholders()
         input_indices: dict[int, int] = {}
         roots: dict[int, tuple[Tensor, int]] = {}
@@ -326,11 +328,11 @@ class _BodyTracer:
         """Record the gradient of ``outputs`` with respect to ``leaves``, and build the backward loop.
 
         Args:
-            forward: The forward loop.
-            outputs: Outputs of the recorded body.
+            forward: Forward loop.
+            outputs: Outputs of the traced body.
             leaves: Placeholders that the outputs were computed from.
-            placeholders: Placeholders that the gradients are computed from in the backward loop.
-            saved: Placeholders of the saved tensors.
+            placeholders: Placeholders for the inputs of the backward loop.
+            saved: Placeholders for the saved tensors.
         """
         carries, stacks, _ = self._counts
         incoming_gradients = [xb.create_placeholder_tensor(tensor.shape, tensor.dtype) for tensor in outputs]
@@ -395,21 +397,22 @@ class _BodyTracer:
 
 
 class _CompiledLoop:
-    """XLA ``While`` loop around a recorded body ``(carry, slices, shared) -> (carry, results)``.
+    """XLA ``While`` loop around a traced body ``(carry, slices, shared) -> (carry, results)``.
 
-    The computation is built by the constructor, and each call of the object runs it.
+    The constructor builds the computation, and each call runs it.
 
     Args:
-        carry: Placeholders of the carry.
-        slices: Placeholders of the slices of stacked tensors.
-        shared: Placeholders of the shared tensors.
+        carry: Placeholders for the carry.
+        slices: Placeholders for slices of the stacked tensors.
+        shared: Placeholders for the shared tensors.
         outputs: New carry, and the results to stack, computed from the placeholders.
         iterations: Number of iterations.
-        seeds: Seeds that the random numbers of the body were drawn from.
-        reverse: Whether to run from the last slice to the first. The results stay in the order of the slices.
+        seeds: Seeds from which the body has drawn random numbers.
+        reverse: Whether to iterate from the last slice to the first. The results are still in the order
+            of the slices.
 
     Attributes:
-        num_seeds: Number of seeds per iteration; 0 if the body draws no random numbers.
+        num_seeds: Number of seeds per iteration. 0 if the body draws no random numbers.
     """
 
     def __init__(
@@ -449,7 +452,7 @@ class _CompiledLoop:
         )
 
     def reads(self, tensors: Sequence[Tensor]) -> bool:
-        """Return whether the body was computed from any of ``tensors``."""
+        """Return whether the body depends on any of ``tensors``."""
         return any(self._lowered.tensor_parameter_id(tensor) != -1 for tensor in tensors)
 
     def _build_computation(
@@ -461,7 +464,7 @@ class _CompiledLoop:
         iterations: int,
         reverse: bool,
     ) -> Any:
-        """Build the XLA computation of the loop around the computation of its body."""
+        """Build the XLA computation of the loop from the computation of its body."""
         builder = xb.create_builder("scan")
         state: list[Any] = []
 
@@ -528,8 +531,8 @@ class _CompiledLoop:
 def _set_seed_and_record(seed: int) -> None:
     """Set the seed of the random number generator.
 
-    If a body is being recorded, the seed is added to the seeds of the innermost body. Each of these seeds
-    becomes an input of the loop's body.
+    While a body is being traced, the seed is also added to the seeds of the innermost body. These seeds
+    become inputs of the loop's body.
     """
     xla.set_rng_seed(seed, _DEVICE)
     if _recorded_seeds:
@@ -553,7 +556,7 @@ def _build_slice_write(stack: Any, value: Any, index: Any) -> Any:
 
 
 def _split_by_lengths(tensors: Sequence[Any], *lengths: int) -> tuple[tuple[Any, ...], ...]:
-    """Split a sequence into parts of ``lengths`` elements, and a last part with the remaining elements."""
+    """Split a sequence into parts with the given lengths, and a last part with the remaining elements."""
     parts, start = [], 0
     for length in lengths:
         parts.append(tuple(tensors[start : start + length]))

@@ -1,8 +1,8 @@
-"""Equal layers that are compiled once and run in a loop (``xla.scan_layers``).
+"""Compile equal layers once, and run them in a loop (``xla.scan_layers``).
 
-The code of the model still calls its layers one after the other. All layers of a segment except the last
-layer only record their arguments and return their input. The last layer runs the loop. The code of the model
-therefore does not have to be changed.
+The model's code still calls its layers one after the other, and does not need to be changed. Except
+for the last layer, the layers in a segment only record their arguments and return their input. The
+last layer runs the loop.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ DISABLE_REMEDY = "set xla.scan_layers: false"
 
 @dataclass(frozen=True)
 class LayerSegment:
-    """Consecutive layers that repeat with a period. The layers of one period may differ.
+    """Consecutive layers that repeat with a period. The layers within one period may differ.
 
     Attributes:
-        layer_names: Names of the layers, in order. Their number is a multiple of ``period``.
-        period: Number of layers of one repetition.
-        return_forms: Structure of the result of each layer of the period.
+        layer_names: Names of the layers, in order. The number of names is a multiple of ``period``.
+        period: Number of layers per repetition.
+        return_forms: Structure of the result of each layer in the period.
     """
 
     layer_names: tuple[str, ...]
@@ -50,14 +50,14 @@ class LayerSegment:
     return_forms: tuple[LayerOutputForm, ...]
 
     def list_parameter_names(self, model: nn.Module) -> list[list[str]]:
-        """List the names of the parameters of each stack.
+        """List the names of the parameters in each stack.
 
         Args:
-            model: Model with the layers.
+            model: Model that contains the layers.
 
         Returns:
-            One list per parameter of the period, with the names of the parameter in all repetitions, in
-            order.
+            One list per parameter in the period. It contains the names of this parameter in all
+            repetitions, in order.
         """
         return [
             [f"{name}.{suffix}" for name in self.layer_names[phase :: self.period]]
@@ -68,12 +68,12 @@ class LayerSegment:
 
 @dataclass(frozen=True)
 class LayerOutputForm:
-    """Structure of a layer's result: hidden states, and arguments that the layer returns.
+    """Structure of a layer's result, which consists of hidden states, returned arguments, and constants.
 
     Attributes:
-        structure: Structure of torch's pytrees.
-        leaves: One entry per leaf: HIDDEN_STATES for the hidden states, the path of an argument that the
-            layer returns, or a constant.
+        structure: Pytree structure of the result.
+        leaves: One entry per leaf: HIDDEN_STATES for the hidden states, the path of a returned
+            argument, or a constant.
     """
 
     structure: Any
@@ -81,13 +81,13 @@ class LayerOutputForm:
 
 
 def find_layer_segments(model: nn.Module) -> list[LayerSegment]:
-    """Find the segments of a model, which can run as loops. All other layers run separately.
+    """Find the layer segments of a model that can run as loops. All other layers run separately.
 
     Args:
-        model: The transformers model, on the meta device. It is not modified.
+        model: Transformers model on the meta device. It is not modified.
 
     Raises:
-        UserError: If there are no segments, or the config of the model does not allow a loop.
+        UserError: If there are no segments, or if the model's config does not allow a loop.
     """
     kind = str(getattr(model.config, "model_type", type(model).__name__))
     config: Any = model.config
@@ -132,7 +132,7 @@ def find_layer_segments(model: nn.Module) -> list[LayerSegment]:
 
 
 class _Repetition(NamedTuple):
-    """Repetition of layers at the start of a sequence. Both numbers are 0 if no layers repeat."""
+    """Repetition of layers at the beginning of a sequence. Both fields are 0 if no layers repeat."""
 
     period: int
     num_layers: int
@@ -140,10 +140,10 @@ class _Repetition(NamedTuple):
 
 
 def _find_longest_repetition(likes: Sequence[Any]) -> _Repetition:
-    """Find the longest repetition at the start of a sequence of layers.
+    """Find the longest repetition at the beginning of a sequence of layers.
 
     Args:
-        likes: Key of each layer, which is equal for equal layers. None for a layer that must not repeat.
+        likes: Equivalence key of each layer. None for a layer that must not repeat.
     """
     best = _Repetition(0, 0)
     for period in range(1, min(MAX_PERIOD, len(likes) // 2) + 1):
@@ -158,7 +158,7 @@ def _find_longest_repetition(likes: Sequence[Any]) -> _Repetition:
 
 
 def _build_equivalence_key(layer: nn.Module) -> Any:
-    """Build a key that is equal for layers that compute the same function of parameters and inputs."""
+    """Build a key that is equal for two layers if they compute the same function of parameters and inputs."""
     constant_types = (bool, int, float, str, type(None))
     return (
         [(name, type(module)) for name, module in layer.named_modules()],
@@ -181,13 +181,13 @@ def _hash_buffer(buffer: Tensor) -> bytes:
 
 
 def _record_output_forms(model: nn.Module, kind: str) -> dict[str, LayerOutputForm]:
-    """Record the results of the layers in a trial pass on the meta device.
+    """Record the structure of the layers' results in a trial pass on the meta device.
 
     Returns:
-        Form of each layer that returns exactly one new tensor, keyed by layer name.
+        Structure of each result with exactly one new tensor, keyed by layer name.
 
     Raises:
-        UserError: If the pass fails.
+        UserError: If the trial pass fails.
     """
     kinds = list(group_layers_by_kind(model).values())
     forms_by_name: dict[str, LayerOutputForm] = {}
@@ -226,16 +226,16 @@ def _flatten_arguments(args: Any, kwargs: Any) -> list[tuple[Any, Any]]:
 
 
 class LoopedLayers:
-    """Loop over the layers of a segment, which runs when the last layer of the segment is called.
+    """Loop over the layers in a segment, which runs when the last layer is called.
 
     Args:
-        model: Model with the layers. Their ``forward`` is replaced.
+        model: Model that contains the layers. Their ``forward`` is replaced.
         segment: Layers to run in a loop.
-        stacks: Pairs of a function and shardings, one for each entry of
-            ``segment.list_parameter_names(model)``. The function returns the tensor ``[repetitions, ...]`` to
-            compute with. The shardings are for a slice and its gradient.
-        constrain: Function that is applied to the hidden states before and after each layer.
-        recompute: Whether the backward pass runs the layers again.
+        stacks: Function and shardings for each entry in ``segment.list_parameter_names(model)``. The
+            function returns the stacked parameter ``[repetitions, ...]``. The shardings apply to each
+            slice of the stack, and to the gradient of the slice.
+        constrain: Function to apply to the hidden states before and after each layer.
+        recompute: Whether to recompute the layers in the backward pass.
     """
 
     def __init__(
@@ -265,7 +265,7 @@ class LoopedLayers:
             layer.forward = self._build_layer_forward(number)
 
     def _build_layer_forward(self, layer_index: int) -> Callable[..., Any]:
-        """Build the forward of a layer, which records its arguments. In the last layer, it runs the loop."""
+        """Build a layer's new forward, which records its arguments and, in the last layer, runs the loop."""
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             call = _LayerCall(args, kwargs)
@@ -290,9 +290,9 @@ class LoopedLayers:
         return forward
 
     def _check_same_arguments(self, layer_index: int, call: _LayerCall, first_call: _LayerCall) -> None:
-        """Raise UserError if a layer's arguments differ from the arguments in the first repetition.
+        """Raise UserError if a layer's arguments differ from the first repetition.
 
-        Tensors must be the same objects. The hidden states are not compared.
+        Tensor arguments must be the same objects. Hidden states are not compared.
         """
         has_same_arguments = call.structure == first_call.structure and all(
             leaf is other or (not isinstance(leaf, torch.Tensor) and bool(leaf == other))
@@ -336,12 +336,12 @@ class LoopedLayers:
     def _run_period(
         self, carry: Sequence[Tensor], slices: Sequence[Tensor], shared: Sequence[Tensor]
     ) -> tuple[tuple[Tensor], tuple[()]]:
-        """Run the layers of one repetition. This is the body of the scan.
+        """Run the layers in one repetition. This is the body of the scan.
 
         Args:
             carry: Hidden states before the repetition.
-            slices: Parameters of the layers of the repetition.
-            shared: Other tensor arguments of the layers, and their buffers.
+            slices: Parameters of the layers in this repetition.
+            shared: Other tensor arguments, and the layers' buffers.
 
         Returns:
             The hidden states after the repetition, and no results to stack.
@@ -368,7 +368,7 @@ class LoopedLayers:
 
 
 class _LayerCall:
-    """Arguments of one call of a layer.
+    """Arguments of one call to a layer.
 
     The hidden states are the first positional argument, or else the keyword argument ``hidden_states``.
     """

@@ -1,4 +1,4 @@
-"""Choice of the dim along which each parameter is sharded over the devices."""
+"""Choose the dim along which each parameter is sharded over the devices."""
 
 from __future__ import annotations
 
@@ -29,28 +29,30 @@ LANES = 128
 
 
 def is_head_gradient_transposed(shard_width: int, shard_group_size: int) -> bool:
-    """Return whether the gradient of the LM head is computed transposed, as ``[hidden size, vocabulary]``.
+    """Return whether the LM head's gradient is computed transposed, as ``[hidden size, vocabulary]``.
 
-    The compiler can reduce-scatter a result along a major dim, but not always along a minor dim. The hidden
-    dim is the major dim of the transposed gradient. However, transposition may cost memory: the update then
-    uses the layout of the gradient, and copies the optimizer state of all matrices of this shape to it.
+    The compiler can reduce-scatter a result along a major dim, but not always along a minor dim. In the
+    transposed gradient, the hidden dim is the major dim. However, a transposed gradient may cost
+    memory: the update then uses this layout, and copies the optimizer state of all matrices with this
+    shape to it.
 
     Args:
-        shard_width: Number of columns of a shard if the head is sharded along the hidden dim.
-        shard_group_size: Number of devices that the head is sharded over.
+        shard_width: Number of columns per shard if the head is sharded along the hidden dim.
+        shard_group_size: Number of devices over which the head is sharded.
     """
     return shard_group_size >= 8 or shard_width <= LANES
 
 
 class ShardingRules:
-    """Default rule for sharding parameters, and the exceptions of ``xla.sharding``.
+    """Rules that choose the sharded dim: the patterns in ``xla.sharding``, and a default rule.
 
     Args:
-        config: Config of the run, with strategy, ``xla.sharding`` and ``xla.shard_param_on_dim_0``.
-        shard_group_size: Number of devices that one copy of the parameters is sharded over.
+        config: Config of the run. The rules depend on ``strategy``, ``xla.sharding`` and
+            ``xla.shard_param_on_dim_0``.
+        shard_group_size: Number of devices over which one copy of the parameters is sharded.
 
     Raises:
-        UserError: If a pattern of ``xla.sharding`` is not a regular expression.
+        UserError: If a pattern in ``xla.sharding`` is not a valid regular expression.
     """
 
     def __init__(self, config: RunConfig, shard_group_size: int) -> None:
@@ -64,17 +66,18 @@ class ShardingRules:
         self._table_dims: dict[tuple[int, ...], int] = {}
 
     def choose_shard_dim(self, name: str, shape: Sequence[int]) -> int | None:
-        """Return the dim along which a parameter is sharded, or None if the parameter is replicated.
+        """Return the dim along which a parameter is sharded, or None if it is replicated.
 
-        The first matching pattern of ``xla.sharding`` decides, and otherwise the default rule. A matching
-        pattern counts as used in :meth:`check_unused_patterns`.
+        The first matching pattern in ``xla.sharding`` determines the dim. If no pattern matches, the
+        default rule applies. Matching patterns count as used in :meth:`check_unused_patterns`.
 
         Args:
             name: Name of the parameter.
             shape: Shape of the parameter.
 
         Raises:
-            UserError: If ``xla.sharding`` names a dim that is missing or not divisible by the group size.
+            UserError: If ``xla.sharding`` specifies a dim that does not exist or is not divisible by the
+                shard group size.
         """
         if not self.is_sharding:
             return None
@@ -107,7 +110,7 @@ class ShardingRules:
         return next(d for d in divisible if shape[d] * _MAX_DIM_RATIO >= longest)
 
     def check_unused_patterns(self) -> None:
-        """Raise UserError for a pattern of ``xla.sharding`` that has matched no parameter so far."""
+        """Raise UserError if a pattern in ``xla.sharding`` has not matched any parameter so far."""
         if self._unused_patterns:
             raise UserError(
                 f"xla.sharding: {min(self._unused_patterns)!r} matches no parameter, or only parameters "

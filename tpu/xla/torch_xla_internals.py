@@ -1,6 +1,6 @@
-"""All private APIs of torch_xla that this package uses.
+"""Wrap the private torch_xla APIs that this package uses.
 
-Sharded transfers, seeds, barriers and graphs have no public API.
+There are no public APIs for sharded transfers, seeds, barriers and graphs.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _torch_xla = GuardedPackage("torch_xla", "2.9.0")
 
 
 class _XlaBinding:
-    """Descriptor of a function in torch_xla's C++ bindings, which is looked up at each access."""
+    """Descriptor for a function in torch_xla's C++ bindings, which is looked up on each access."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -27,7 +27,7 @@ class _XlaBinding:
 
 
 class _XlaBindings:
-    """Functions of torch_xla's C++ bindings."""
+    """Namespace for functions in torch_xla's C++ bindings."""
 
     are_pending = _XlaBinding("_check_tensor_need_materialization")
     barrier_ = _XlaBinding("_xla_optimization_barrier_")

@@ -1,9 +1,9 @@
-"""Process that records the graphs of a run without executing them.
+"""Record the graphs of a run in a child process, without executing them.
 
-:mod:`portable.tpu.compile.trace` starts the process. It uses the same backend, engine, loss and optimizer as
-a run, with two differences. First, the state has shapes, dtypes and shardings, but no values, so a model
-takes no memory. Second, when a run would compile and execute a graph, this process writes the graph to a
-file.
+:mod:`portable.tpu.compile.trace` starts the process. It uses the same backend, engine, loss and
+optimizer as a run, with two differences. First, tensors have shapes, dtypes and shardings, but no
+values, so a model requires no memory. Second, instead of compiling and executing a graph, the
+process writes it to a file.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ PROMPT_TOKENS = 32
 
 
 class ValuelessLayout(MeshLayout):
-    """Layout whose tensors have no values, except for tensors of at most ``MAX_REAL_ELEMENTS`` elements.
+    """Layout whose tensors have no values, unless they have at most ``MAX_REAL_ELEMENTS`` elements.
 
-    A tensor without values begins as the result of a pending operation, which is never executed.
-    :func:`turn_pending_into_inputs` then makes the tensor an input of graphs.
+    A tensor without values is initially the result of a pending operation, which is never executed.
+    :func:`turn_pending_into_inputs` then converts the tensor to a graph input.
     """
 
     def create_zeros(self, shape: Sequence[int], dtype: torch.dtype, spec: Spec) -> Tensor:
@@ -66,17 +66,17 @@ class ValuelessLayout(MeshLayout):
         return tensor
 
     def replicate(self, tensor: Tensor) -> Tensor:
-        """Replicate a small tensor with its values, and a larger tensor without them."""
+        """Replicate a tensor. Values are only kept for small tensors."""
         if tensor.numel() <= MAX_REAL_ELEMENTS:
             return super().replicate(tensor)
         return self.create_zeros(tensor.shape, tensor.dtype, self.get_replicated_spec(tensor.dim()))
 
     def fill_local_shards(self, tensor: Tensor, spec: Spec, source: Any) -> None:
-        """Replace the data of ``tensor`` by data without values. ``source`` is not read."""
+        """Replace the data of ``tensor`` with data without values. ``source`` is not read."""
         tensor.data = self.create_zeros(tensor.shape, tensor.dtype, spec)
 
     def cut_graph(self, *, wait: bool = False) -> None:
-        """Make all pending tensors inputs of later graphs. Nothing is executed."""
+        """Convert all pending tensors to inputs of later graphs, without executing anything."""
         turn_pending_into_inputs()
 
     def place_batch_tensor(self, tensor: Tensor) -> Tensor:
@@ -86,7 +86,7 @@ class ValuelessLayout(MeshLayout):
         return placed
 
     def read_to_cpu(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return zeros, because the tensors have no values."""
+        """Return zeros with the shapes of the tensors, which have no values."""
         return [torch.zeros(tensor.shape, dtype=tensor.dtype) for tensor in tensors]
 
 
@@ -95,6 +95,11 @@ class GraphRecorder(GraphRunner):
 
     Args:
         folder: Existing folder for the files.
+
+    Attributes:
+        skipped_graphs: Names of graphs that are not written.
+        written_graphs: Description of each written graph, keyed by name: its file, its tracing time,
+            and the numbers of its results and donated parameters.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -107,7 +112,7 @@ class GraphRecorder(GraphRunner):
         """Name, file, numbers of results and donated parameters, and seconds of each graph, keyed by name."""
 
     def run(self, kind: str, results: Sequence[Tensor]) -> None:
-        """Write the graph of the pending tensors, and make these tensors inputs of later graphs.
+        """Write the graph of the pending tensors, and convert these tensors to inputs of later graphs.
 
         The graph is not written if its name is in :attr:`written_graphs` or :attr:`skipped_graphs`.
         """
@@ -117,7 +122,7 @@ class GraphRecorder(GraphRunner):
         turn_pending_into_inputs()
 
     def _write_graph(self, name: str) -> None:
-        """Write the graph of the pending tensors to a file, with the parameters that it may overwrite."""
+        """Write the graph of the pending tensors to a file, including which parameters it may overwrite."""
         pending = list_pending_tensors()
         context = lowering_context("SyncTensorsGraph")
         context.build(pending)
@@ -136,7 +141,7 @@ class GraphRecorder(GraphRunner):
 
 
 class TracingBackend(XlaBackend):
-    """Backend of a run whose state has no values.
+    """Backend whose tensors have no values, for recording the graphs of a run.
 
     Args:
         folder: Existing folder for the graphs.
@@ -147,7 +152,7 @@ class TracingBackend(XlaBackend):
         self.graphs = GraphRecorder(folder)
 
     def build_engine(self, model: nn.Module, config: RunConfig) -> XlaEngine:
-        """Build the engine, and load its weights in the same order as a run, but without values."""
+        """Build the engine, and load weights in the same order as a run, but without values."""
         engine: Any = super().build_engine(model, config)
         # Load weights as a run does, because the order in which tensors are created is the order of the
         # parameters and results of a graph. One layer of a stack is enough, because all layers are written
@@ -165,7 +170,7 @@ class TracingBackend(XlaBackend):
 
 
 def turn_pending_into_inputs() -> None:
-    """Make each tensor with a pending operation an input of later graphs. The tensor gets no values."""
+    """Convert each tensor with a pending operation to an input of later graphs, without values."""
     tensors = list_pending_tensors()
     xla.clear_pending(XLA_DEVICE)
     # An input gets the sharding of its tensor if the tensor first gets an operation, and its sharding is
@@ -179,7 +184,7 @@ XLA_DEVICE = "xla:0"
 
 
 def list_live_tensors() -> list[Tensor]:
-    """List all XLA tensors that exist in this process, in the order in which they were created."""
+    """List all XLA tensors in this process, in the order of their creation."""
     tensors: dict[int, Tensor] = {}
     for candidate in gc.get_objects():
         # Check the type, because isinstance reads __class__, which makes lazy modules import themselves.
@@ -189,7 +194,7 @@ def list_live_tensors() -> list[Tensor]:
 
 
 def list_pending_tensors() -> list[Tensor]:
-    """List the tensors that ``torch_xla.sync`` would compute, in the order of the graph's results."""
+    """List the tensors that ``torch_xla.sync`` would compute, in the order of the graph results."""
     tensors = list_live_tensors()
     needed = xla.are_pending(tensors)
     return [tensor for tensor, pending in zip(tensors, needed, strict=True) if pending]
@@ -198,14 +203,14 @@ def list_pending_tensors() -> list[Tensor]:
 def find_donated_parameters(context: Any, pending: Sequence[Tensor]) -> list[int]:
     """Find the parameters of a lowered graph whose buffers the graph may overwrite.
 
-    A buffer may be overwritten if the graph computes a new value of the tensor that owns the buffer.
+    A buffer may be overwritten if the graph computes a new value for the tensor that owns it.
 
     Args:
         context: Lowering context that has built the graph.
         pending: Results of the graph.
 
     Returns:
-        Parameter numbers, ascending.
+        Parameter numbers in ascending order.
     """
     replaced = {_read_alias_id(tensor) for tensor in pending}
     owners, data = xla.device_data(list(pending), [])
@@ -217,19 +222,20 @@ def find_donated_parameters(context: Any, pending: Sequence[Tensor]) -> list[int
 
 
 def _read_alias_id(tensor: Tensor) -> int:
-    """Return the alias id of a tensor, a number that stays the same when the tensor is updated in place."""
+    """Return the alias ID of a tensor, which does not change when the tensor is updated in place."""
     match = re.search(r"^AliasID: (\d+)$", xla.debug_info(tensor), re.MULTILINE)
     assert match is not None
     return int(match[1])
 
 
 def record_graphs(config: RunConfig, folder: Path, target_hardware: str) -> list[dict[str, Any]]:
-    """Write every graph that a run on the devices of this process would compile.
+    """Write every graph that a run would compile on the devices of this process.
 
     Args:
         config: Config of the run.
         folder: Existing folder for the graphs.
-        target_hardware: ``TPU``, or ``CPU`` for virtual devices. Operations are lowered for this hardware.
+        target_hardware: Hardware for which operations are lowered: ``TPU``, or ``CPU`` for virtual
+            devices.
 
     Returns:
         One dict per graph, as in :attr:`GraphRecorder.written_graphs`.
@@ -255,7 +261,7 @@ def record_graphs(config: RunConfig, folder: Path, target_hardware: str) -> list
 
 
 def _build_metric_settings(config: RunConfig, model_config: Any) -> MetricSettings:
-    """Build the settings of the metrics. The classes are read from the model's config, not from the data."""
+    """Build the metric settings. Classes are read from the model's config instead of the data."""
     if config.model.task != CLASSIFICATION:
         return MetricSettings(config.model.task)
     return MetricSettings(
@@ -266,7 +272,10 @@ def _build_metric_settings(config: RunConfig, model_config: Any) -> MetricSettin
 def _record_step_graphs(
     backend: TracingBackend, engine: XlaEngine, batch: Batch, plan: BatchPlan, config: RunConfig
 ) -> None:
-    """Record the graph of a training step. With several micro-batches, record two: micro-batch and update."""
+    """Record the graph of a training step.
+
+    With several micro-batches per step, record the graphs of a micro-batch and of the update.
+    """
     if plan.accumulation_steps > 1:
         # Trace one micro-batch without writing it, because the accumulated gradients do not exist before
         # that.
@@ -287,7 +296,7 @@ def _record_step_graphs(
 
 
 class _FirstMicroBatchEngine:
-    """Engine that records only the first micro-batch of a step, because the others have the same graph."""
+    """Engine that only records the first micro-batch of a step, because the others have the same graph."""
 
     def __init__(self, engine: XlaEngine) -> None:
         self._engine = engine
@@ -310,7 +319,7 @@ class _FirstMicroBatchEngine:
         return self._first
 
     def take_optimizer_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Record the graph of the update, or of the complete step if there is one micro-batch."""
+        """Record the graph of the update, or of the complete step if it has only one micro-batch."""
         return self._engine.take_optimizer_step(*args, **kwargs)
 
 

@@ -1,1 +1,1 @@
-"""Reader of torch.distributed.checkpoint (DCP) folders."""
+"""Read torch.distributed.checkpoint (DCP) folders."""

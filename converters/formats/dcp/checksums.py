@@ -1,23 +1,25 @@
-"""Checksums that DCP does not record, which show that all files belong to one save.
+"""Record checksums for DCP folders, to verify that all files are intact and belong to one save.
 
-The items of a `.distcp` file contain CRC32s of their data but no name, so a swap of two files with the same
-layout would not be noticed. `.metadata` has no checksum at all. `shard_checksums.json`, in the folder of the
-shards, records the CRC32 of each metadata file and of each item's zip directory. The zip directory contains
-the CRC32s of the item's data:
+The items of a `.distcp` file contain CRC32s of their data but no name, so a swap of two files with
+the same layout would not be noticed. `.metadata` has no checksum at all. `shard_checksums.json`, in
+the folder of the shards, records the CRC32 of each metadata file and of each item's zip directory.
+The zip directory contains the CRC32s of the item's data:
 
     {"version": 1, "metadata": {".metadata": 123}, "items": {"__0_0.distcp": {"0": 456, "7296": 789}}}
 
-In version 2, each rank has written a table of its pieces, `__0.metadata`, in the format of `.metadata`. Each
-piece in a table has its checksum as an additional attribute, `checksum`. The file lists the tables:
+In version 2, each rank has written a table of its pieces (chunks), `__0.metadata`, in the format of
+`.metadata`. Each piece in a table has its checksum as an additional attribute, `checksum`. The file
+lists the tables:
 
     {"version": 2, "metadata": {".metadata": 123, "__0.metadata": 456},
      "bytes": {".metadata": 7890, "__0.metadata": 5678},
      "boxes": {"__0.metadata": {"128x64": [[0, 0], [64, 64]]}}}
 
-For each shape of a tensor, `boxes` has the offsets and sizes of the smallest box that contains all pieces of
-such tensors in a table. So a reader can choose the tables that it needs.
+`boxes` helps a reader to choose the tables that it needs. For each shape of a tensor, it contains
+the offsets and sizes of the smallest box around all pieces of such tensors in a table.
 
-Other tools ignore the file. This reader opens a folder without the file, but cannot check its content.
+Other tools ignore the file. This reader also opens a folder without it, but cannot check its
+content.
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ TABLES_VERSION = 2
 
 
 class Region(NamedTuple):
-    """A rectangular region of a tensor.
+    """Rectangular region of a tensor.
 
     Attributes:
         offsets: First index along each dimension.
@@ -71,11 +73,11 @@ class ShardChecksums:
     Attributes:
         path: Path of the file.
         metadata_checksums: CRC32 of each metadata file, keyed by name.
-        items: CRC32 of each item, keyed by shard file and then by the offset of the item. None in version 2,
-            in which the metadata files contain these CRC32s.
+        items: CRC32 of each item, keyed by shard file and then by the offset of the item. None in
+            version 2, because the metadata files contain these CRC32s.
         metadata_sizes: Size of each metadata file in bytes. Empty in version 1.
-        boxes: Smallest region that contains all pieces of a table, keyed by table and then by the shape of
-            the tensors. Empty in version 1.
+        boxes: Smallest region that contains all pieces in a table, keyed by table and then by the shape
+            of the tensors. Empty in version 1.
     """
 
     path: AnyPath
@@ -182,7 +184,7 @@ def _parse_tables_index(path: AnyPath, content: dict[str, Any]) -> ShardChecksum
 
 
 def _parse_region(path: AnyPath, box: Any) -> Region:
-    """Parse a region from a JSON list of its offsets and sizes.
+    """Parse a region from JSON, a list of its offsets and its sizes.
 
     Raises:
         CheckpointError: If the value is not a list of two shapes with the same length.
@@ -196,10 +198,10 @@ def _parse_region(path: AnyPath, box: Any) -> Region:
 def read_item_checksums(folder: str | AnyPath, items: Iterable[tuple[str, int, int]]) -> list[int]:
     """Read the CRC32 of each item's zip directory, for `write_shard_checksums`.
 
-    Reads only the directories, which have a few kilobytes each, and no tensor data.
+    Only the directories are read, a few kilobytes each, and no tensor data.
 
     Args:
-        folder: Folder of the shards. It need not contain files without items in `items`.
+        folder: Folder of the shards. Only the files in `items` need to exist.
         items: File, offset and length in bytes of each item, as in DCP's metadata.
 
     Returns:
@@ -215,12 +217,13 @@ def read_item_checksums(folder: str | AnyPath, items: Iterable[tuple[str, int, i
 def write_shard_checksums(folder: str | AnyPath, items: Mapping[str, Mapping[str, int]]) -> None:
     """Write `shard_checksums.json`.
 
-    Call this function in one process, after every rank has written its shards and before they are published.
+    Call this function in one process, after all ranks have written their shards and before the
+    checkpoint is published.
 
     Args:
         folder: Folder of the metadata.
-        items: Results of `read_item_checksums` from all ranks, keyed by shard file and then by the offset of
-            the item.
+        items: Results of `read_item_checksums` from all ranks, keyed by shard file and then by the
+            offset of the item.
 
     Raises:
         CheckpointError: If there is no metadata.
@@ -252,10 +255,10 @@ def list_metadata_files(folder: AnyPath) -> list[str]:
 
 
 def has_metadata_name(path: AnyPath) -> bool:
-    """Return whether the file name of a path is the name of a DCP metadata file. The file is not read."""
+    """Return whether a path has the file name of a DCP metadata file. The file is not read."""
     return is_metadata_name(path.name)
 
 
 def is_metadata_name(name: str) -> bool:
-    """Return whether a file name is the name of a DCP metadata file: `.metadata` or `__<rank>.metadata`."""
+    """Return whether a file name belongs to a DCP metadata file: `.metadata` or `__<rank>.metadata`."""
     return _METADATA.fullmatch(name) is not None

@@ -1,8 +1,9 @@
-"""DCP's `.metadata`: the keys of the state dict, and the locations of their chunks.
+"""Parse DCP's `.metadata`: the keys of the state dict, and the locations of their chunks.
 
-A pickled `Metadata` contains three tables: the shapes and chunks of each key (`state_dict_metadata`), the
-location of each chunk (`storage_data`), and the nested path of each flattened key (`planner_data`). The file
-has no checksum, so the tables are compared with each other and with the sizes of the files.
+A pickled `Metadata` contains three tables: the shapes and chunks of each key
+(`state_dict_metadata`), the location of each chunk (`storage_data`), and the nested path of each
+flattened key (`planner_data`). The file has no checksum, so the tables are checked against each
+other and against the sizes of the files.
 
 Source: torch/distributed/checkpoint/metadata.py, filesystem.py, default_planner.py.
 """
@@ -59,7 +60,7 @@ class ItemLocation:
         file: Name of the file in the folder.
         offset: Position of the zip in bytes.
         length: Size of the zip in bytes.
-        checksum: CRC32 of its zip directory, or None if the folder does not record it.
+        checksum: CRC32 of the zip directory, or None if the folder does not record it.
     """
 
     file: str
@@ -70,12 +71,13 @@ class ItemLocation:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A tensor of the state dict.
+    """Tensor in the state dict.
 
     Attributes:
         folder: Folder of the checkpoint.
         key: Flattened key.
-        path: Dict keys and list indices of the nested value, or None if the writer did not record them.
+        path: Dict keys and list indices that lead to the tensor in the nested state dict, or None if
+            the writer did not record them.
         dtype: Safetensors dtype.
         shape: Full, unsharded shape.
         chunks: Region of each chunk.
@@ -93,7 +95,7 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class ValueEntry:
-    """A pickled value of the state dict.
+    """Pickled value in the state dict.
 
     Attributes:
         folder: Folder of the checkpoint.
@@ -114,13 +116,14 @@ Entry = TensorEntry | ValueEntry
 def format_chunk_key(offsets: Dims | None) -> str:
     """Format the offsets of a chunk as a dict key. For a pickled value, pass None.
 
-    The key is a string, because a file could contain numbers whose hashes collide (`pickle_reader.MAX_KEY`).
+    Strings are used because a malicious file could contain numbers whose hashes collide. See
+    `pickle_reader.MAX_KEY`.
     """
     return repr(offsets)
 
 
 def read_folder_metadata(folder: CheckpointFolder) -> dict[str, Entry]:
-    """Read the entries of all keys of one DCP folder.
+    """Read the entries of all keys in a DCP folder.
 
     If the ranks saved without communicating, their metadata files are merged.
 
@@ -128,8 +131,8 @@ def read_folder_metadata(folder: CheckpointFolder) -> dict[str, Entry]:
         Entries, keyed by the keys of the state dict.
 
     Raises:
-        CheckpointError: If the metadata is damaged or was not written by DCP, if a file is missing or too
-            short, if a name points outside the folder, or if two items share bytes.
+        CheckpointError: If the metadata is damaged or was not written by DCP, if a file is missing or
+            too short, if a name points outside the folder, or if two items share bytes.
     """
     merged: dict[str, Entry] = {}
     checksums = read_shard_checksums(folder)
@@ -150,8 +153,8 @@ def read_metadata_file(
         checksums: Checksums of the folder, or None if it has none.
 
     Returns:
-        Entries, keyed by the keys of the state dict. In the table of a rank, a tensor has only the pieces of
-        that rank.
+        Entries, keyed by the keys of the state dict. In the table of a rank, a tensor has only the
+        chunks of that rank.
 
     Raises:
         CheckpointError: If the file is damaged.
@@ -201,12 +204,13 @@ def read_metadata_file(
 
 
 def _merge_entries(first: Entry, second: Entry) -> Entry:
-    """Merge the entries of one key in the metadata files of two ranks.
+    """Merge the entries that the metadata files of two ranks have for the same key.
 
     If both ranks stored a chunk or value, the location on the first rank is kept.
 
     Raises:
-        CheckpointError: If the entries differ in kind, path, dtype, or shape.
+        CheckpointError: If one entry is a tensor and the other a pickled value, or if the paths,
+            dtypes, or shapes differ.
     """
     if isinstance(first, ValueEntry) and isinstance(second, ValueEntry) and first.path == second.path:
         return first
@@ -240,9 +244,9 @@ def _parse_item_locations(
 ) -> dict[str, dict[str, ItemLocation]]:
     """Parse the location of each chunk and value, and check that no two items share bytes.
 
-    As an exception, two keys may refer to the same item, as for tied tensors. This is only accepted if every
-    byte of the file belongs to an item. Otherwise, one of the positions is damaged, because its correct
-    position would be a gap.
+    Two keys may still refer to the same item, as tied tensors do. This is only accepted if the items
+    cover every byte of the file. If there is a gap, one of the two locations is damaged, and the
+    correct location is in the gap.
 
     Returns:
         Locations, keyed by key and then by `format_chunk_key`.
@@ -312,7 +316,7 @@ class _TensorProperties(NamedTuple):
 
 
 def _parse_tensor_properties(description: PickledInstance, key: str, location: str) -> _TensorProperties:
-    """Parse the dtype, the shape and the chunks of one tensor.
+    """Parse the dtype, the shape and the chunks of a tensor.
 
     Args:
         description: Pickled `TensorStorageMetadata`.

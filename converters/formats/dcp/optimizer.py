@@ -1,4 +1,8 @@
-"""Optimizer state and parameter groups from flattened DCP keys, in the layouts of several programs."""
+"""Build the optimizer state and parameter groups from flattened DCP keys.
+
+Several programs' layouts are supported: state that is keyed by parameter name or by index, and
+nested or flattened parameter groups.
+"""
 
 from __future__ import annotations
 
@@ -31,23 +35,24 @@ def build_optimizer_state(
     location: str,
     order: Sequence[str] | None = None,
 ) -> OptimizerState:
-    """Build the optimizer from the keys of a flattened state dict.
+    """Build the optimizer state from the keys of a flattened state dict.
 
     Args:
         roles: Role of each key.
-        tensors: Tensors of the model. State with indices as keys is assigned to them in `order`.
-        read_state: Function of a key and of a name that is used in error messages. It returns the state's
-            tensor or number, or None to skip the state.
-        read_value: Function of a key that returns the stored Python value, for parameter groups.
+        tensors: Tensors of the model. State that is keyed by index is assigned to them in `order`.
+        read_state: Function that reads the tensor or number of a state, or returns None to skip it. Its
+            arguments are the key, and a name that is used in error messages.
+        read_value: Function that returns the stored Python value of a key, for parameter groups.
         location: Path of the checkpoint, used in error messages.
-        order: Names of `tensors` in module order, without aliases. If None, the order of `tensors` is used.
+        order: Names of `tensors` in module order, without aliases. If None, the order of `tensors` is
+            used.
 
     Returns:
         The optimizer state, keyed by parameter name.
 
     Raises:
-        CheckpointError: If two states have the same name, or if state with indices as keys does not fit the
-            model's parameters.
+        CheckpointError: If two states have the same name, or if state that is keyed by index does not
+            fit the model's parameters.
     """
     state: State = {}
     for parameter, entries in roles.optimizer_state.items():
@@ -80,7 +85,10 @@ def build_optimizer_state(
 def _build_param_groups(
     values: Mapping[StateDictPath, Any], tensors: Mapping[str, Tensor], location: str
 ) -> ParamGroups:
-    """Build `param_groups` from one list, from one key per value, or from one key per parameter and value.
+    """Build `param_groups` from the values in a flattened state dict.
+
+    Depending on the program that wrote them, the groups are stored as one list, with one key per value,
+    or with one key per parameter and value.
 
     Args:
         values: Values of the groups, keyed by path.
@@ -123,8 +131,8 @@ def _set_group_value(group: dict[str, Any], path: StateDictPath, value: Any) -> 
 
     Args:
         group: Parameter group to extend.
-        path: Path of the value below the group. An empty path means that the value is the complete group. A
-            path with an index means that the value is an item of a list, to which it is appended.
+        path: Path of the value below the group. If it is empty, the value is the complete group. If it
+            contains an index, the value is an item of a list and is appended to it.
         value: Value to set.
     """
     if not path:
@@ -140,7 +148,7 @@ def _set_group_value(group: dict[str, Any], path: StateDictPath, value: Any) -> 
 
 
 def _group_flat_hyperparameters(flat: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Build groups from torch's flattened keys `<parameter>.<hyperparameter>`.
+    """Build parameter groups from torch's flattened keys `<parameter>.<hyperparameter>`.
 
     Parameters with equal values form one group.
     """

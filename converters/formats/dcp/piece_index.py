@@ -1,15 +1,15 @@
-"""Memory-mapped index of the pieces of a DCP folder, written by one process of each node.
+"""Memory-mapped index of the pieces (chunks) in a DCP folder, written by one process per node.
 
-`.metadata` is a pickle of all pieces of all ranks. Parsing it takes a minute and gigabytes for a million
-pieces. A process that reads a few slices needs few of them. This file has numbers that can be mapped into
-memory instead of parsed:
+`.metadata` is a pickle of all pieces of all ranks. With a million pieces, parsing it takes a minute
+and gigabytes of memory, although a process that reads a few slices needs only a few pieces. The
+index stores the same information as numbers, which are memory-mapped instead of parsed:
 
     8 bytes   length of the description
     JSON      files, and for each key its path, dtype and shape, and the position of its rows
     int64     for each piece a row: offsets, sizes, file index, offset, length, checksum
 
-A file index or a checksum of -1 means that there is none. The index is for processes of one user on one
-machine, so it has no checksum.
+A file index or a checksum of -1 means that there is none. The index itself has no checksum, because
+only processes of one user on one machine read it.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class PieceIndex:
         path: Path of the index.
 
     Attributes:
-        entries: Entries of all keys of the state dict. The entries of tensors do not list any pieces, because
-            `get_entry_for_region` looks up the pieces of a region.
+        entries: Entries of all keys of the state dict. Tensor entries do not list any pieces. Use
+            `get_entry_for_region` to look up the pieces of a region.
     """
 
     def __init__(self, folder: CheckpointFolder, path: Path) -> None:
@@ -87,7 +87,7 @@ class PieceIndex:
                 self._row_positions[key] = position, count
 
     def get_entry_for_region(self, key: str, region: Region) -> TensorEntry:
-        """Return a tensor with the pieces that may overlap with a region.
+        """Return the entry of a tensor, with the pieces that may overlap with a region.
 
         Args:
             key: Key of a tensor.
@@ -114,7 +114,7 @@ class PieceIndex:
         """Convert the last columns of a row to the location of a piece.
 
         Args:
-            facts: File index, offset, length, and checksum.
+            facts: File index, offset, length, and checksum of the piece.
         """
         file, offset, length, checksum = facts
         return ItemLocation(self._files[file], offset, length, None if checksum < 0 else checksum)
@@ -172,14 +172,15 @@ def write_piece_index(entries: Mapping[str, Entry], path: Path) -> None:
 
 
 def open_piece_index(folder: CheckpointFolder, build_once: BuildOnce) -> PieceIndex | None:
-    """Open the index of a DCP folder. One process of each node reads the metadata and builds the index.
+    """Open the index of a DCP folder. One process per node reads the metadata and builds the index.
 
     Args:
         folder: Folder of the checkpoint.
-        build_once: Function that writes a file in one process of each node.
+        build_once: Function that writes a file in one process per node.
 
     Returns:
-        The index. None if the processes of this node cannot share files, or if the index cannot be opened.
+        The index. None if the processes of this node cannot share files, or if the index cannot be
+        opened.
 
     Raises:
         CheckpointError: If the metadata is damaged.
@@ -196,7 +197,7 @@ def open_piece_index(folder: CheckpointFolder, build_once: BuildOnce) -> PieceIn
 
 
 def _describe_metadata_files(folder: CheckpointFolder) -> str:
-    """Return a cache key of the metadata files, so that a changed folder gets a new index."""
+    """Return a cache key for the metadata files, so that a changed folder gets a new index."""
     facts: list[object] = [str(folder.path)]
     for name in (*list_metadata_files(folder.path), CHECKSUMS):
         path = folder.path / name

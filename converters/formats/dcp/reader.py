@@ -1,8 +1,8 @@
-"""Checkpoints of torch.distributed.checkpoint (DCP): `.metadata` and `__<rank>_<n>.distcp` files.
+"""Read checkpoints of torch.distributed.checkpoint (DCP): `.metadata` and `__<rank>_<n>.distcp` files.
 
-Each chunk of a tensor, and each pickled value, is a complete `torch.save` zip within a `.distcp` file. A
-chunk is located and compared with `.metadata` when it is first read, because a large run has a hundred
-thousand chunks.
+Each chunk of a tensor, and each pickled value, is a complete `torch.save` zip within a `.distcp`
+file. A large run has a hundred thousand chunks, so a chunk is only located, and compared with
+`.metadata`, when it is first read.
 
 Source: `_write_item` in torch/distributed/checkpoint/filesystem.py.
 """
@@ -63,7 +63,10 @@ MEGATRON_COMMON_FILE = "common.pt"
 
 
 def _find_dcp_folders(path: AnyPath) -> list[AnyPath]:
-    """Find the DCP folders of a checkpoint: the folder itself, or Accelerate's two folders in it.
+    """Find the DCP folders of a checkpoint.
+
+    This is the folder itself, or the folders `pytorch_model_fsdp_0` and `optimizer_0` that Accelerate
+    writes in it.
 
     Returns:
         The folders. Empty if there are none, or if Megatron-Core wrote the folder.
@@ -77,14 +80,14 @@ def _find_dcp_folders(path: AnyPath) -> list[AnyPath]:
 
 
 def is_megatron_folder(folder: AnyPath) -> bool:
-    """Return whether the DCP shards in a folder are from Megatron-Core."""
+    """Return whether Megatron-Core wrote the DCP shards in a folder."""
     return (folder / MEGATRON_COMMON_FILE).is_file() or header_contains(
         folder / "metadata.json", b'"torch_dist"'
     )
 
 
 def _explain_incomplete(source: CheckpointPath) -> str | None:
-    """Explain why a path cannot be opened: it is a single file of a checkpoint, or its save was not finished.
+    """Explain why a path cannot be opened: it is one file of a checkpoint, or its save did not finish.
 
     Returns:
         The reason as one line. None if the path does not look like a part of a DCP checkpoint.
@@ -102,10 +105,11 @@ def _explain_incomplete(source: CheckpointPath) -> str | None:
 
 
 def _open_dcp_checkpoint(source: CheckpointPath, folders: Sequence[AnyPath]) -> Checkpoint:
-    """Open the DCP folders of one checkpoint. Only metadata is read.
+    """Open the DCP folders of a checkpoint. Only metadata is read.
 
     Raises:
-        CheckpointError: If the metadata is damaged, if a key is stored twice, or if there are several models.
+        CheckpointError: If the metadata is damaged, if a key is stored twice, or if there are several
+            models.
     """
     location = str(source.path)
     if (source.path / f"{_MODEL_FOLDER}1").is_dir():
@@ -166,18 +170,18 @@ def _open_dcp_checkpoint(source: CheckpointPath, folders: Sequence[AnyPath]) -> 
 
 
 def open_tensors(folder: AnyPath, build_once: BuildOnce | None = None) -> dict[str, Tensor]:
-    """Return every tensor of one DCP folder, keyed by its full key. The values are read lazily.
+    """Open all tensors of a DCP folder, keyed by their full keys. The values are read lazily.
 
     Args:
         folder: The folder.
-        build_once: Function that writes a file in one process of each node. See `open_checkpoint`.
+        build_once: Function that writes a file in one process per node. See `open_checkpoint`.
     """
     entries, build_tensor = _open_folder_entries(folder, None, build_once)
     return {key: build_tensor(entry, key) for key, entry in entries.items() if isinstance(entry, TensorEntry)}
 
 
 class _FolderEntries(NamedTuple):
-    """The keys of one DCP folder.
+    """Entries of a DCP folder, and a function that builds their tensors.
 
     Attributes:
         entries: Entry of each key.
@@ -192,12 +196,12 @@ class _FolderEntries(NamedTuple):
 def _open_folder_entries(
     path: AnyPath, rank: tuple[int, int] | None, build_once: BuildOnce | None
 ) -> _FolderEntries:
-    """Read the keys of one DCP folder.
+    """Read the entries of a DCP folder.
 
     Args:
         path: The folder.
         rank: Rank and world size of the reader, or None if the reader needs all pieces.
-        build_once: Function that writes a file in one process of each node, or None.
+        build_once: Function that writes a file in one process per node, or None.
     """
     folder = CheckpointFolder(path)
     if rank is not None or build_once is not None:
@@ -208,7 +212,7 @@ def _open_folder_entries(
 
 
 def _build_world_size_metadata(folders: Sequence[AnyPath]) -> dict[str, Any]:
-    """Find the number of ranks that wrote shards from the names of the shard files.
+    """Derive the number of ranks that wrote shards from the names of the shard files.
 
     Returns:
         `{"world_size": n}`, or an empty dict if there are no shards.
@@ -239,7 +243,7 @@ def _read_training_counters(
 
 
 def _build_tensor_of_pieces(entry: TensorEntry, name: str) -> Tensor:
-    """Build the tensor of one key from the pieces that its entry lists.
+    """Build the tensor of a key from the pieces that its entry lists.
 
     Pieces are located when they are first read.
     """
@@ -249,7 +253,7 @@ def _build_tensor_of_pieces(entry: TensorEntry, name: str) -> Tensor:
 
 
 def build_piece_boxes(entry: TensorEntry) -> list[Box]:
-    """Build the boxes of the pieces of one key. Each piece is located when it is first read.
+    """Build the boxes for the pieces of a tensor. Each piece is located when it is first read.
 
     Raises:
         CheckpointError: If a piece is not stored or too short.
@@ -278,7 +282,7 @@ def build_piece_boxes(entry: TensorEntry) -> list[Box]:
 
 
 def _build_table_backed_tensor(tables: ShardTables, entry: TensorEntry, name: str) -> Tensor:
-    """Build the tensor of one key whose pieces are only looked up in the tables when the tensor is read."""
+    """Build the tensor of a key. Its pieces are looked up in the tables when they are read."""
     with prefix_checkpoint_errors(entry.folder.path):
         return TableBackedTensor(
             name,
@@ -289,7 +293,7 @@ def _build_table_backed_tensor(tables: ShardTables, entry: TensorEntry, name: st
 
 
 def _open_piece(entry: TensorEntry, item: ItemLocation, sizes: Dims) -> View:
-    """Open one chunk in its `.distcp` file, and compare it with `.metadata`.
+    """Open a chunk in its `.distcp` file, and compare it with `.metadata`.
 
     Raises:
         CheckpointError: If the chunk is not a plain tensor, or if its dtype or shape differs from
@@ -308,7 +312,7 @@ def _open_piece(entry: TensorEntry, item: ItemLocation, sizes: Dims) -> View:
 
 
 def open_item_archive(entry: Entry, item: ItemLocation) -> TorchZip:
-    """Open the zip of one item.
+    """Open the zip that contains an item.
 
     Raises:
         CheckpointError: If the zip is damaged or does not have its recorded checksum.
@@ -321,7 +325,7 @@ def open_item_archive(entry: Entry, item: ItemLocation) -> TorchZip:
 
 
 def _read_entry_value(entry: Entry, build_tensor: Callable[[TensorEntry, str], Tensor]) -> Any:
-    """Read the value of one key: Python numbers for a tensor, otherwise the unpickled value."""
+    """Read the value of a key. A tensor is converted to Python numbers, and other values are unpickled."""
     if isinstance(entry, TensorEntry):
         return build_tensor(entry, entry.key).tolist()
     return open_item_archive(entry, entry.item).load_object()
@@ -330,7 +334,7 @@ def _read_entry_value(entry: Entry, build_tensor: Callable[[TensorEntry, str], T
 def _read_optimizer_state(
     entry: Entry, name: str, build_tensor: Callable[[TensorEntry, str], Tensor]
 ) -> Tensor | Scalar | None:
-    """Read one optimizer state: a lazy tensor or a number. Returns None if the value is neither."""
+    """Read one optimizer state, as a lazy tensor or a number. None if it is neither."""
     if isinstance(entry, TensorEntry):
         return build_tensor(entry, name)
     value = _read_entry_value(entry, build_tensor)

@@ -1,12 +1,13 @@
-"""Tables of pieces: the metadata of each rank, read by the ranks that need it.
+"""Read the metadata of other ranks only when it is needed.
 
-`.metadata` describes the pieces of all ranks. In a job of a thousand ranks, this is a thousand times as much
-as one rank needs. A rank that resumes begins with one table, which is its own table if the world size has not
-changed. It reads another table when it reads a slice that the previous tables do not cover.
-`shard_checksums.json` lists the tables that may contain the rest.
+Each rank writes a table of the pieces (chunks) that it saved. `.metadata` describes the pieces of
+all ranks. In a job with a thousand ranks, this is a thousand times as much as one rank needs. A
+rank that resumes begins with one table. If the world size has not changed, this is its own table.
+When it reads a slice that this table does not cover, it uses `shard_checksums.json` to choose the
+other tables to read.
 
-Checkpoints written by previous versions or by other programs have no tables. One process of each node parses
-their `.metadata` and writes an index. The other processes map the index
+Checkpoints written by previous versions or by other programs have no tables. One process per node
+parses their `.metadata` and writes an index, and the other processes map the index
 (`portable.converters.formats.dcp.piece_index`).
 """
 
@@ -35,13 +36,13 @@ _COMPLETE_TABLE = ".metadata"
 
 
 class ShardTables:
-    """The tables of one checkpoint. A table is only read if a requested slice needs it.
+    """Tables of a checkpoint, one per rank. A table is only read if a requested slice needs it.
 
     Args:
         folder: Folder of the checkpoint.
         checksums: The `shard_checksums.json` that lists the tables, or None if the folder has none.
         first_table: Name and content of the table that has already been read.
-        build_once: Function that writes a file in one process of each node, for the index of `.metadata`.
+        build_once: Function that writes a file in one process per node, for the index of `.metadata`.
 
     Attributes:
         entries: All keys of the state dict, as in the first table.
@@ -65,12 +66,12 @@ class ShardTables:
     def find_overlapping_boxes(
         self, key: str, build_boxes: Callable[[TensorEntry], list[Box]], region: Region | None
     ) -> list[Box]:
-        """Find the pieces of a tensor that overlap with a region, and read the tables that list them.
+        """Find the pieces of a tensor that overlap with a region. Read tables that list them if necessary.
 
         Args:
             key: Key of the tensor.
             build_boxes: Function that builds the boxes of an entry.
-            region: Region to find. If None, the complete tensor.
+            region: Region to cover. If None, the complete tensor.
 
         Returns:
             The pieces, without duplicates.
@@ -131,8 +132,8 @@ class ShardTables:
     def _read_tables_for_region(self, shape: Dims, region: Region) -> None:
         """Read the tables that may list pieces in a region.
 
-        If these tables are larger than `.metadata`, `.metadata` or its index is read instead. Does nothing if
-        the complete metadata has been read or the folder has no tables.
+        If they are larger than `.metadata`, read `.metadata` or its index instead. Does nothing if the
+        complete metadata has already been read, or if the folder has no tables.
 
         Args:
             shape: Shape of the tensor.
@@ -160,13 +161,14 @@ class ShardTables:
 
 
 class TableBackedTensor(Tensor):
-    """Tensor whose boxes are looked up when they are read.
+    """Tensor that looks up its boxes when it is read.
 
     Args:
         name: Name of the tensor, used in error messages.
         dtype: Safetensors dtype.
         shape: Full, unsharded shape.
-        find_boxes: Function that returns the boxes that overlap with a region, or with None all boxes.
+        find_boxes: Function that returns the boxes that overlap with a region. If the region is None,
+            it returns all boxes.
     """
 
     __slots__ = ("_find_boxes", "_last_lookup")
@@ -196,9 +198,10 @@ class TableBackedTensor(Tensor):
         return len(self.boxes)
 
     def find_overlapping_boxes(self, starts: Dims, sizes: Dims) -> Sequence[Box]:
-        """Return the boxes that overlap with a region, and read tables if necessary.
+        """Return the boxes that overlap with a region. Read tables if necessary.
 
-        The last result is cached, because a large slice is read in several steps from the same region.
+        The last result is cached, because reading a large slice calls this method several times with the
+        same region.
         """
         if self._boxes is not None or not starts:
             return super().find_overlapping_boxes(starts, sizes)
@@ -217,20 +220,20 @@ class TableBackedTensor(Tensor):
 def open_shard_tables(
     folder: CheckpointFolder, rank: tuple[int, int] | None, build_once: BuildOnce | None
 ) -> ShardTables | None:
-    """Open the metadata of a checkpoint so that only the required part of it is read.
+    """Open the metadata of a checkpoint, and read only the part that this rank requires.
 
-    If the checkpoint has tables and the reader is one of several ranks, the table of a rank at a similar
-    position in the previous job is read first. Otherwise, one process of each node writes an index of
-    `.metadata`, which is memory-mapped.
+    If the checkpoint has tables and the reader is one of several ranks, only one table is read at
+    first. It belongs to the rank at a similar position in the previous job. Otherwise, one process per
+    node writes an index of `.metadata`, which is memory-mapped.
 
     Args:
         folder: Folder of the checkpoint.
         rank: Rank and world size of the reader. None if the reader needs all pieces.
-        build_once: Function that writes a file in one process of each node. None if the processes of a node
+        build_once: Function that writes a file in one process per node. None if the processes of a node
             cannot share files.
 
     Returns:
-        The tables. None if neither tables nor an index can be used, so that the caller has to read the
+        The tables. None if neither tables nor an index can be used. The caller then has to read the
         complete metadata.
 
     Raises:
@@ -247,14 +250,14 @@ def open_shard_tables(
 
 
 def _get_dtype_and_shape(entry: Entry) -> tuple[str, Dims] | None:
-    """Return the dtype and shape of a tensor's entry. Returns None if the entry is a pickled value."""
+    """Return the dtype and shape of a tensor's entry, or None if the entry is a pickled value."""
     return (entry.dtype, entry.shape) if isinstance(entry, TensorEntry) else None
 
 
 def _intersect_regions(box: Region, region: Region) -> Region | None:
     """Return the intersection of a box and a region, with offsets relative to the region.
 
-    Returns None if the intersection is empty or the numbers of dimensions differ.
+    None if the intersection is empty or the numbers of dimensions differ.
     """
     if len(box.offsets) != len(region.offsets):
         return None
@@ -269,9 +272,9 @@ def _intersect_regions(box: Region, region: Region) -> Region | None:
 
 
 def _clip_boxes_to_region(boxes: Sequence[Box], region: Region) -> list[Region]:
-    """Clip boxes to a region.
+    """Clip boxes to a region, and omit those outside it.
 
-    The offsets of the results are relative to the region, and empty boxes are omitted.
+    The offsets of the results are relative to the region.
     """
     clipped = (_intersect_regions(Region(box.offsets, box.sizes), region) for box in boxes)
     return [overlap for overlap in clipped if overlap is not None]

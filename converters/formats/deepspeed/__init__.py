@@ -1,1 +1,1 @@
-"""Readers of DeepSpeed checkpoints."""
+"""Read DeepSpeed checkpoints."""

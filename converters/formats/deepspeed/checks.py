@@ -1,8 +1,8 @@
-"""Comparison of files that contain the same tensors, by samples of the values.
+"""Verify that files belong to the same save, by comparing samples of tensors that they share.
 
-Below stage 3, the model states contain every weight in the compute dtype, which is the rounded master after
-each step. A sample of values from every rank shows whether the files were saved together and have the right
-order.
+Below stage 3, the model states contain every weight in the compute dtype. After each step, such a
+weight equals its fp32 master weight rounded to the compute dtype. Comparing a sample of values from
+every rank therefore shows whether the files were saved together and are in the right order.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _MAX_ELEMENTS = 64
 def check_equal_copies(
     copies: Sequence[Tensor], location: str, cause: str = "files of two runs or steps"
 ) -> None:
-    """Compare the ranks' copies of one tensor.
+    """Check that the ranks' copies of a tensor are equal, by comparing samples.
 
     Args:
         copies: Tensor of each rank.
@@ -60,7 +60,7 @@ def check_equal_copies(
 
 
 def has_equal_rounded_sample(master: Tensor, copy: Tensor) -> bool:
-    """Return whether a sample of a master's values, rounded to the dtype of its copy, equals the copy.
+    """Return whether a sample of a master weight, rounded to the dtype of a copy, equals the copy.
 
     NaN equals NaN. Both tensors must have the same shape.
     """
@@ -92,7 +92,9 @@ def compare_with_module_weights(
     zenflow: bool = False,
     sampled_ranks: Sequence[int] | None = None,
 ) -> int:
-    """Compare the masters of one group with the weights in the model states, by shapes and some values.
+    """Compare the master weights of a group with the weights in the model states.
+
+    The shapes, the positions in the flat buffer, and a sample of the values are compared.
 
     Args:
         layout: Layout of the group.
@@ -102,7 +104,8 @@ def compare_with_module_weights(
         location: Path of the model states, used in error messages.
         optional_names: Names that `module_weights` need not contain.
         zenflow: Whether to skip the values, because ZenFlow's masters are newer than the weights.
-        sampled_ranks: Positions of the ranks whose slices are compared. If None, all ranks are compared.
+        sampled_ranks: Positions of the ranks whose slices are compared. If None, all ranks are
+            compared.
 
     Returns:
         Number of compared samples.
@@ -145,13 +148,13 @@ def compare_with_module_weights(
 def sample_rounds_to_weight(
     master: FlatPiece, master_start: int, weight: StoredTensor, count: int, weight_start: int = 0
 ) -> bool | None:
-    """Return whether a sample of a master's elements, after rounding, equals the elements of a weight.
+    """Return whether a sample of a master weight, after rounding, equals the weight in the compute dtype.
 
     Args:
         master: Flat master.
         master_start: First element of the parameter in `master`.
         weight: Weight in the compute dtype.
-        count: Number of elements to compare at most.
+        count: Maximum number of elements to compare.
         weight_start: First element in `weight`.
 
     Returns:
@@ -180,9 +183,9 @@ def sample_rounds_to_weight(
 def _check_buffer_positions(
     layout: Stage12GroupLayout, stored: dict[str, StoredTensor], location: str
 ) -> None:
-    """Check that weights that are views of one flat buffer have the same positions as the masters.
+    """Check that views of a flat buffer have the same positions in it as the masters.
 
-    Copied weights have separate storages and are not checked.
+    Weights that were copied have separate storages and are not checked.
 
     Raises:
         CheckpointError: If a position differs.
@@ -198,7 +201,7 @@ def _check_buffer_positions(
 
 
 def _round_to_bfloat16(data: bytes) -> bytes:
-    """Round finite fp32 elements to bfloat16 without NumPy, because its import takes longer."""
+    """Round finite fp32 elements to bfloat16 without NumPy, which takes longer to import."""
     words = struct.unpack(f"<{len(data) // 4}I", data)
     # Adding this number before the lower half is removed rounds to nearest, ties to even.
     return struct.pack(
@@ -207,7 +210,7 @@ def _round_to_bfloat16(data: bytes) -> bytes:
 
 
 def _read_unverified_elements(source: ByteSource, dtype: str, start: int, count: int) -> bytes | None:
-    """Read a few elements without verifying a checksum, because a wrong value is refused anyway.
+    """Read a few elements without verifying a checksum, because wrong values are rejected anyway.
 
     Returns:
         The bytes, or None if the elements are not in a file or are not floating-point numbers.

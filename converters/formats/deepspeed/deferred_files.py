@@ -1,8 +1,9 @@
-"""Rank files that are opened only when their values are read.
+"""Open the files of other ranks only when their values are read.
 
-The files of all ranks of a run have the same structure. A rank that resumes reads its own two files, and
-derives the names, dtypes and shapes in the other files from them. When another file is opened, its structure
-is compared with the expected structure. If the world size is unchanged, no other file is opened.
+The files of all ranks have the same structure. A rank that resumes reads its own two files, and
+derives the names, dtypes and shapes in other files from them. When another file is opened, its
+structure is compared with the expected one. If the world size is unchanged, no other file is
+opened.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ NestedKey = tuple[Any, ...]
 
 
 class DeferredTensor(StoredTensor):
-    """Contiguous tensor of a file that is not open yet.
+    """Contiguous tensor in a file that is not open yet.
 
     Args:
         like: Tensor of another rank with the same dtype.
@@ -54,7 +55,7 @@ class DeferredTensor(StoredTensor):
         self._source = _DeferredSource(self, load)
 
     def to_byte_view(self) -> View:
-        """Return the tensor as a view in bytes."""
+        """Convert the tensor to a view with offset and strides in bytes."""
         return View(self._source, 0, compute_row_major_strides(self.shape, get_itemsize(self.dtype)))
 
 
@@ -82,12 +83,12 @@ class _DeferredSource:
 
 
 class _LazyRankFile(Generic[F]):
-    """A file of another rank that is read once, when its first tensor is needed.
+    """File of another rank that is read once, when its first tensor is needed.
 
     Args:
         read: Function that reads the file.
-        template: File of the same kind from this rank. Both files must have the same rank-independent
-            records, because they otherwise belong to different runs.
+        template: File of the same kind from this rank. If the rank-independent records of the two files
+            differ, they belong to different runs, which is an error.
     """
 
     def __init__(self, read: Callable[[], F], template: F) -> None:
@@ -126,7 +127,7 @@ class _LazyRankFile(Generic[F]):
 
 
 class SliceLengths(NamedTuple):
-    """Lengths of the slices of one group of stages 1 and 2, in elements.
+    """Lengths of two ranks' slices of one parameter group in stages 1 and 2, in elements.
 
     Attributes:
         used: Elements of this rank's slice that belong to parameters.
@@ -142,16 +143,17 @@ class SliceLengths(NamedTuple):
 def build_deferred_optim_file(
     folder: CheckpointFolder, name: str, template: OptimFile, slice_lengths: Sequence[SliceLengths] | None
 ) -> OptimFile:
-    """Build the description of another rank's optimizer states from this rank's file.
+    """Describe the optimizer states of another rank, based on this rank's file.
 
-    The structure of both files is the same, so the other file is only opened when one of its tensors is read.
+    Both files have the same structure, so the other file is only opened when one of its tensors is
+    read.
 
     Args:
         folder: Folder of the files.
         name: Name of the other rank's file.
         template: File of this rank.
-        slice_lengths: Lengths of the slices of each group of stages 1 and 2. None in stage 3, because the
-            slices of all ranks have the same length.
+        slice_lengths: Lengths of the slices of each group of stages 1 and 2. None in stage 3, because
+            the slices of all ranks have the same length.
 
     Returns:
         The description, whose tensors are `DeferredTensor`s.
@@ -186,7 +188,7 @@ MASTERS = "single_partition_of_fp32_groups"
 
 
 def build_deferred_model_file(folder: CheckpointFolder, name: str, template: ModelFile) -> ModelFile:
-    """Build the description of another rank's model states from this rank's file.
+    """Describe the model states of another rank, based on this rank's file.
 
     The other file is only opened when one of its tensors is read.
 

@@ -1,4 +1,4 @@
-"""Files of the experts of a mixture, as DeepSpeed saves them."""
+"""Read the per-expert files that DeepSpeed saves for mixture-of-experts models."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class LayerTensor(NamedTuple):
 def iter_layer_tensors(
     folder: CheckpointFolder, files: Sequence[str], pattern: re.Pattern[str], name_error: str
 ) -> Iterator[LayerTensor]:
-    """Iterate over the tensors of files that contain the weights of layers or experts.
+    """Iterate over the tensors in files of layers or experts.
 
     Args:
         folder: Checkpoint folder.
@@ -49,7 +49,8 @@ def iter_layer_tensors(
         The tensors of all files.
 
     Raises:
-        CheckpointError: If a file name does not match, or if a file contains values that are not tensors.
+        CheckpointError: If a file name does not match, or if a file contains values that are not
+            tensors.
     """
     for name in files:
         location, match = str(folder.path / name), pattern.fullmatch(name)
@@ -62,7 +63,7 @@ def iter_layer_tensors(
 
 
 class ExpertFiles:
-    """The weights in the files of all experts, keyed by name.
+    """Weights in the files of all experts.
 
     Args:
         folder: Checkpoint folder.
@@ -72,7 +73,8 @@ class ExpertFiles:
         tensors: Weights, keyed by their names in the complete model.
 
     Raises:
-        CheckpointError: If a file is damaged, was renamed, or contains other values.
+        CheckpointError: If a file is damaged or was renamed, or if it contains values other than the
+            weights of its expert.
     """
 
     def __init__(self, folder: CheckpointFolder, files: Sequence[str]) -> None:
@@ -92,10 +94,10 @@ class ExpertFiles:
                 raise DamagedCheckpointError(f"{location}: {key!r} is also in another file")
 
     def has_only_expert_parameters(self, names: Iterable[str]) -> bool:
-        """Return whether the parameters of a group belong to experts.
+        """Return whether a group consists of expert parameters.
 
         Raises:
-            CheckpointError: If the group contains parameters of experts and other parameters.
+            CheckpointError: If the group contains both expert parameters and others.
         """
         kinds = {_EXPERT.fullmatch(name) is not None for name in names}
         if len(kinds) > 1:
@@ -105,16 +107,16 @@ class ExpertFiles:
         return True in kinds
 
     def map_to_complete_names(self, local_names: Iterable[str], rank_set_index: int) -> dict[str, str]:
-        """Map the names of the experts on one set of ranks to their names in the complete model.
+        """Map the names of experts on one set of ranks to their names in the complete model.
 
-        Each set of ranks numbers its experts from 0.
+        The names differ, because each set of ranks numbers its experts from 0.
 
         Args:
             local_names: Names of parameters on these ranks.
             rank_set_index: Index of the set of ranks.
 
         Returns:
-            Names in the complete model, keyed by the local names. Other parameters are omitted.
+            Names in the complete model, keyed by the local names. Parameters outside experts are omitted.
         """
         matches = [match for name in local_names if (match := _EXPERT.fullmatch(name))]
         count = 1 + max((int(match[2]) for match in matches), default=0)

@@ -1,12 +1,13 @@
-"""Partitioning of a group of parameters in ZeRO: the position of each parameter in flat buffers.
+"""Compute where ZeRO places each parameter of a group in the ranks' flat buffers.
 
-Stages 1 and 2 concatenate the parameters of a group, add padding, and give each rank an equal slice. Stage 3
-partitions each parameter separately: rank r has the elements [r * n, (r + 1) * n) with n = ceil(numel / world
-size).
+Stages 1 and 2 concatenate the parameters of a group, add padding, and give each rank an equal
+slice. Stage 3 partitions each parameter separately: rank r has the elements [r * n, (r + 1) * n)
+with n = ceil(numel / world size).
 
-With ZeRO-3 and NVMe, a checkpoint contains copies of the swap files next to its rank files. A swap file
-contains one flat buffer of one sub-group of one rank, padded to complete blocks, without a checksum. Its name
-contains the indices of the first and last parameter of the sub-group, in the order of the model.
+With ZeRO-3 and NVMe, a checkpoint contains copies of the swap files next to its rank files. A swap
+file contains the flat buffer of one rank's sub-group, padded to complete blocks, without a
+checksum. Its name contains the indices of the first and last parameter of the sub-group, in the
+order of the model.
 
 Source: deepspeed/runtime/zero/stage_1_and_2.py and stage3.py, deepspeed/utils/zero_to_fp32.py;
 deepspeed/runtime/swap_tensor/optimizer_utils.py, `save_checkpoint` in deepspeed/runtime/engine.py.
@@ -42,7 +43,7 @@ _SWAPPED = "offloaded_tensors"
 
 @dataclass(frozen=True)
 class FlatPiece:
-    """One rank's part of a flat buffer.
+    """Part of a flat buffer that one rank stores.
 
     Attributes:
         dtype: Safetensors dtype.
@@ -56,7 +57,7 @@ class FlatPiece:
 
 
 def to_flat_piece(stored: StoredTensor) -> FlatPiece:
-    """Convert a contiguous flat tensor of a rank file to a `FlatPiece`."""
+    """Convert a contiguous flat tensor from a rank file to a `FlatPiece`."""
     view, numel = stored.to_byte_view(), prod(stored.shape)
     return FlatPiece(
         stored.dtype, numel, SourceSlice(view.source, view.offset, numel * get_itemsize(stored.dtype))
@@ -83,7 +84,7 @@ def require_equal_dtypes(pieces: Flat, location: str) -> Flat:
 
 @dataclass(frozen=True)
 class GroupOnRanks:
-    """A group of parameters, and a set of ranks that together have all of its elements.
+    """Parameter group, and a set of ranks that together store all of its elements.
 
     Without expert parallelism, all ranks form one set.
 
@@ -99,7 +100,7 @@ class GroupOnRanks:
 
 
 class Stage3GroupLayout:
-    """Layout of one sub-group of stage 3. Every parameter is partitioned separately.
+    """Layout of one stage 3 sub-group. Every parameter is partitioned separately.
 
     Args:
         shapes: Shape of each parameter.
@@ -123,7 +124,7 @@ class Stage3GroupLayout:
         self.rank_numel = total
 
     def count_elements_per_rank(self, shape: tuple[int, ...]) -> int:
-        """Count the elements of a parameter on each rank, including padding."""
+        """Count how many elements of a parameter each rank has, including padding."""
         return -(-prod(shape) // self.world_size)
 
     def split_into_parameters(self, flat: Flat, suffix: str = "") -> dict[str, Tensor]:
@@ -164,7 +165,7 @@ class Stage3GroupLayout:
 def _build_joined_view(
     parts: Sequence[ByteSource], base: int, nbytes: int, shape: tuple[int, ...], width: int
 ) -> View:
-    """Build the view of a parameter of stage 3 by joining its parts from all ranks.
+    """Build a view of a stage 3 parameter by joining the parts of all ranks.
 
     Args:
         parts: Bytes of the flat buffer of each rank.
@@ -181,7 +182,7 @@ def _build_joined_view(
 
 
 class Fragment(NamedTuple):
-    """Part of a parameter in the slice of one rank.
+    """Part of a parameter that is in the slice of one rank.
 
     Attributes:
         start: First element in the slice.
@@ -193,7 +194,9 @@ class Fragment(NamedTuple):
 
 
 class Stage12GroupLayout:
-    """Layout of one group of stages 1 and 2: concatenated parameters with alignment gaps, in equal slices.
+    """Layout of one parameter group in stages 1 and 2.
+
+    The parameters are concatenated with alignment gaps, and divided into equal slices.
 
     Args:
         shapes: Shape of each parameter.
@@ -231,7 +234,7 @@ class Stage12GroupLayout:
             )
 
     def count_unpadded_elements(self, rank: int) -> int:
-        """Count the elements of a rank's slice without the padding at the end of the group."""
+        """Count the elements of a rank's slice, excluding the padding at the end of the group."""
         return max(0, min(self.slice_numel, self.used_numel - rank * self.slice_numel))
 
     def count_padding_elements(self, rank: int) -> int:
@@ -249,7 +252,7 @@ class Stage12GroupLayout:
             Parameters, keyed by name without the suffix.
 
         Raises:
-            CheckpointError: If the pieces have other lengths.
+            CheckpointError: If the lengths of the pieces match neither the padded nor the unpadded slices.
         """
         unpadded_lengths = [self.count_unpadded_elements(rank) for rank in range(self.world_size)]
         lengths = [piece.numel for piece in flat]
@@ -268,7 +271,7 @@ class Stage12GroupLayout:
         }
 
     def compute_fragments(self, rank: int) -> dict[str, Fragment]:
-        """Compute the fragments in the slice of a rank, keyed by parameter.
+        """Compute the fragments in a rank's slice, keyed by parameter.
 
         Parameters outside the slice are omitted.
         """
@@ -304,7 +307,7 @@ def check_disjoint_bytes(pieces: Sequence[StoredTensor], location: str) -> None:
 
 
 class SwapFiles:
-    """The swap files of one checkpoint.
+    """NVMe swap files in a checkpoint.
 
     Args:
         folder: Checkpoint folder.
@@ -318,7 +321,7 @@ class SwapFiles:
     def open_flat_piece(
         self, rank: int, layout: Stage3GroupLayout, dtype: str, state_name: str = ""
     ) -> FlatPiece:
-        """Open the flat masters of a rank, or one of its flat optimizer states.
+        """Open the swap file with a rank's flat masters, or with one of its flat optimizer states.
 
         Args:
             rank: Data-parallel rank.

@@ -1,14 +1,15 @@
-"""Per-layer files, written by the stages of a `PipelineModule`.
+"""Read the per-layer files that the stages of a `PipelineModule` write.
 
-In the file of a layer, the tensors have their names within the layer. The masters have the same names with
-the layer index as a prefix. A tied layer (`TiedLayerSpec`) is an exception: its masters have the prefix
-`tied_modules.<key>`, and each stage that uses the layer has a copy. Its files are numbered like the files of
-other layers, so this module assigns them to the masters by comparing values.
+In the file of a layer, the tensors have their names within the layer. The master weights have the
+same names with the layer index as a prefix. A tied layer (`TiedLayerSpec`) is an exception: its
+masters have the prefix `tied_modules.<key>`, and each stage that uses the layer has a copy. The
+files of tied layers are numbered like any others, so this module matches them to the masters by
+comparing values.
 
 `layer_<moe layer>_expert_<expert>_mp_rank_00_model_states.pt` contains the weights of one expert of
-`deepspeed.moe.layer.MoE`. In the names of these weights, the expert index counts the experts of the complete
-model. In the flat groups of their masters, each rank numbers its experts from 0. Each of these groups is
-partitioned over the ranks that have the same experts.
+`deepspeed.moe.layer.MoE`. In the names of these weights, the expert index counts the experts of the
+complete model. In the flat groups of their masters, each rank numbers its experts from 0. Each of
+these groups is partitioned over the ranks that have the same experts.
 
 Source: `_build` and `save_state_dict` in deepspeed/runtime/pipe/module.py, topology.py;
 `_save_moe_checkpoint` in deepspeed/runtime/engine.py, deepspeed/utils/groups.py.
@@ -42,7 +43,7 @@ _TIED = re.compile(r"tied_modules\.[^.]+\.(.+)")
 
 
 class LayerFiles:
-    """The tensors in the files of all layers, keyed by `<layer>.<name>`.
+    """Tensors in the files of all layers, keyed by `<layer>.<name>`.
 
     Args:
         folder: Checkpoint folder.
@@ -85,7 +86,7 @@ class LayerFiles:
         return module
 
     def _list_tied_copies(self, name: str, candidates: Iterable[str] | None = None) -> list[str]:
-        """List the tensors of layers that may be copies of a parameter or buffer of a tied module.
+        """List the layer tensors that may be copies of a tied module's parameter or buffer.
 
         Args:
             name: Name of the parameter or buffer. The list is empty if its module is not tied.
@@ -103,7 +104,7 @@ class LayerFiles:
     def merge_stage_weights(self, runs: Sequence[SavedRun]) -> NamedWeights:
         """Merge the weights of all stages into the complete model.
 
-        Copies of tied parameters are compared. Tensors of layers that no stage trains are frozen parameters.
+        Copies of tied parameters must agree. Layer tensors that no stage trains are frozen parameters.
 
         Raises:
             CheckpointError: If two stages have different copies of a parameter, or if a layer file has a
@@ -143,7 +144,7 @@ def merge_stage_optimizers(runs: Sequence[SavedRun]) -> OptimizerState | None:
     """Merge the optimizers of all stages. Groups with the same index and settings become one group.
 
     Returns:
-        The optimizer state, or None if a stage has none.
+        The optimizer state, or None if it is missing in a stage.
 
     Raises:
         CheckpointError: If two stages have different states of a tied parameter.

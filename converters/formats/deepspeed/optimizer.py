@@ -1,4 +1,4 @@
-"""Optimizer state of a ZeRO run: flat moments are split into parameters, and groups get parameter names."""
+"""Build the optimizer state of a ZeRO run, with flat moments split into named parameters."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def build_zero_optimizer(
 
 
 def read_step_count(folder: AnyPath, stage: int, ranks: Sequence[OptimFile], num_groups: int) -> int | None:
-    """Return the number of optimizer steps, which must be the same in all groups of all ranks.
+    """Return the number of optimizer steps, checking that all groups and ranks agree.
 
     Args:
         folder: Folder of the files.
@@ -114,14 +114,14 @@ def read_step_count(folder: AnyPath, stage: int, ranks: Sequence[OptimFile], num
 
 
 def read_number(value: Any, location: str) -> float | int | None:
-    """Return a number, or the value of a 0-d tensor. Returns None for any other value."""
+    """Convert a number or 0-d tensor to a number. Return None for any other value."""
     if isinstance(value, StoredTensor) and value.shape == ():
         value = to_lazy_tensor(value, location).tolist()
     return value if isinstance(value, (int, float)) else None
 
 
 def _get_group_states(stage: int, rank: OptimFile, num_groups: int) -> list[dict[str, Any]] | None:
-    """Return the state of each flat group of one rank. The states are empty before the first step.
+    """Return the state of each flat group on one rank. Before the first step, the states are empty.
 
     Returns:
         One dict per group, or None if the state was not saved.
@@ -154,7 +154,7 @@ def _get_group_states(stage: int, rank: OptimFile, num_groups: int) -> list[dict
 def _build_group_state(
     layout: GroupLayout, by_rank: Sequence[tuple[OptimFile, dict[str, Any]]], swap_files: SwapFiles | None
 ) -> State:
-    """Build the optimizer state of the parameters of one flat group.
+    """Build the optimizer state of the parameters in a flat group.
 
     Args:
         layout: Layout of the group.
@@ -220,10 +220,10 @@ def _build_group_state(
 
 
 def _read_param_groups(stage: int, ranks: Sequence[OptimFile]) -> ParamGroups | None:
-    """Read `param_groups`, and check that all ranks agree. The `params` are indices of flat groups.
+    """Read `param_groups`, whose `params` are indices of flat groups. All ranks must agree.
 
     Returns:
-        The groups, or None for an elastic checkpoint, because it has no groups.
+        The groups. None for an elastic checkpoint, which does not contain `param_groups`.
 
     Raises:
         CheckpointError: If the groups are missing or differ.
@@ -252,7 +252,7 @@ def _to_plain_settings(group: dict[Any, Any], location: str) -> dict[str, Any]:
 
 
 def build_named_group(group: dict[Any, Any], names: Sequence[Iterable[str]], location: str) -> dict[str, Any]:
-    """Build a parameter group with names, from a group with indices of flat groups.
+    """Replace the indices of flat groups in a parameter group with parameter names.
 
     Args:
         group: The pickled group.

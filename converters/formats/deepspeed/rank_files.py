@@ -1,4 +1,4 @@
-"""The files of one DeepSpeed checkpoint folder: their names, their content, and checks between them.
+"""Find, read, and cross-check the files in a DeepSpeed checkpoint folder.
 
 Source: `_save_checkpoint` and `_save_zero_checkpoint` in deepspeed/runtime/engine.py.
 """
@@ -66,7 +66,7 @@ _LAYER = re.compile(r"layer_\d+.*model_states\.pt")
 
 
 def _rebuild_enum_as_integer(value: Any = 0) -> int:
-    """Return the integer value of a pickled enum of ZeRO stages. 0 if the value is not an integer."""
+    """Return the integer value of a pickled ZeRO stage enum, or 0 if the value is not an integer."""
     return int(value) if isinstance(value, int) else 0
 
 
@@ -144,7 +144,7 @@ def find_rank_files(path: AnyPath) -> RankFileNames | None:
 
 
 def read_tag_file(path: AnyPath) -> str | None:
-    """Read a file that names a folder, such as `latest`. Returns None if the file cannot be read."""
+    """Read a file that contains the name of a folder, such as `latest`. None if it cannot be read."""
     try:
         return read_small_file(path, max_bytes=1024, truncate=True).decode("utf-8", "replace").strip()
     except OSError:
@@ -154,7 +154,7 @@ def read_tag_file(path: AnyPath) -> str | None:
 def find_tag_folder(
     path: AnyPath, tag: str | None, is_checkpoint: Callable[[AnyPath], bool]
 ) -> AnyPath | None:
-    """Find the folder of a tag.
+    """Find the step folder for a tag.
 
     Args:
         path: Folder that contains the step folders.
@@ -185,11 +185,11 @@ def _group_names_by_rank(path: AnyPath, files: list[tuple[re.Match[str], str]]) 
 
 
 def load_rank_file(folder: CheckpointFolder, name: str) -> dict[str, Any]:
-    """Load the content of one rank file, with `StoredTensor` for tensors.
+    """Load a rank file. Tensors become `StoredTensor`s.
 
     Raises:
-        CheckpointError: If the file is damaged, contains code, or was renamed (torch.save stores the original
-            name).
+        CheckpointError: If the file is damaged, contains code, or was renamed (torch.save stores the
+            original name).
     """
     file = folder.get_file(name)
     archive = TorchZip(file)
@@ -201,7 +201,7 @@ def load_rank_file(folder: CheckpointFolder, name: str) -> dict[str, Any]:
 
 
 class ParallelDegrees(NamedTuple):
-    """Degrees of model parallelism of a run.
+    """Degrees of tensor and pipeline parallelism of a run.
 
     Attributes:
         tensor: Number of tensor-parallel ranks.
@@ -214,18 +214,18 @@ class ParallelDegrees(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelFile:
-    """Content of one file `*_model_states.pt`.
+    """Content of a `*_model_states.pt` file.
 
     Attributes:
         location: Path of the file, used in error messages.
         content: The complete content.
         module: State dict. Empty if the layers of a pipeline have separate files.
         buffers: Names of the buffers.
-        group_shapes: Shapes of the parameters of each flat group (in stage 3, sub-group), in the order of the
-            group. None if ZeRO was not used.
+        group_shapes: Shapes of the parameters in each flat group (in stage 3, sub-group), in the order
+            of the group. None without ZeRO.
         frozen_shapes: Shapes of the frozen parameters. None if they are not saved.
         frozen_fragments: Part of each frozen parameter in this file.
-        tied_names: Owner of each tied alias.
+        tied_names: Tied parameters: the name of the stored parameter, keyed by its alias.
         is_pipeline: Whether the layers of a pipeline have separate files.
     """
 
@@ -241,10 +241,11 @@ class ModelFile:
 
     @property
     def parallel_degrees(self) -> ParallelDegrees:
-        """Numbers of tensor-parallel ranks and of pipeline stages.
+        """Numbers of tensor-parallel ranks and pipeline stages.
 
         Raises:
-            CheckpointError: If the record is damaged or contradicts the number of model-parallel ranks.
+            CheckpointError: If the recorded numbers are invalid, or if their product is not the number of
+                model-parallel ranks.
         """
         dims, total = (
             self.content.get("checkpoint_parallel_dimensions"),
@@ -288,8 +289,8 @@ def read_model_file(folder: CheckpointFolder, name: str) -> ModelFile:
     """Read one file of model states.
 
     Raises:
-        CheckpointError: If DeepSpeed could not have written the file, or if its kind of parallelism is not
-            supported.
+        CheckpointError: If DeepSpeed could not have written the file, or if its type of parallelism is
+            not supported.
     """
     content = load_rank_file(folder, name)
     location = str(folder.path / name)
@@ -329,7 +330,7 @@ def read_model_file(folder: CheckpointFolder, name: str) -> ModelFile:
 
 
 def read_model_files(folder: CheckpointFolder, model: ModelFile, names: Iterable[str]) -> list[ModelFile]:
-    """Read the model states of all ranks, and keep only the frozen fragments of the other ranks' files.
+    """Read the model states of all ranks. Keep only the frozen fragments from other ranks' files.
 
     Args:
         folder: Checkpoint folder.
@@ -340,7 +341,7 @@ def read_model_files(folder: CheckpointFolder, model: ModelFile, names: Iterable
         Files of all ranks, beginning with `model`.
 
     Raises:
-        CheckpointError: If the files are not of one run and step.
+        CheckpointError: If the files are not from the same run and step.
     """
     models, first = [model], model.get_rank_independent_records()
     for other in map_with_prefetch(folder.path, partial(read_model_file, folder), names):
@@ -352,7 +353,7 @@ def read_model_files(folder: CheckpointFolder, model: ModelFile, names: Iterable
 
 @dataclass(frozen=True)
 class OptimFile:
-    """Content of one file `*_optim_states.pt`.
+    """Content of an `*_optim_states.pt` file.
 
     Attributes:
         location: Path of the file, used in error messages.
@@ -367,7 +368,7 @@ class OptimFile:
     config: dict[str, Any]
 
     def get_alignment_gaps(self, group: int, num_parameters: int) -> list[int]:
-        """Return the number of elements after each parameter of a group that were added for alignment.
+        """Return the number of alignment elements that follow each parameter of a group.
 
         Args:
             group: Index of the group.
@@ -412,7 +413,7 @@ class OptimFile:
 
 
 def get_partition_counts(state: Mapping[str, Any], location: str) -> list[int]:
-    """Return `partition_count` of ZeRO's optimizer as a list, with one number per group or for all groups.
+    """Return ZeRO's `partition_count` as a list, with one number per group or a single one for all.
 
     Raises:
         CheckpointError: If `partition_count` is not a positive number or a list of positive numbers.
@@ -443,11 +444,11 @@ def read_optim_file(folder: CheckpointFolder, name: str) -> OptimFile:
 
 @dataclass(frozen=True)
 class NamedWeights:
-    """Masters, frozen parameters and buffers of a model.
+    """Named master weights, frozen parameters and buffers of a model.
 
     Attributes:
         tensors: Tensors, keyed by name.
-        aliases: Owner of each tied alias.
+        aliases: Tied parameters: the name of the stored parameter, keyed by its alias.
     """
 
     tensors: dict[str, Tensor]
@@ -461,17 +462,18 @@ def combine_with_model_states(
     stage: int,
     world: int,
 ) -> NamedWeights:
-    """Combine the masters with the tensors that only the model states contain: frozen parameters and buffers.
+    """Add the frozen parameters and buffers, which only the model states contain, to the masters.
 
     Args:
-        masters: The masters, keyed by name.
+        masters: The fp32 master weights, keyed by name.
         model_files: Model states of all ranks that have a file.
         module: Pickled weights, keyed by their names in the complete model.
         stage: ZeRO stage.
         world: Number of data-parallel ranks.
 
     Raises:
-        CheckpointError: If a frozen parameter or a buffer is missing, or if a tie contradicts the weights.
+        CheckpointError: If a frozen parameter or a buffer is missing, or if a tie contradicts the
+            weights.
     """
     model = model_files[0]
     tensors = {**masters, **_build_frozen_parameters(model_files, stage, world)}
@@ -558,7 +560,7 @@ def build_deepspeed_checkpoint(
     optimizer: Callable[[], OptimizerState | None],
     metadata: Mapping[str, Any],
 ) -> Checkpoint:
-    """Build a checkpoint with plain names.
+    """Build the logical checkpoint from the weights and the optimizer.
 
     Args:
         format: Value of `Checkpoint.format`.
@@ -594,7 +596,7 @@ def build_deepspeed_checkpoint(
 
 
 def to_ordered_lists(value: Any) -> Any:
-    """Convert dicts to lists of items, so that a comparison includes their order.
+    """Convert dicts to lists of items, so that comparing them also compares the order.
 
     The order defines the layout.
     """
@@ -604,7 +606,7 @@ def to_ordered_lists(value: Any) -> Any:
 
 
 def check_equal_records(location: str, description: str, ours: Any, first: Any) -> None:
-    """Check that a record of one file equals the record of the first rank.
+    """Check that a record has the same value as on the first rank.
 
     Args:
         location: Path of the file, used in the error message.
@@ -613,19 +615,19 @@ def check_equal_records(location: str, description: str, ours: Any, first: Any) 
         first: Record of the first rank.
 
     Raises:
-        CheckpointError: If the records differ, so the files are of two runs or steps.
+        CheckpointError: If the records differ, because the files are from two runs or steps.
     """
     if ours != first:
         raise MixedCheckpointError(f"{location}: {description} differs from the first rank")
 
 
 def require_contiguous(value: Any, location: str, *, any_shape: bool = False) -> StoredTensor:
-    """Return a value after a check that it is a contiguous tensor.
+    """Check that a value is a contiguous tensor, and return it.
 
     Args:
         value: Unpickled value.
         location: Name of the value, used in error messages.
-        any_shape: Whether the tensor may have any shape, instead of exactly one dimension.
+        any_shape: Whether the tensor may have any shape. If False, it must have one dimension.
 
     Raises:
         CheckpointError: If the value is not such a tensor.
@@ -640,7 +642,7 @@ def require_contiguous(value: Any, location: str, *, any_shape: bool = False) ->
 
 
 def parse_fragment_address(value: Any, location: str) -> Fragment:
-    """Parse a pickled `fragment_address`, which locates a part of a parameter in the slice of a rank.
+    """Parse a pickled `fragment_address`, which locates a part of a parameter in a rank's slice.
 
     Raises:
         CheckpointError: If the record is damaged.
@@ -657,7 +659,7 @@ def parse_fragment_address(value: Any, location: str) -> Fragment:
 
 
 def _parse_shapes(value: Any, location: str) -> ParameterShapes:
-    """Parse a pickled dict of shapes, keyed by parameter name, and check each shape."""
+    """Parse and check a pickled dict of shapes, keyed by parameter name."""
     shapes: ParameterShapes = {}
     for name, shape in require_mapping(value or {}, "a table of shapes", location).items():
         shapes[str(name)] = require_shape(shape, f"the shape of {format_untrusted_value(name)}", location)

@@ -1,9 +1,10 @@
-"""DeepSpeed checkpoints: ZeRO stages 1 to 3, BF16_Optimizer, and runs without ZeRO.
+"""Read DeepSpeed checkpoints of ZeRO stages 1 to 3, BF16_Optimizer, and runs without ZeRO.
 
-`latest` names a folder with one file of optimizer states per rank, and one file of model states (in stage 3,
-one per rank). Redundant records are compared. The layout that follows from the shapes of the parameters must
-agree with all records of the layout. With tensor-parallel ranks or pipeline stages, each of them is read as a
-separate run (`zero_run.py`), and the runs are merged afterward.
+The file `latest` contains the name of a folder. The folder has one file of optimizer states per
+rank, and one file of model states (in stage 3, one per rank). Redundant records are compared with
+each other, and the layout that follows from the parameter shapes is compared with the recorded
+layout. Each tensor-parallel rank or pipeline stage is read as a separate run (`zero_run.py`), and
+the runs are merged afterward.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def _find_rank_file_folder(source: CheckpointPath) -> AnyPath | None:
         The folder, or None if there are no rank files.
 
     Raises:
-        CheckpointError: If `latest` names a folder without rank files, but other folders have some.
+        CheckpointError: If the folder in `latest` has no rank files, but other folders do.
     """
     path = source.path
     if path.is_file():
@@ -89,14 +90,14 @@ def _list_tag_folders(path: AnyPath) -> list[str]:
 def _has_rank_files(path: AnyPath) -> bool:
     """Return whether a folder contains the rank files of a DeepSpeed run.
 
-    A universal checkpoint is not accepted, although it also contains files of model states.
+    False for a universal checkpoint, although it also contains files of model states.
     """
     names = find_rank_files(path)
     return names is not None and bool(names.optim or not (path / "zero").is_dir())
 
 
 def _explain_incomplete(source: CheckpointPath) -> str | None:
-    """Explain that `latest` names a folder without DeepSpeed files. Returns None if there is no `latest`."""
+    """Explain that the folder in `latest` has no DeepSpeed files. None if there is no `latest`."""
     tag = read_tag_file(source.path / LATEST)
     if tag is not None:
         return (
@@ -109,7 +110,7 @@ def _explain_incomplete(source: CheckpointPath) -> str | None:
 def _check_one_accelerate_model(path: AnyPath, tag_folder: AnyPath) -> None:
     """Check that Accelerate did not save several models.
 
-    Accelerate saves each model to a separate folder, and `latest` names only the last.
+    Accelerate saves each model to its own folder, but `latest` contains only the name of the last one.
 
     Raises:
         CheckpointError: If there are several models.
@@ -180,7 +181,7 @@ def _open_deepspeed_checkpoint(source: CheckpointPath, path: AnyPath) -> Checkpo
 
 
 def _find_own_rank(source: CheckpointPath, names: RankFileNames) -> int | None:
-    """Return the reader's rank if it needs only its own files, because the world size has not changed.
+    """Return the reader's rank if it only needs its own files, because the world size is unchanged.
 
     Returns:
         The rank, or None if all files must be read.
@@ -195,9 +196,9 @@ def _find_own_rank(source: CheckpointPath, names: RankFileNames) -> int | None:
 def _read_own_model(folder: CheckpointFolder, names: Mapping[int, str], rank: int) -> ModelFile:
     """Read the model states of a rank, or the first file if the rank has none.
 
-    Only the first file records which parameters are tied. The first file is therefore read as well if the
-    rank's file contains a tensor that is neither a buffer nor a parameter with a recorded shape, because such
-    a tensor is tied to a parameter.
+    Only the first file records which parameters are tied. It is also read if the rank's file contains a
+    tensor that is neither a buffer nor a parameter with a recorded shape. Such a tensor is tied to a
+    parameter.
 
     Args:
         folder: Checkpoint folder.
@@ -220,7 +221,7 @@ def _read_parallel_degree(path: AnyPath, names: RankFileNames, model: ModelFile)
     """Return the number of tensor-parallel ranks or pipeline stages.
 
     Raises:
-        CheckpointError: If the files of a rank are missing, or if two kinds of model parallelism are
+        CheckpointError: If the files of a rank are missing, or if two types of model parallelism are
             combined.
     """
     tensor_ranks, stages = model.parallel_degrees
@@ -259,7 +260,7 @@ def _build_run_checkpoint(
     weights: NamedWeights,
     optimizer: Callable[[], OptimizerState | None],
 ) -> Checkpoint:
-    """Build the checkpoint of one or several runs from their merged weights."""
+    """Build the checkpoint for one or several runs from their merged weights."""
     run = runs[0]
     metadata = {
         "world_size": run.world_size * len(runs),

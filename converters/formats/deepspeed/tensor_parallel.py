@@ -1,9 +1,9 @@
-"""Merging of the tensor-parallel ranks of AutoTP, as the checkpoint itself describes.
+"""Merge the tensor-parallel ranks of AutoTP, using the sharding that the checkpoint records.
 
-`universal_checkpoint_info` in the model states contains an affine map for each parameter. The map defines
-which block of the complete parameter each rank has, and the block's position in the rank's part. Before
-DeepSpeed 0.19, it instead lists the parameters that all ranks have and the parameters that are sharded along
-dim 1. Other parameters are sharded along dim 0.
+`universal_checkpoint_info` in the model states contains an affine map for each parameter. The map
+defines which block of the complete parameter each rank has, and the block's position in the rank's
+part. Before DeepSpeed 0.19, the record instead lists the parameters that all ranks have, and the
+parameters that are sharded along dim 1. Other parameters are sharded along dim 0.
 
 Source: `collect_autotp_universal_checkpoint_info` in deepspeed/module_inject/layers.py,
 deepspeed/checkpoint/affine.py, `merge_tp_slices` in ds_to_universal.py.
@@ -76,7 +76,7 @@ class AutoTpLayout:
             )
 
     def merge_rank_parts(self, name: str, parts: Sequence[Tensor]) -> Tensor:
-        """Merge the parts of all ranks into a parameter, or into an optimizer state of the parameter's shape.
+        """Merge the ranks' parts of a parameter, or of an optimizer state with the parameter's shape.
 
         Args:
             name: Name of the parameter.
@@ -119,7 +119,7 @@ class AutoTpLayout:
         return concat_tensors(name, parts, dim)
 
     def _merge_by_affine_map(self, name: str, entry: Any, parts: Sequence[Tensor], location: str) -> Tensor:
-        """Merge the parts of all ranks by the affine map of the parameter. Overlapping copies must be equal.
+        """Merge the ranks' parts according to the parameter's affine map. Overlapping copies must be equal.
 
         Raises:
             CheckpointError: If the map is damaged, contradicts the parts, or scales values.
@@ -252,7 +252,7 @@ def merge_rank_optimizers(runs: Sequence[SavedRun], layout: AutoTpLayout) -> Opt
 
 
 def _require_sizes(value: Any, error: CheckpointError) -> tuple[int, ...]:
-    """Return a shape as a tuple. Raises `error` if the value is not a shape."""
+    """Return a shape as a tuple. Raise `error` if the value is not a shape."""
     if not is_shape(value):
         raise error
     return tuple(value)

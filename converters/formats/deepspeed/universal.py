@@ -1,11 +1,13 @@
-"""DeepSpeed universal checkpoints, written by `ds_to_universal`, with one folder per parameter.
+"""Read DeepSpeed universal checkpoints, written by `ds_to_universal` with one folder per parameter.
 
-`zero/<parameter>/` contains the fp32 master and each moment in a separate file. The tensors have the shapes
-of their parameters (from stages 1 and 2) or are flat (from stage 3). `zero/optimizer_state.pt` contains the
-groups. The model states in the parent folder contain shapes, ties and buffers.
+`zero/<parameter>/` contains the fp32 master weight and each moment in a separate file. The tensors
+have the shapes of their parameters (from stages 1 and 2) or are flat (from stage 3).
+`zero/optimizer_state.pt` contains the groups. The model states in the parent folder contain shapes,
+ties and buffers.
 
-This reader compares each parameter's files with a second copy. Below stage 3, these are the rounded weights
-in the model states. In stage 3, they are the flat groups of rank 0 in `zero/optimizer_state.pt`.
+Each parameter's files are compared with a second copy. Below stage 3, it consists of the rounded
+weights in the model states. In stage 3, it consists of the flat groups of rank 0 in
+`zero/optimizer_state.pt`.
 
 Source: deepspeed/checkpoint/ds_to_universal.py.
 """
@@ -72,8 +74,8 @@ def _find_universal_folder(source: CheckpointPath) -> AnyPath | None:
     """Find the folder of a universal checkpoint for a path and tag.
 
     Returns:
-        The folder. None if there is no universal checkpoint, or if the path is a run folder with a `latest`
-        file, because the ZeRO checkpoint in the run folder is more complete.
+        The folder. None if there is no universal checkpoint, or if the path is a run folder with a
+        `latest` file. The ZeRO checkpoint in such a folder is more complete.
     """
     path = source.path
     if path.is_file():
@@ -89,7 +91,7 @@ def _find_universal_folder(source: CheckpointPath) -> AnyPath | None:
 
 
 def _explain_incomplete(source: CheckpointPath) -> str | None:
-    """Explain that the conversion of a universal checkpoint did not finish, or that its tag file is wrong.
+    """Explain that the conversion to a universal checkpoint did not finish, or that its tag file is wrong.
 
     Returns:
         The reason as one line. None if the path does not look like a universal checkpoint.
@@ -123,7 +125,7 @@ def load_zero_file(folder: CheckpointFolder, name: str) -> Any:
 
 
 class _FlatCopy(NamedTuple):
-    """Location of rank 0's elements of one parameter or optimizer state.
+    """Location of rank 0's part of a parameter or optimizer state, in a flat buffer.
 
     Attributes:
         flat_group: Flat buffer of the sub-group.
@@ -137,7 +139,7 @@ class _FlatCopy(NamedTuple):
 
 
 class _UniversalFiles:
-    """Files of one universal checkpoint. They are read and compared with each other.
+    """Files of a universal checkpoint, read and compared with each other.
 
     Args:
         folder: Folder of the checkpoint.
@@ -217,7 +219,7 @@ class _UniversalFiles:
         """Return the number of data-parallel ranks of the run.
 
         Raises:
-            CheckpointError: If the number is missing, too large, or different for some groups.
+            CheckpointError: If the number is missing, too large, or differs between groups.
         """
         counts = get_partition_counts(self.common_state, str(self.folder.path / COMMON))
         if counts[0] >= MAX_COUNT or any(count != counts[0] for count in counts):
@@ -225,7 +227,7 @@ class _UniversalFiles:
         return counts[0]
 
     def _list_state_names_by_parameter(self) -> dict[str, list[str]]:
-        """List the state names of each parameter, which are the names of the files in its folder.
+        """List the state names of each parameter, derived from the file names in its folder.
 
         Raises:
             CheckpointError: If a folder does not belong to a parameter, or if a master is missing.
@@ -249,7 +251,7 @@ class _UniversalFiles:
         return files_by_name
 
     def _locate_rank0_copies(self) -> dict[str, dict[str, _FlatCopy]]:
-        """Locate rank 0's copies of the parameters and states in the common file.
+        """Locate rank 0's copies of the parameters and states in `zero/optimizer_state.pt`.
 
         Only stage 3 stores them there.
 
@@ -326,7 +328,7 @@ class _UniversalFiles:
     def _check_against_second_copy(
         self, name: str, state_name: str, stored: StoredTensor, location: str
     ) -> None:
-        """Compare sampled values with the second copy of a parameter or state. Does nothing if there is none.
+        """Compare samples of a parameter or state with its second copy, if there is one.
 
         Raises:
             CheckpointError: If the values differ.
@@ -367,7 +369,7 @@ class _UniversalFiles:
         )
 
     def _read_optimizer_state(self, key: tuple[str, str]) -> Tensor | Scalar:
-        """Read one optimizer state of a parameter: a tensor, or a number for the step count."""
+        """Read one optimizer state of a parameter: a scalar for the step count, otherwise a tensor."""
         name, state_name = key
         if state_name != _STEP:
             return self._read_parameter_file(name, state_name)
@@ -377,7 +379,7 @@ class _UniversalFiles:
         )
 
     def _build_optimizer(self) -> OptimizerState | None:
-        """Build the optimizer state, or return None if the files contain none."""
+        """Build the optimizer state, or return None if the files do not contain it."""
         location = str(self.folder.path / COMMON)
         state: dict[str, dict[str, Tensor | Scalar]] = {}
         state_names = [set(self.state_names[name]) - {MASTER} for name in self.shapes]
@@ -413,8 +415,7 @@ class _UniversalFiles:
     def _add_stage3_numbers_to(self, state: dict[str, dict[str, Tensor | Scalar]], location: str) -> None:
         """Add the step counts and other numbers of stage 3 to the optimizer state in place.
 
-        Stage 3 stores these numbers only in `zero/optimizer_state.pt`. Below stage 3, the function does
-        nothing.
+        Stage 3 stores these numbers only in `zero/optimizer_state.pt`. Does nothing below stage 3.
 
         Args:
             state: Optimizer state, keyed by parameter and then by state name.
@@ -433,7 +434,7 @@ class _UniversalFiles:
                         )
 
     def _check_step_counts(self, state: dict[str, dict[str, Tensor | Scalar]]) -> None:
-        """Check that all parameters have the same step count, and that the engine's counters allow it.
+        """Check that all parameters have the same step count, and that it agrees with the engine's counters.
 
         Raises:
             CheckpointError: If a step count differs or is too large.
@@ -454,7 +455,7 @@ class _UniversalFiles:
 
 
 def _get_rank0_states(common: dict[str, Any], location: str) -> dict[Any, Any]:
-    """Return the base optimizer's state of rank 0, which stage 3 keeps in `zero/optimizer_state.pt`.
+    """Return rank 0's state of the base optimizer, which stage 3 stores in `zero/optimizer_state.pt`.
 
     Args:
         common: Content of `zero/optimizer_state.pt`.
@@ -489,7 +490,7 @@ def _require_scalar(value: Any, name: str, location: str) -> Tensor | Scalar:
 def _choose_sample_starts(count: int) -> list[int]:
     """Choose the start indices of samples at the start, in the middle and at the end of `count` elements.
 
-    Returns an empty list if `count` is 0.
+    Empty if `count` is 0.
     """
     return sorted({0, count // 2, max(0, count - _SAMPLE)}) if count else []
 

@@ -1,8 +1,9 @@
-"""DeepSpeed checkpoints without ZeRO: one file with the model and its optimizer.
+"""Read DeepSpeed checkpoints without ZeRO: one file with the model and its optimizer.
 
-In fp32, the optimizer is a plain torch optimizer. In 16 bits, a wrapper keeps fp32 masters without names,
-either with their shapes (`fp32_groups`) or as one flat buffer per group (`fp32_groups_flat`). This reader
-assigns the masters to the weights that equal their rounded values, in the order of the model.
+In fp32, the optimizer is a plain torch optimizer. In 16 bits, a wrapper keeps unnamed fp32 master
+weights, either with their shapes (`fp32_groups`) or as one flat buffer per group
+(`fp32_groups_flat`). This reader assigns the masters to the weights that equal their rounded
+values, in the order of the model.
 
 Source: deepspeed/runtime/fp16/unfused_optimizer.py and fused_optimizer.py.
 """
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Fp32Masters:
-    """Fp32 masters of a model, and their groups.
+    """Fp32 master weights of a model, and their groups.
 
     Attributes:
         tensors: Masters, keyed by parameter name.
@@ -111,7 +112,7 @@ def open_unsharded_checkpoint(folder: CheckpointFolder, model: ModelFile, root: 
 def _read_masters(
     saved: Any, stored: dict[str, StoredTensor], parameter_names: list[str], model: ModelFile
 ) -> _Fp32Masters:
-    """Read the fp32 masters of the optimizer.
+    """Read the fp32 master weights of the optimizer.
 
     Args:
         saved: Pickled optimizer.
@@ -120,7 +121,8 @@ def _read_masters(
         model: The file of model states.
 
     Returns:
-        The masters. Empty if the model was trained in fp32, because the weights are the masters.
+        The masters. Empty if the model was trained in fp32, because the weights themselves are then the
+        masters.
 
     Raises:
         CheckpointError: If the masters cannot be assigned to weights.
@@ -141,10 +143,10 @@ def _read_masters(
 def _name_shaped_masters(
     groups: list[list[Any]], stored: dict[str, StoredTensor], parameter_names: list[str], location: str
 ) -> _Fp32Masters:
-    """Assign masters that have the shapes of their parameters to the weights of the model.
+    """Assign unflattened masters to the weights of the model.
 
-    The masters have no names, but they have the order of the model. Their rounded values must equal the
-    weights.
+    The masters have no names, but they have the shapes of their parameters and are in the order of the
+    model. Their rounded values must equal the weights.
 
     Raises:
         CheckpointError: If the assignment is not unique, or if a value differs.
@@ -182,11 +184,11 @@ def _split_flat_masters(
     """Split the flat buffer of each group into parameters.
 
     The weights are processed in the order of the model. Each weight is assigned to the group whose next
-    elements equal the weight after rounding. A weight that fits no group is frozen.
+    elements, after rounding, equal the weight. A weight that does not match any group is frozen.
 
     Raises:
-        CheckpointError: If a weight fits several groups, or if a buffer has elements that belong to no
-            weight.
+        CheckpointError: If a weight matches several groups, or if a buffer has elements that belong to
+            no weight.
     """
     flat_masters = [
         to_flat_piece(require_contiguous(group, f"{location}: fp32_groups_flat")) for group in groups
@@ -228,7 +230,7 @@ def _split_flat_masters(
 
 
 def _add_parameter_names(state: dict[str, Any], groups: list[list[str]], location: str) -> dict[str, Any]:
-    """Return a copy of the optimizer's state dict with `param_names` in its groups.
+    """Return a copy of the optimizer's state dict with `param_names` added to its groups.
 
     Raises:
         CheckpointError: If the groups do not match the masters.
@@ -247,7 +249,7 @@ def _add_parameter_names(state: dict[str, Any], groups: list[list[str]], locatio
 def _build_flat_optimizer(
     saved: dict[str, Any], layouts: list[Stage12GroupLayout], groups: list[list[str]], location: str
 ) -> OptimizerState:
-    """Build the optimizer of flat masters, which has the same layout as a ZeRO run with one rank.
+    """Build the optimizer state of flat masters. They have the layout of a ZeRO run with one rank.
 
     Raises:
         CheckpointError: If the optimizer has no state.

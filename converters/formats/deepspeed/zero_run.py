@@ -1,7 +1,7 @@
-"""Rank files of one ZeRO run: read, compare, and merge them.
+"""Read, compare, and merge the rank files of one ZeRO run.
 
-With tensor or pipeline parallelism, these are the files of one tensor-parallel rank or pipeline stage.
-Tensors have the names of the files.
+With tensor or pipeline parallelism, these are the files of one tensor-parallel rank or pipeline
+stage. Tensors keep their names in the files.
 """
 
 from __future__ import annotations
@@ -64,30 +64,31 @@ _FP32_GROUPS = "fp32_flat_groups"
 
 
 class SavedRun:
-    """The files of all data-parallel ranks of a ZeRO run.
+    """Files of all data-parallel ranks of a ZeRO run.
 
     Args:
         folder: Checkpoint folder.
         optim_names: File of optimizer states of each data-parallel rank.
         model_names: File of model states of each data-parallel rank that has one.
-        model: File of model states that has already been read. This is the file of the reader's rank if
-            `rank` is not None, and otherwise the first file.
+        model: File of model states that has already been read. If `rank` is not None, this is the file
+            of the reader's rank, otherwise the first file.
         per_rank_model: Whether each data-parallel rank has a file of model states, as in stage 3.
         expert_files: Files of single experts, or None.
-        rank: Data-parallel rank of the reader. The files of other ranks are then opened only to read their
-            values. If None, all files are opened.
+        rank: Data-parallel rank of the reader. The files of other ranks are then only opened to read
+            their values. If None, all files are opened.
 
     Attributes:
         stage: ZeRO stage. BF16_Optimizer counts as stage 1.
         world_size: Number of data-parallel ranks.
         group_shapes: Shapes of the parameters of each flat group.
-        shares: Flat groups with the ranks over which they are partitioned. A group of experts has one entry
-            for each set of ranks with the same experts.
+        shares: Flat groups, with the ranks that each is partitioned over. A group of experts has one
+            entry per set of ranks with the same experts.
         layouts: Layout of each entry of `shares`.
         flat_masters: Flat fp32 masters of each entry of `shares`.
 
     Raises:
-        CheckpointError: If files are missing, damaged or of several runs, or if the layout is not supported.
+        CheckpointError: If files are missing, damaged or from several runs, or if the layout is not
+            supported.
     """
 
     def __init__(
@@ -165,9 +166,9 @@ class SavedRun:
     def _read_optim_files(self, names: Mapping[int, str]) -> list[OptimFile]:
         """Read the files of optimizer states.
 
-        If `rank` is None, the files of all ranks are read. Otherwise, only the file of this rank is read, and
-        the other files are described by it and opened when a value is needed. If the layout does not allow
-        this, `rank` is set to None and all files are read.
+        If `rank` is None, the files of all ranks are read. Otherwise, only this rank's file is read. The
+        other files are assumed to have the same structure, and are opened when a value is needed. If the
+        layout does not allow this, `rank` is set to None and all files are read.
 
         Args:
             names: Name of the file of each data-parallel rank.
@@ -191,7 +192,7 @@ class SavedRun:
     def _build_deferred_optim_file(
         self, template: OptimFile, name: str, rank: int, slices: list[Stage12GroupLayout] | None
     ) -> OptimFile:
-        """Build the description of another rank's file from this rank's file. The other file is not opened.
+        """Describe another rank's file based on this rank's file, without opening it.
 
         Args:
             template: File of this rank.
@@ -213,10 +214,11 @@ class SavedRun:
         return build_deferred_optim_file(self.folder, name, template, lengths)
 
     def _build_slice_layouts(self, optim_file: OptimFile) -> list[Stage12GroupLayout]:
-        """Build the layout of each group of stages 1 and 2 from the file of a single rank.
+        """Compute the layout of each group of stages 1 and 2 from the file of a single rank.
 
         Raises:
-            CheckpointError: If the file lacks a parameter group, or if its records do not fit the parameters.
+            CheckpointError: If the file lacks a parameter group, or if its records do not fit the
+                parameters.
         """
         slices = []
         masters = optim_file.state.get(MASTERS)
@@ -235,9 +237,10 @@ class SavedRun:
         return slices
 
     def _compute_shares(self, group: int) -> list[GroupOnRanks]:
-        """Find the sets of ranks over which a flat group is partitioned.
+        """Find the sets of ranks that a flat group is partitioned over.
 
-        A group of experts has one set for each set of experts. Any other group is partitioned over all ranks.
+        A group of expert parameters has one set of ranks per set of experts. Any other group is partitioned
+        over all ranks.
 
         Args:
             group: Index of the group.
@@ -299,7 +302,7 @@ class SavedRun:
             raise UnsupportedCheckpointError(f"{first.location}: quantized frozen weights are not supported")
 
     def _check_files_of_one_run(self) -> None:
-        """Compare the records of the optimizer states with the first file, and with the model states.
+        """Check that all files are from one run, by comparing their records with the first file.
 
         Raises:
             CheckpointError: If a record or the world size differs.
@@ -319,7 +322,7 @@ class SavedRun:
             )
 
     def _collect_masters(self) -> list[Flat]:
-        """Collect the fp32 masters: one flat buffer for each entry of `shares`.
+        """Collect the fp32 masters, with one flat buffer per entry of `shares`.
 
         Buffers that were offloaded to NVMe are read from the swap files.
 
@@ -350,7 +353,7 @@ class SavedRun:
         ]
 
     def _replace_empty_with_swap_files(self, by_rank: list[list[FlatPiece]]) -> None:
-        """Replace pieces that were pickled empty, because they are on NVMe, by pieces of their swap files.
+        """Replace pieces that were pickled empty because their data is on NVMe, using the swap files.
 
         Args:
             by_rank: Pieces of each rank and sub-group. Modified in place.
@@ -372,7 +375,7 @@ class SavedRun:
         return list(zip(self.shares, self.flat_masters, strict=True))
 
     def _build_checked_slice_layout(self, share: GroupOnRanks, masters: Flat) -> Stage12GroupLayout:
-        """Build the layout of one group of stages 1 and 2, and compare it with all records of the layout.
+        """Compute the layout of a group of stages 1 and 2, and check it against the records of all ranks.
 
         Raises:
             CheckpointError: If the sizes, the padding, or `param_slice_mappings` of a rank differ.
@@ -433,7 +436,7 @@ class SavedRun:
                 )
 
     def build_weights(self) -> NamedWeights:
-        """Build the masters, frozen parameters and buffers, and compare them with their copies.
+        """Build the masters, frozen parameters and buffers, and compare them with redundant copies.
 
         Raises:
             CheckpointError: If a copy or a step count differs, or if a parameter is in two groups.
@@ -456,19 +459,19 @@ class SavedRun:
         return weights
 
     def build_optimizer(self) -> OptimizerState | None:
-        """Build the optimizer state and groups, or return None if the files contain none."""
+        """Build the optimizer state and groups, or return None if the files do not contain them."""
         return build_zero_optimizer(self.stage, self.optim_files, self.layouts, self.shares, self.swap_files)
 
     @cached_property
     def _complete_module(self) -> dict[str, Any]:
-        """State dict of the model states, including the experts of all files."""
+        """State dict from the model states, with the experts from all files."""
         return {
             **self.first_model_file.module,
             **({} if self.expert_files is None else self.expert_files.tensors),
         }
 
     def _compare_with_module(self) -> bool:
-        """Compare the masters with the weights in the model states: shapes, and a sample of the values.
+        """Compare the shapes and a sample of the masters with the weights in the model states.
 
         Returns:
             Whether any values were compared.
@@ -498,7 +501,7 @@ class SavedRun:
         Args:
             steps: Number of optimizer steps. If None, nothing is checked.
             compared: Whether the masters have been compared with the model states. If True, nothing is
-                checked, because equal values already show that the files are of the same step.
+                checked, because equal values already prove that the files are from the same step.
 
         Raises:
             CheckpointError: If the step and the counters disagree.
@@ -529,7 +532,7 @@ def check_ranks_of_one_run(runs: Sequence[SavedRun]) -> None:
 
 
 def _get_rank_independent_records(run: SavedRun) -> dict[str, Any]:
-    """Return the records that must be equal on all tensor-parallel ranks or pipeline stages of a run."""
+    """Return the records that must be equal on all tensor-parallel ranks or pipeline stages."""
     model = run.first_model_file
     return {
         **{

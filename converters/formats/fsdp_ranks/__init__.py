@@ -1,1 +1,1 @@
-"""Reader of FSDP checkpoints with one `torch.save` file per rank."""
+"""Read FSDP checkpoints with one `torch.save` file per rank."""

@@ -1,9 +1,10 @@
-"""Optimizer of FSDP1 in per-rank files. Each file contains one range of each (flat) parameter.
+"""Read the optimizer of FSDP1 from per-rank files. Each file contains a range of each parameter.
 
-With `use_orig_params`, an index is a parameter, and the concatenated ranges of all ranks are its elements.
-Without it, an index is a flat parameter: the concatenated parameters of one wrapped module, padded and split
-into equal ranges. The files do not record which modules were wrapped. This reader deduces the modules from
-the lengths if only one choice of modules has these lengths.
+With `use_orig_params`, each index in the optimizer state refers to a parameter, whose elements are
+the concatenated ranges of all ranks. Without it, each index refers to a flat parameter: the
+parameters of one wrapped module, concatenated, padded, and split into equal ranges. The files do
+not record which modules were wrapped. This reader infers them from the lengths, if only one choice
+of modules results in these lengths.
 
 Source: `_get_shard` and `flatten_tensors` in torch/distributed/fsdp/_flat_param.py.
 """
@@ -33,10 +34,10 @@ if TYPE_CHECKING:
 
 
 class RankCopies:
-    """Tensors with the same name in the files of several ranks that are not DTensors or ShardedTensors.
+    """Plain tensors with the same name in the files of several ranks, neither DTensors nor ShardedTensors.
 
-    They are usually copies of one unsharded tensor. In an optimizer of FSDP1, they may instead be the ranges
-    of a flat parameter, which look the same in a pickle.
+    They are usually copies of one unsharded tensor. In an optimizer of FSDP1, they may instead be the
+    ranges of a flat parameter, which look the same in a pickle.
 
     Args:
         location: Name of the tensor, used in error messages.
@@ -51,7 +52,7 @@ class RankCopies:
 
     @property
     def ndim(self) -> int:
-        """Largest number of dimensions of the copies."""
+        """Maximum number of dimensions of any copy."""
         return max(len(stored.shape) for stored in self.copies.values())
 
     def add_rank(self, value: Any, rank: int) -> None:
@@ -83,11 +84,11 @@ class RankCopies:
 
 
 def is_flat_optimizer(saved: Any) -> bool:
-    """Return whether an optimizer was written by FSDP1 with flat parameters.
+    """Return whether FSDP1 wrote an optimizer with flat parameters.
 
     Args:
-        saved: Merged content of the ranks' files. The optimizer is flat if its states are ranges of elements
-            and none of them is a DTensor or ShardedTensor.
+        saved: Merged content of the ranks' files. The optimizer is flat if its states are ranges of
+            elements and none of them is a DTensor or ShardedTensor.
     """
     if not is_optimizer_state_dict(saved):
         return False
@@ -106,8 +107,8 @@ def build_flat_optimizer(
 ) -> OptimizerState:
     """Build the optimizer state of FSDP1, keyed by parameter name, by splitting the flat parameters.
 
-    The files do not record which parameters each flat parameter contains. The function finds the only
-    assignment that fits the lengths of the flat parameters.
+    The files do not record which parameters each flat parameter contains. They are inferred from the
+    lengths of the flat parameters, which must fit only one assignment.
 
     Args:
         saved: Merged content of the ranks' files, with `RankCopies` for tensors.
@@ -117,7 +118,8 @@ def build_flat_optimizer(
         location: Path of the checkpoint, used in error messages.
 
     Raises:
-        CheckpointError: If the files are damaged, or if no assignment or several assignments fit the lengths.
+        CheckpointError: If the files are damaged, or if no assignment or several assignments fit the
+            lengths.
     """
     groups, state = saved["param_groups"], saved["state"]
     if not all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups):
@@ -180,7 +182,7 @@ def build_flat_optimizer(
 
 
 def _compute_run_lengths(values: Any, world_size: int, location: str) -> list[int]:
-    """Compute the number of elements of a flat parameter on each rank.
+    """Compute how many elements of a flat parameter each rank has.
 
     Args:
         values: Merged states of the flat parameter, keyed by state name.
@@ -213,19 +215,20 @@ def _find_wrapped_modules(
     rank_lengths: Sequence[list[int] | None],
     world_size: int,
 ) -> list[list[str]] | int:
-    """Find the parameters of each flat parameter: first of the root module, then of each wrapped module.
+    """Find the parameters in each flat parameter: first the root module's, then each wrapped module's.
 
-    Counts the choices of modules by dynamic programming over the parameters in module order.
+    Counts the possible choices of wrapped modules by dynamic programming over the parameters in module
+    order.
 
     Args:
         names_and_sizes: Name and number of elements of each parameter, in module order.
-        rank_lengths: Number of elements on each rank for each flat parameter. None if a parameter has no
-            state.
+        rank_lengths: Number of elements on each rank for each flat parameter. None if a parameter has
+            no state.
         world_size: Number of ranks.
 
     Returns:
-        Parameter names of each flat parameter. If there is not exactly one choice, the number of choices
-        instead: 0, or 2 for several or too many.
+        Parameter names of each flat parameter. If there is not exactly one choice, the number of
+        choices instead: 0, or 2 for several or too many.
     """
     if not rank_lengths or any(run is not None and len(set(run)) != 1 for run in rank_lengths):
         return 0
@@ -275,7 +278,7 @@ def _find_wrapped_modules(
 
 
 def _list_module_ends(names_and_sizes: Sequence[tuple[str, tuple[int]]], first: int) -> list[int]:
-    """List the ends of the modules whose first parameter is the parameter with the index `first`.
+    """List the ends of all modules that begin with the parameter at index `first`.
 
     Args:
         names_and_sizes: Name and number of elements of each parameter, in module order.

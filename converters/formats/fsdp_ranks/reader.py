@@ -1,9 +1,9 @@
-"""FSDP checkpoints with one `torch.save` file per rank, as verl and programs derived from it write them.
+"""Read FSDP checkpoints with one `torch.save` file per rank, as verl and derived programs write them.
 
-`model_world_size_<n>_rank_<r>.pt` contains the model's `state_dict()`. Its tensors are DTensors (FSDP2, or
-FSDP1 with a mesh) or ShardedTensors (FSDP1 without a mesh), whose placements define the part of each rank.
-`optim_world_size_...` in the same folder contains `optimizer.state_dict()`. If several ranks have the same
-part, the part is read from the first of them.
+`model_world_size_<n>_rank_<r>.pt` contains the model's `state_dict()`. Its tensors are DTensors
+(FSDP2, or FSDP1 with a mesh) or ShardedTensors (FSDP1 without a mesh). Their placements define the
+part that each rank has. `optim_world_size_...` in the same folder contains
+`optimizer.state_dict()`. If several ranks have the same part, it is read from the first of them.
 
 Source: verl/utils/checkpoint/fsdp_checkpoint_manager.py.
 """
@@ -72,8 +72,8 @@ def _list_model_folders(path: AnyPath) -> list[str]:
 def _find_rank_file_folders(source: CheckpointPath) -> list[AnyPath] | None:
     """Find the folders with rank files.
 
-    If the path is a rank file, this is its parent folder. Otherwise, it is the path itself, or the subfolders
-    that contain one model each.
+    If the path is a rank file, return its folder. Otherwise, return the path itself, or its subfolders
+    that contain a model.
 
     Returns:
         The folders, or None if there are no rank files.
@@ -104,7 +104,7 @@ def _open_fsdp_ranks_checkpoint(source: CheckpointPath, folders: list[AnyPath]) 
 
 
 class RankParts:
-    """Sharded tensor that collects the parts of each rank.
+    """Sharded tensor whose parts are collected from all ranks.
 
     Args:
         first: Record of the first rank, with the dtype and shape of the tensor.
@@ -151,7 +151,7 @@ class RankParts:
 
 
 class _FsdpRankFiles:
-    """The files of all ranks in a folder.
+    """Files of all ranks in a folder.
 
     Args:
         folder: Folder of the files.
@@ -186,7 +186,7 @@ class _FsdpRankFiles:
             )
 
     def _iter_rank_contents(self, kind: str) -> Iterator[tuple[int, Any]]:
-        """Yield the rank and the content of each file of a kind, in rank order.
+        """Yield the rank and the content of each file of one kind, in rank order.
 
         Raises:
             CheckpointError: If a file does not contain a dict.
@@ -205,7 +205,7 @@ class _FsdpRankFiles:
             yield rank, content
 
     def merge_rank_contents(self, kind: str) -> dict[Any, Any]:
-        """Merge the files of one kind from all ranks.
+        """Merge all ranks' files of one kind.
 
         Args:
             kind: `model` or `optim`.
@@ -266,7 +266,7 @@ class _FsdpRankFiles:
     def _read_counters(self) -> dict[str, Scalar]:
         """Read `lr_scheduler.last_epoch` from rank 0's extra state.
 
-        Returns an empty dict if it is not recorded.
+        Empty if it is not recorded.
         """
         name = self.names_by_kind.get("extra_state", {}).get(0)
         extra = load_rank_file(self.folder.get_file(name)) if name is not None else None
@@ -278,7 +278,7 @@ class _FsdpRankFiles:
 def _merge_rank_into(
     merged: dict[Any, Any], content: dict[Any, Any], rank: int, location: str, prefix: str
 ) -> None:
-    """Merge the content of one rank into the content of the previous ranks.
+    """Merge the content of one rank's file into the content of the previous ranks.
 
     Args:
         merged: Content of the previous ranks. Modified in place.
@@ -288,7 +288,7 @@ def _merge_rank_into(
         prefix: Prefix of the keys, used in error messages.
 
     Raises:
-        CheckpointError: If the ranks have different kinds of values, or different numbers.
+        CheckpointError: If the ranks have different types of values, or different numbers.
     """
     for key, value in content.items():
         name = f"{prefix}{key}" if type(key) in (str, int) else format_untrusted_value(key)
@@ -314,7 +314,7 @@ def _merge_rank_into(
 
 
 def _replace_with_tensors(value: Any, parts_by_id: dict[int, RankParts]) -> Any:
-    """Replace `RankParts` and `RankCopies` in a nested content by lazy tensors.
+    """Replace each `RankParts` and `RankCopies` in a nested content with a lazy tensor.
 
     Args:
         value: Merged content.

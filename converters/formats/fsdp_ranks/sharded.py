@@ -1,11 +1,12 @@
-"""DTensors and ShardedTensors as torch.save writes them: inert records, and the positions of their parts.
+"""Unpickle DTensors and ShardedTensors as inert records, and locate the parts that they contain.
 
-The pickle of a DTensor contains this rank's part, the mesh, and one placement for each dimension of the mesh.
-The position of the part in the complete tensor follows from the rank's position in the mesh. The pickle of a
-ShardedTensor records the offsets.
+The pickle of a DTensor contains this rank's part, the mesh, and one placement per mesh dimension.
+The position of the part in the complete tensor follows from the placements and the rank's position
+in the mesh. The pickle of a ShardedTensor records the offsets.
 
-Source: `_compute_local_shape_and_global_offset` in torch/distributed/tensor/_utils.py, placement_types.py,
-torch/distributed/device_mesh.py, _mesh_layout.py, torch/distributed/_shard/sharded_tensor/api.py.
+Source: `_compute_local_shape_and_global_offset` in torch/distributed/tensor/_utils.py,
+placement_types.py, torch/distributed/device_mesh.py, _mesh_layout.py,
+torch/distributed/_shard/sharded_tensor/api.py.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _SHARDED_TENSOR = "ShardedTensor"
 
 
 class ShardedRecord:
-    """One rank's record of a sharded tensor.
+    """Record of a sharded tensor on one rank.
 
     Args:
         kind: Name of the tensor's class.
@@ -59,7 +60,7 @@ class ShardedRecord:
 
 
 class PlacedPart(NamedTuple):
-    """A part of a sharded tensor with a known position.
+    """Part of a sharded tensor, with its position.
 
     Attributes:
         offsets: Start index of the part along each dimension.
@@ -71,9 +72,7 @@ class PlacedPart(NamedTuple):
 
 
 def _rebuild_from_type(function: Any, kind: Any, args: Any, state: Any) -> Any:
-    """Stand in for torch's function that rebuilds tensor subclasses.
-
-    DTensors and ShardedTensors become records.
+    """Rebuild a DTensor or ShardedTensor as a record. Replaces torch's function of this name.
 
     Raises:
         TypeError: If the arguments do not describe a sharded tensor.
@@ -106,7 +105,9 @@ PREFIXES = ("torch.distributed.",)
 
 
 def load_rank_file(file: CheckpointFile) -> Any:
-    """Load one file, with `StoredTensor` and `ShardedRecord` for tensors. Code in the pickle is not run.
+    """Load a rank file without running code in its pickle.
+
+    Tensors become `StoredTensor`s or `ShardedRecord`s.
 
     Raises:
         CheckpointError: If the file is damaged or was renamed.
@@ -117,7 +118,7 @@ def load_rank_file(file: CheckpointFile) -> Any:
 
 
 def locate_rank_parts(value: ShardedRecord, rank: int, location: str) -> list[PlacedPart]:
-    """Compute the positions of the parts of a sharded tensor that a rank's file contains.
+    """Locate the parts of a sharded tensor that a rank's file contains.
 
     If several ranks have replicas of a part, all replicas have the same position.
 
@@ -181,7 +182,7 @@ class _MeshPosition(NamedTuple):
 
 
 class Extent(NamedTuple):
-    """Position and shape of a part of a tensor.
+    """Offsets and sizes of a part within its tensor.
 
     Attributes:
         offsets: Start index of the part along each dimension.
@@ -233,16 +234,16 @@ def _parse_mesh_position(mesh: Any, rank: int, location: str) -> _MeshPosition:
 
 
 def _parse_mesh_layout(layout: Any, num_ranks: int) -> list[list[tuple[int, int]]] | None:
-    """Parse the layout by which a flat list of `num_ranks` ranks forms a device mesh.
+    """Parse the layout that maps a flat list of `num_ranks` ranks to a device mesh.
 
-    Each dimension of the mesh has a size and a stride in the list. A flattened dimension has several pairs of
-    size and stride. The layout describes the sub-group of ranks that contains the reader's rank, because all
-    sub-groups have the same layout. torch 2.10 records the sizes and strides of all dimensions together, and
-    later versions have a record for each dimension.
+    Each mesh dimension has a size and a stride in the list. A flattened dimension has several pairs of
+    size and stride. The layout describes the sub-group of ranks that contains the reader's rank,
+    because all sub-groups have the same layout. torch 2.10 records the sizes and strides of all
+    dimensions together, and later versions have one record per dimension.
 
     Returns:
-        Pairs of size and stride for each dimension, the outermost dimension first. None if they do not divide
-        the list evenly.
+        Pairs of size and stride for each dimension, outermost first. None if they do not divide the
+        list evenly.
     """
     fields = get_attributes_or_empty(layout)
     axes = fields.get("axes")
@@ -277,9 +278,9 @@ def _compute_local_extent(
 ) -> Extent:
     """Compute the extent of a rank's part from its placements.
 
-    Placements apply from the first dimension of the mesh to the last. Each placement shards the result of the
-    previous placements. A strided placement (FSDP with tensor parallelism) applies after the placements that
-    follow it.
+    Placements apply from the first mesh dimension to the last. Each one shards the result of the
+    previous ones. A strided placement (FSDP with tensor parallelism) instead applies after the
+    placements that follow it.
 
     Raises:
         CheckpointError: If a placement is not supported.
@@ -324,7 +325,7 @@ def _compute_local_extent(
 
 
 def _is_shard_of_dim(placement: Any, dim: int, dims: int) -> bool:
-    """Return whether a placement shards the dimension `dim`. The recorded dimension may be negative."""
+    """Return whether a placement shards dimension `dim`. The recorded dimension may be negative."""
     placement_dim = get_attributes_or_empty(placement).get("dim")
     return type(placement_dim) is int and -dims <= placement_dim < dims and placement_dim % dims == dim
 
@@ -337,13 +338,13 @@ def compute_rank_extent(
     rank: int,
     location: str,
 ) -> Extent:
-    """Compute the position of a rank's part from placements that were stored as dicts.
+    """Compute the extent of a rank's part from placements that are stored as dicts.
 
     Args:
         shape: Shape of the tensor.
         mesh_sizes: Size of each dimension of the device mesh.
         mesh_ranks: Rank at each position of the mesh, flattened.
-        placements: For each dimension of the mesh, a dict with `type` (`Shard`, `StridedShard`, or
+        placements: For each mesh dimension, a dict with `type` (`Shard`, `StridedShard`, or
             `Replicate`), `dim`, and `split_factor`.
         rank: Rank of the part.
         location: Tensor and file, used in error messages.

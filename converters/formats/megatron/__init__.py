@@ -1,4 +1,7 @@
-"""Two formats of Megatron. `core` detects them, and `names` converts their names to transformers' names."""
+"""Read Megatron checkpoints: Megatron-Core's `torch_dist` format, and one file per rank.
+
+`core` detects both formats, and `names` converts the tensor names to transformers' names.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ FILE = "model_optim_rng.pt"
 
 
 def list_rank_folders(path: AnyPath) -> list[str]:
-    """List the names of the subfolders of `path` that contain the file of one rank."""
+    """List the names of the subfolders of `path` that contain the file of a rank."""
     return [
         name for name in list_entry_names(path) if RANK.fullmatch(name) and (path / name / FILE).is_file()
     ]

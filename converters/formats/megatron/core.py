@@ -1,11 +1,13 @@
-"""Megatron-Core's `torch_dist` format: DCP shards with Megatron's keys, and other values in `common.pt`.
+"""Read Megatron-Core's `torch_dist` format: DCP shards with Megatron's keys, and `common.pt`.
 
-A key names a module of all layers at once (`decoder.layers.mlp.linear_fc2.weight`), and the first dimension
-of its tensor counts the layers. Tensor and pipeline parallelism do not affect the keys and shapes. The result
-has transformers' names (`names.py`). The optimizer state is not converted.
+A key such as `decoder.layers.mlp.linear_fc2.weight` refers to the same module in all layers, which
+are stacked along the first dimension of the tensor. Tensor and pipeline parallelism do not affect
+the keys and shapes. `common.pt` contains all other values. The result has transformers' names
+(`names.py`). The optimizer state is not converted.
 
-Source: Megatron-LM's megatron/core/dist_checkpointing/strategies/torch.py, `apply_swiglu_sharded_factory` in
-megatron/core/transformer/mlp.py, `sharded_state_dict` in transformer_block.py.
+Source: Megatron-LM's megatron/core/dist_checkpointing/strategies/torch.py,
+`apply_swiglu_sharded_factory` in megatron/core/transformer/mlp.py, `sharded_state_dict` in
+transformer_block.py.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ def _find_torch_dist_folder(path: AnyPath) -> AnyPath | None:
 
 
 def _open_torch_dist_checkpoint(source: CheckpointPath, path: AnyPath) -> Checkpoint:
-    """Open a `torch_dist` checkpoint with transformers' names. Reading its optimizer state raises an error.
+    """Open a `torch_dist` checkpoint with transformers' names. Accessing its optimizer state raises an error.
 
     Raises:
         CheckpointError: If the checkpoint is damaged or its model is not supported.
@@ -112,7 +114,7 @@ FORMAT = Format(
 
 
 def _find_ranks_folder(path: AnyPath) -> AnyPath | None:
-    """Find the parent folder of the ranks' folders, or return None if there are none."""
+    """Find the folder that contains the ranks' folders, or return None if there are none."""
     if path.is_file():
         return path.parent.parent if path.name == FILE and RANK.fullmatch(path.parent.name) else None
     if RANK.fullmatch(path.name) and (path / FILE).is_file():

@@ -1,12 +1,12 @@
-"""Conversion of Megatron's GPT models to the names and the rows of transformers.
+"""Convert Megatron's GPT models to the tensor names and row order of transformers.
 
-Megatron stores the query, key and value rows of each query group together, and the gate and up rows of a
-gated MLP in one matrix. It also pads the vocabulary. `args`, which is pickled with every checkpoint, defines
-the model: rotary embeddings, RMSNorm and a gated MLP are a Llama (also Mistral, Qwen2 and Qwen3); learned
-positions and LayerNorm are a GPT-2.
+Megatron stores the query, key and value rows of each query group together, and the gate and up rows
+of a gated MLP in one matrix. It also pads the vocabulary. Every checkpoint contains pickled `args`,
+which define the model. With rotary embeddings, RMSNorm and a gated MLP, it is a Llama (also
+Mistral, Qwen2 and Qwen3). With learned positions and LayerNorm, it is a GPT-2.
 
-Source: `get_query_key_value_tensors` in Megatron-LM's megatron/core/transformer/attention.py, mlp.py,
-tools/checkpoint.
+Source: `get_query_key_value_tensors` in Megatron-LM's megatron/core/transformer/attention.py,
+mlp.py, tools/checkpoint.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ _VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 @dataclass(frozen=True)
 class MegatronShape:
-    """Shape of a model according to `args`.
+    """Sizes and type of a model, read from `args`.
 
     Attributes:
         num_heads: Number of attention heads.
@@ -97,11 +97,11 @@ class MegatronShape:
 
 
 def get_megatron_args(content: dict[str, Any]) -> Any:
-    """Return the `args` of a checkpoint as a dict of settings.
+    """Return the `args` of a checkpoint as a dict.
 
     Returns:
-        The settings. None, or another value that is not a dict, if the checkpoint does not contain valid
-        `args`.
+        The settings. If the checkpoint does not contain valid `args`, None or a value that is not a
+        dict.
     """
     args = content.get("args")
     return args.state if isinstance(args, PickledInstance) else args
@@ -116,8 +116,8 @@ def read_model_shape(args: Any, config: AnyPath | None, location: str) -> Megatr
         location: Path of the checkpoint, used in error messages.
 
     Raises:
-        CheckpointError: If there are no `args`, if the model is neither a Llama nor a GPT-2, or if a setting
-            may change the computation of the model. The message names the setting.
+        CheckpointError: If there are no `args`, if the model is neither a Llama nor a GPT-2, or if
+            transformers may not support the value of a setting. The message names the setting.
     """
     if not isinstance(args, dict):
         raise UnsupportedCheckpointError(f"{location}: has no args, which describe the model")
@@ -156,7 +156,7 @@ def read_model_shape(args: Any, config: AnyPath | None, location: str) -> Megatr
 
 
 def _read_vocabulary_size(config: AnyPath | None) -> int | None:
-    """Read the vocabulary size from `config.json`. Returns None if it is not recorded."""
+    """Read the vocabulary size from `config.json`. None if it is not recorded."""
     count = read_json_object_or_empty(config).get("vocab_size")
     return count if type(count) is int and count > 0 else None
 
@@ -164,8 +164,8 @@ def _read_vocabulary_size(config: AnyPath | None) -> int | None:
 def to_local_module_key(key: str) -> str:
     """Convert a key of Transformer Engine's fused modules to the key of the separate module.
 
-    For example, `self_attention.linear_qkv.layer_norm_weight` becomes `input_layernorm.weight`. Other keys
-    are returned unchanged.
+    For example, `self_attention.linear_qkv.layer_norm_weight` becomes `input_layernorm.weight`. Other
+    keys are returned unchanged.
     """
     for fused, separate in _FUSED.items():
         if key.endswith(fused):
@@ -176,7 +176,9 @@ def to_local_module_key(key: str) -> str:
 def convert_to_transformers(
     tensors: Mapping[str, Tensor], shape: MegatronShape, location: str
 ) -> dict[str, Tensor]:
-    """Convert tensors with Megatron-Core's names (`decoder.layers.<i>...`) to transformers' names and rows.
+    """Convert Megatron-Core tensors to transformers' names and row order.
+
+    Megatron-Core's names have the form `decoder.layers.<i>...`.
 
     Args:
         tensors: Tensors of the complete model, merged from all ranks.
@@ -187,8 +189,8 @@ def convert_to_transformers(
         Tensors, keyed by transformers' names.
 
     Raises:
-        CheckpointError: If a tensor does not belong to the model or does not have its size, or if a layer is
-            missing.
+        CheckpointError: If a tensor does not belong to the model or does not have its size, or if a
+            layer is missing.
     """
     weights: dict[str, Tensor] = {}
     layers: set[int] = set()
@@ -227,10 +229,10 @@ def convert_to_transformers(
 def _convert_llama_tensor(
     module: str, tensor: Tensor, shape: MegatronShape, location: str
 ) -> dict[str, Tensor]:
-    """Convert a tensor of a Llama layer to the names of transformers, and split fused matrices.
+    """Convert a tensor of a Llama layer to transformers' names. Split fused matrices.
 
     Args:
-        module: Name of the module in the layer in Megatron-Core, such as `mlp.linear_fc1`.
+        module: Name of the module within Megatron-Core's layer, such as `mlp.linear_fc1`.
         tensor: Weight or bias of the module.
         shape: Shape of the model.
         location: Path of the checkpoint, used in error messages.
@@ -260,12 +262,12 @@ def _convert_llama_tensor(
 def _convert_gpt2_tensor(
     module: str, kind: str, tensor: Tensor, shape: MegatronShape, location: str
 ) -> dict[str, Tensor]:
-    """Convert a tensor of a GPT-2 layer to the name of transformers.
+    """Convert a tensor of a GPT-2 layer to transformers' name.
 
-    Matrices are transposed, because the GPT-2 of transformers stores inputs as rows.
+    Matrices are transposed, because transformers' GPT-2 stores them as `[inputs, outputs]`.
 
     Args:
-        module: Name of the module in the layer in Megatron-Core.
+        module: Name of the module within Megatron-Core's layer.
         kind: `weight` or `bias`.
         tensor: Tensor to convert.
         shape: Shape of the model.
@@ -283,7 +285,7 @@ def _convert_gpt2_tensor(
 def _split_fused_qkv(tensor: Tensor, shape: MegatronShape, location: str) -> list[Tensor]:
     """Split fused rows into query, key and value.
 
-    Each query group has the rows of its queries, its key and its value.
+    The rows are grouped by query group: the queries of the group, its key, and its value.
 
     Raises:
         CheckpointError: If the number of rows does not match the heads.
@@ -313,7 +315,7 @@ def _split_fused_qkv(tensor: Tensor, shape: MegatronShape, location: str) -> lis
 
 
 def _remove_vocabulary_padding(tensor: Tensor, shape: MegatronShape, location: str) -> Tensor:
-    """Remove the rows after the last token. Returns `tensor` if the vocabulary size is not known.
+    """Remove the padding rows after the last token. If the vocabulary size is not known, return `tensor`.
 
     Raises:
         CheckpointError: If the tensor has fewer rows than the vocabulary.

@@ -1,8 +1,9 @@
-"""Megatron-LM checkpoints with one file per rank: `mp_rank_<tp>[_<pp>]/model_optim_rng.pt`.
+"""Read Megatron-LM checkpoints with one file per rank: `mp_rank_<tp>[_<pp>]/model_optim_rng.pt`.
 
-The tensor-parallel shards are concatenated along the dimension that Megatron shards. Each pipeline stage
-counts its layers from 0, and the result numbers the layers of all stages. The result has transformers' names
-(`names.py`). The optimizer state has no parameter names in these files, so it is not converted.
+The tensor-parallel shards are concatenated along the dimension that Megatron shards. Each pipeline
+stage counts its layers from 0. The result numbers the layers of all stages consecutively, and has
+transformers' names (`names.py`). The optimizer state is not converted, because these files do not
+contain its parameter names.
 
 Source: `get_checkpoint_name` in Megatron-LM's megatron/training/checkpointing.py,
 tools/checkpoint/loader_base.py, megatron/core/tensor_parallel/layers.py.
@@ -62,7 +63,7 @@ _IN_LAYER = re.compile(r"decoder\.layers\.(\d{1,6})\.(.+)")
 
 
 class RankPosition(NamedTuple):
-    """Position of a file's rank.
+    """Pipeline-parallel and tensor-parallel rank of a file.
 
     Attributes:
         pp: Pipeline-parallel rank.
@@ -77,10 +78,10 @@ _FIRST_RANK = RankPosition(0, 0)
 
 
 class MegatronRankFiles:
-    """The files of all ranks in a folder.
+    """Files of all ranks in a folder.
 
     Args:
-        folder: Folder that contains the folders of ranks.
+        folder: Folder that contains the ranks' folders.
 
     Attributes:
         folder_names: Name of the folder of each rank.
@@ -89,7 +90,8 @@ class MegatronRankFiles:
         pp_size: Number of pipeline stages.
 
     Raises:
-        CheckpointError: If files are missing, damaged or of several runs, or if the run is not supported.
+        CheckpointError: If files are missing, damaged or from several runs, or if the run is not
+            supported.
     """
 
     def __init__(self, folder: CheckpointFolder) -> None:
@@ -144,7 +146,7 @@ class MegatronRankFiles:
                     )
 
     def _check_recorded_rank(self, position: RankPosition, args: Any) -> None:
-        """Check that the args of a file record the rank of its folder.
+        """Check that the rank recorded in a file's args matches its folder.
 
         Files without a recorded rank are accepted.
 
@@ -168,7 +170,7 @@ class MegatronRankFiles:
             )
 
     def _get_parallel_size(self, args: Any, name: str) -> int:
-        """Return the number of ranks of one kind of parallelism from `args`, by default 1.
+        """Return the number of ranks that `args` contains for one type of parallelism, 1 by default.
 
         Raises:
             CheckpointError: If the number is invalid or there are no args.
@@ -224,9 +226,9 @@ class MegatronRankFiles:
         )
 
     def _get_model_chunks(self, position: RankPosition) -> list[dict[str, StoredTensor]]:
-        """Return the tensors of one rank with Megatron-Core's names, one dict for each model chunk.
+        """Return the tensors of one rank with Megatron-Core's names, as one dict per model chunk.
 
-        An interleaved pipeline schedule has several chunks per rank.
+        With an interleaved pipeline schedule, a rank has several chunks.
 
         Raises:
             CheckpointError: If the file contains no model.
@@ -241,7 +243,7 @@ class MegatronRankFiles:
         return [_flatten_to_core_names(chunk, location) for chunk in models]
 
     def _merge_stages_and_shards(self, shape: MegatronShape) -> dict[str, Tensor]:
-        """Merge the tensors of all ranks, and renumber the layers of each stage for the complete model.
+        """Merge the tensors of all ranks, and number the layers of all stages consecutively.
 
         Raises:
             CheckpointError: If ranks of a stage have different tensors, or if a tensor is in two stages.
@@ -281,10 +283,10 @@ class MegatronRankFiles:
     def _join_tensor_parallel_shards(
         self, key: str, ranks: list[StoredTensor], shape: MegatronShape
     ) -> Tensor:
-        """Join the tensors with the same key from all tensor-parallel ranks of a stage.
+        """Join the tensors that the tensor-parallel ranks of a stage have for the same key.
 
-        Shards are concatenated. If tensor parallelism does not shard the tensor, the copies of all ranks must
-        be equal, and the first copy is returned.
+        Shards are concatenated. If tensor parallelism does not shard the tensor, the copies of all ranks
+        must be equal, and the first copy is returned.
 
         Args:
             key: Name of the tensor in Megatron-Core.
@@ -346,7 +348,7 @@ _OLD_NAMES = (
 
 
 def _flatten_to_core_names(model: Any, location: str) -> dict[str, StoredTensor]:
-    """Flatten a pickled model to tensors with Megatron-Core's names.
+    """Flatten a pickled model to a dict of tensors with Megatron-Core's names.
 
     Transformer Engine's extra state is skipped.
 

@@ -1,8 +1,9 @@
-"""Settings in Megatron's `args` that the converted model supports.
+"""Check that the converted model supports the settings in Megatron's `args`.
 
-`args` contains a thousand settings of the run, and a setting that changes the arithmetic is not visible in
-the tensors. So each setting that is set must meet one of these conditions: `names.py` reads it, it has a
-known value, it affects only training, or it agrees with the model's `config.json`.
+`args` contains a thousand settings of the run, and the tensors do not reveal a setting that changes
+the computation. Every setting with a value must therefore meet one of these conditions: `names.py`
+reads it, its value is known to be supported, it affects only training, or it agrees with the
+model's `config.json`.
 
 Source: Megatron-LM's megatron/training/arguments.py (core 0.4 to 0.19),
 megatron/core/transformer/transformer_config.py,
@@ -102,10 +103,10 @@ _LLAMA3 = {
 
 
 def check_megatron_args(args: Mapping[str, Any], config: AnyPath | None, location: str) -> None:
-    """Check that transformers computes the same model as Megatron with the settings of a checkpoint.
+    """Check that transformers computes the same outputs as Megatron with the settings of a checkpoint.
 
-    A setting is accepted if the conversion handles it, if it has no effect on the model, or if it agrees with
-    `config.json`.
+    A setting is accepted if the conversion handles it, if it has no effect on the model, or if it
+    agrees with `config.json`.
 
     Args:
         args: Settings of Megatron, keyed by name.
@@ -113,7 +114,8 @@ def check_megatron_args(args: Mapping[str, Any], config: AnyPath | None, locatio
         location: Path of the checkpoint, used in error messages.
 
     Raises:
-        CheckpointError: If a setting may change the computation of the model, or contradicts `config.json`.
+        CheckpointError: If the outputs of transformers may differ because of a setting, or if a setting
+            contradicts `config.json`.
     """
     for name, value in args.items():
         value = value.key.rpartition(".")[2] if isinstance(value, PickledGlobal) else value
@@ -148,7 +150,7 @@ def _are_numbers(*values: Any) -> bool:
 
 
 class _SettingPair(NamedTuple):
-    """A setting of Megatron and the key of `config.json` with the same meaning.
+    """Setting of Megatron, and the key of `config.json` with the same meaning.
 
     Attributes:
         name: Name of the setting.
@@ -166,9 +168,9 @@ class _SettingPair(NamedTuple):
 def _pair_with_config(args: Mapping[str, Any], config: Mapping[str, Any]) -> list[_SettingPair]:
     """Pair each setting of Megatron with the key of `config.json` that has the same meaning.
 
-    The values are converted so that they are equal if both files describe the same model. Except for the
-    scaling of the rotary embedding and the attention window, which are always paired, settings that only one
-    of the files contains are omitted.
+    The values are converted such that they are equal if both files describe the same model. The scaling
+    of the rotary embedding and the attention window are always paired. Other settings are omitted if
+    only one of the files contains them.
 
     Args:
         args: Settings of Megatron.

@@ -1,1 +1,1 @@
-"""Reader of Orbax checkpoints."""
+"""Read Orbax checkpoints."""

@@ -1,4 +1,4 @@
-"""Metadata of an Orbax tree: the arrays that `_METADATA` lists, and how they are stored.
+"""Read the metadata of an Orbax tree: the arrays that `_METADATA` lists, and how they are stored.
 
 Source: orbax/checkpoint/_src/metadata/tree.py.
 """
@@ -34,7 +34,7 @@ _OTHER_PROGRAMS = (
 
 @dataclass(frozen=True)
 class TreeMetadata:
-    """The arrays of a tree.
+    """Arrays of an Orbax tree, and how they are stored.
 
     Attributes:
         array_names: Name of each array in the folder or the database, keyed by its path in the tree.
@@ -52,15 +52,15 @@ class TreeMetadata:
 
 
 def is_orbax_tree(folder: AnyPath) -> bool:
-    """Return whether a folder contains a tree of arrays, judging by the first kilobytes of its list."""
+    """Return whether a folder contains a tree of arrays. Only the start of its metadata is read."""
     return header_contains(folder / METADATA, b'"tree_metadata"')
 
 
 def explain_foreign_tree(folder: AnyPath) -> str | None:
-    """Explain how to export a checkpoint whose arrays were written by an unsupported program.
+    """Explain how to export a checkpoint if an unsupported program has written its arrays.
 
     Returns:
-        The explanation as one line. None if the folder does not belong to such a program.
+        The explanation as one line. None if the arrays were not written by such a program.
     """
     for name, content, program, export in _OTHER_PROGRAMS:
         if header_contains(folder / name, content):

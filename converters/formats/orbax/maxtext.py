@@ -1,11 +1,11 @@
-"""Conversion of MaxText's models to the names and the rows of transformers.
+"""Convert MaxText's models to the tensor names and row order of transformers.
 
-MaxText stores kernels as [in, heads, head size] or [in, out], and stacks scanned layers along dim 1. It also
-folds computations of transformers into the weights: the query kernel is divided by the square root of the
-head size, Gemma's norms contain 1 + the weight of transformers, and Gemma's embedding is multiplied by the
-square root of its width. With the rotary embedding of Llama 3.1, adjacent elements of a head form a pair.
-Otherwise, the first half pairs with the second half, as in transformers. The checkpoint does not record any
-of this, so `config.json` must define the model.
+MaxText stores kernels as [in, heads, head size] or [in, out], and stacks scanned layers along dim
+1. It also folds computations of transformers into the weights. The query kernel is divided by the
+square root of the head size. Gemma's norms contain 1 + the weight of transformers, and its
+embedding is multiplied by the square root of its width. With the rotary embedding of Llama 3.1,
+adjacent elements of a head form a pair. Otherwise, the first half pairs with the second half, as in
+transformers. The checkpoint does not record any of this, so `config.json` must define the model.
 
 Source: MaxText's src/MaxText/utils/ckpt_conversion/utils/param_mapping.py,
 llama_mistral_mixtral_orbax_to_hf.py, convert_gemma_chkpt.py, convert_gemma2_chkpt.py.
@@ -78,13 +78,15 @@ _SHAPES = {
 
 @dataclass(frozen=True)
 class _MaxTextFamily:
-    """Differences between MaxText and transformers for a `model_type` of transformers.
+    """Differences between MaxText and transformers for one `model_type` of transformers.
 
     Attributes:
         norms: transformers' names of norms in a layer, keyed by MaxText's names.
         scales_query: Whether the query kernel is divided by the square root of the head size.
-        is_gemma: Whether norms contain 1 + the weight, and the embedding is multiplied.
-        has_paired_layers: Whether one layer of MaxText is two layers of transformers, local and global.
+        is_gemma: Whether norms contain 1 + the weight, and the embedding is multiplied by the square
+            root of its width.
+        has_paired_layers: Whether one layer of MaxText contains two layers of transformers, local and
+            global.
         may_tie: Whether MaxText computes the logits of tied embeddings in the same way as transformers.
     """
 
@@ -106,13 +108,14 @@ _FAMILIES = {
 
 @dataclass(frozen=True)
 class ParameterDestination:
-    """Destination of a parameter of MaxText in transformers' model.
+    """Destination of a MaxText parameter in transformers' model.
 
     The values are multiplied by `factor` and divided by `divisor`, and `term` is added.
 
     Attributes:
         names: transformers' names, one for each layer of a stack.
-        layer_dim: Dimension that counts the layers, or None if the parameter belongs to one layer.
+        layer_dim: Dimension along which layers are stacked, or None if the parameter belongs to one
+            layer.
         has_inputs_first: Whether the first dimension is the inputs, as in a kernel.
         pairs_adjacent: Whether the rotary embedding pairs adjacent elements of a head.
         num_rows: Number of rows of the result, if the parameter is padded.
@@ -133,7 +136,7 @@ class ParameterDestination:
 
 @dataclass
 class MaxTextLayout:
-    """Conversion of the parameters of one checkpoint to transformers' parameters.
+    """Mapping of a checkpoint's parameters to transformers' parameters.
 
     Attributes:
         destinations: Destination of each parameter, keyed by its path in the tree.
@@ -154,10 +157,10 @@ class MaxTextLayout:
         return dict(self._iter_converted(target, tensor, edit))
 
     def convert_moment(self, path: Path, tensor: Tensor, moment: str) -> dict[str, Tensor]:
-        """Convert a moment of a parameter's gradient.
+        """Convert one of Adam's moments of a parameter.
 
-        If a weight is multiplied by a factor, its gradient and the first moment are divided by the factor,
-        and the second moment is divided by the square of the factor.
+        If a weight is multiplied by a factor, its gradient and thus the first moment are divided by the
+        factor, and the second moment is divided by the square of the factor.
 
         Args:
             path: Path of the parameter in the tree.
@@ -176,7 +179,7 @@ class MaxTextLayout:
     def _iter_converted(
         self, target: ParameterDestination, tensor: Tensor, edit: AffineEdit
     ) -> Iterator[tuple[str, Tensor]]:
-        """Convert one parameter or moment of MaxText, and yield the name and tensor for each layer.
+        """Convert one MaxText parameter or moment, and yield the name and tensor of each layer.
 
         Args:
             target: Destination of the parameter.
@@ -195,10 +198,10 @@ class MaxTextLayout:
 
 
 def _move_outputs_first(tensor: Tensor, target: ParameterDestination, name: str) -> Tensor:
-    """Convert a kernel to the layout of transformers, [out, in], without reading data.
+    """Convert a kernel to transformers' layout `[out, in]`, without reading data.
 
-    The heads and the elements of each head, which are two dimensions of the kernel, are merged into one
-    dimension.
+    The heads and the elements of each head, which are two dimensions of the kernel, are merged into
+    one.
     """
     shape = tensor.shape
     if len(shape) == 2:
@@ -235,7 +238,7 @@ def build_maxtext_layout(
 
 
 def build_named_layout(shapes: Mapping[Path, Shape], location: str) -> MaxTextLayout:
-    """Build a layout that keeps the values of all parameters and names them by their paths in the tree.
+    """Build a layout that keeps the values of all parameters and derives their names from their paths.
 
     The keys of a path are joined with dots, and a prefix that wrappers add to all names is removed.
     """
@@ -244,7 +247,7 @@ def build_named_layout(shapes: Mapping[Path, Shape], location: str) -> MaxTextLa
 
 
 class _MaxTextModel:
-    """A MaxText model whose type and sizes come from its `config.json`.
+    """MaxText model whose type and sizes come from its `config.json`.
 
     Args:
         config: Content of `config.json`.
@@ -276,7 +279,7 @@ class _MaxTextModel:
             )
 
     def _get_rope_type(self) -> str:
-        """Return the type of the rotary embedding as a string, which is `"None"` if the config has no type.
+        """Return the type of the rotary embedding. If the config does not specify one, return `"None"`.
 
         Raises:
             CheckpointError: If the type is not supported.
@@ -315,7 +318,7 @@ class _MaxTextModel:
         return layout
 
     def _find_destination(self, path: Path, shape: Shape) -> ParameterDestination | None:
-        """Find the destination of a parameter. Returns None if the model has no such parameter.
+        """Find the destination of a parameter, or return None if the model does not have it.
 
         Raises:
             CheckpointError: If the shape does not fit `config.json`.
@@ -339,10 +342,10 @@ class _MaxTextModel:
     def _find_layer_destination(
         self, path: Path, shape: Shape, layer_number: str | None
     ) -> ParameterDestination | None:
-        """Find the destination of a parameter of a layer, or of stacked layers if `layer_number` is None.
+        """Find the destination of a layer's parameter. If `layer_number` is None, the layers are stacked.
 
         Returns:
-            The destination, or None if the layers have no such parameter.
+            The destination, or None if the layers do not have the parameter.
 
         Raises:
             CheckpointError: If the shape or the layer does not fit `config.json`.
@@ -384,7 +387,7 @@ class _MaxTextModel:
         )
 
     def _compute_query_scale(self) -> float:
-        """Compute the factor of the query kernel, from `query_pre_attn_scalar` or the head size.
+        """Compute the factor for the query kernel from `query_pre_attn_scalar` or the head size.
 
         Raises:
             CheckpointError: If the config contains an invalid number.
@@ -402,8 +405,8 @@ class _MaxTextModel:
 
         Args:
             path: Path of the parameter.
-            shape: Its shape.
-            sizes: Letters of the expected sizes, the keys of `self.sizes`.
+            shape: Shape of the parameter.
+            sizes: Expected sizes, as letters that are keys of `self.sizes`.
             layers: Number of layers that are stacked along dim 1, or None if the parameter belongs to one
                 layer.
 
@@ -420,7 +423,7 @@ class _MaxTextModel:
             )
 
     def _check_vocabulary_shape(self, path: Path, shape: Shape, dim: int) -> None:
-        """Check the shape of the embedding or the output head. Its rows for tokens may be padded.
+        """Check the shape of the embedding or the output head. Its vocabulary dimension may be padded.
 
         Args:
             path: Path of the parameter.
@@ -438,7 +441,7 @@ class _MaxTextModel:
             )
 
     def _check_all_parameters(self, layout: MaxTextLayout) -> None:
-        """Check that the layout contains each parameter of the model once.
+        """Check that the layout contains each parameter of the model exactly once.
 
         Raises:
             CheckpointError: If a parameter is missing or occurs twice.

@@ -1,10 +1,10 @@
-"""Orbax checkpoints written by JAX programs (MaxText, Flax). JAX is not required.
+"""Read Orbax checkpoints that JAX programs (MaxText, Flax) have written, without JAX.
 
-A folder contains a tree of arrays (`leaves.py`). Each array is a zarr array, in one OCDBT database
-(`manifest.ocdbt`, `d/`) or in a separate folder. Orbax's `CheckpointManager` writes `<step>/<item>/`. Tensors
-have the keys of the tree (`params.decoder.norm.scale`). Tensors of MaxText get transformers' names if the
-model's `config.json` is known (`maxtext.py`). The moments of optax's Adam are found by their paths in the
-tree.
+A folder contains a tree of arrays (`leaves.py`). Each array is a zarr array, in an OCDBT database
+that all arrays share (`manifest.ocdbt`, `d/`) or in a separate folder. Orbax's `CheckpointManager`
+writes `<step>/<item>/`. Tensors have the keys of the tree (`params.decoder.norm.scale`). Tensors of
+MaxText get transformers' names if the model's `config.json` is known (`maxtext.py`). The moments of
+optax's Adam are found by their paths in the tree.
 
 Source: https://orbax.readthedocs.io, orbax/checkpoint/_src/metadata/tree.py, _src/serialization/.
 """
@@ -66,12 +66,12 @@ _ADAM_STATES = frozenset(_MOMENTS.values())
 def _find_tree_folder(path: AnyPath) -> AnyPath | None:
     """Find the folder of an Orbax tree for a path.
 
-    The path may be the folder itself, its `_METADATA` or manifest, or a step folder that contains the tree as
-    an item.
+    The path may be the folder itself, its `_METADATA` or manifest, or a step folder that contains the
+    tree as an item.
 
     Returns:
-        The folder. None if there is no tree, if several items could be the model, or if the save was not
-        finished.
+        The folder. None if no tree exists, if several items could be the model, or if the save did not
+        finish.
     """
     folder = path.parent if path.is_file() and path.name in (METADATA, MANIFEST) else path
     if _TEMPORARY in folder.name or not folder.is_dir():
@@ -84,14 +84,14 @@ def _find_tree_folder(path: AnyPath) -> AnyPath | None:
 
 
 def _list_item_trees(folder: AnyPath) -> list[str]:
-    """List the trees in a step folder. Without Orbax's step metadata, only the usual names are searched."""
+    """List the trees in a step folder. Without Orbax's step metadata, only usual names are considered."""
     listed = list_entry_names(folder)
     names = listed if _STEP_METADATA in listed else [name for name in listed if name in _ITEMS]
     return [name for name in names if is_orbax_tree(folder / name)]
 
 
 def _explain_incomplete(source: CheckpointPath) -> str | None:
-    """Explain why an Orbax checkpoint cannot be opened, for example because its save was not finished.
+    """Explain why an Orbax checkpoint cannot be opened, for example because its save did not finish.
 
     Returns:
         The reason as one line. None if the path does not look like an Orbax checkpoint.
@@ -123,9 +123,9 @@ def _open_orbax_checkpoint(source: CheckpointPath, path: AnyPath) -> Checkpoint:
 
 
 class _OrbaxTree:
-    """The arrays of a tree, keyed by path.
+    """Arrays of an Orbax tree, keyed by path.
 
-    The constructor opens all arrays. It logs a warning if chunks are missing, because they are read as zeros.
+    The constructor opens all arrays. Missing chunks are read as zeros, with a warning.
 
     Args:
         folder: Folder of the tree.
@@ -226,7 +226,7 @@ class _OrbaxTree:
         return value
 
     def build_checkpoint(self, source: CheckpointPath) -> Checkpoint:
-        """Build the checkpoint, with transformers' names for a MaxText model whose `config.json` is known."""
+        """Build the checkpoint. For a MaxText model with a known `config.json`, use transformers' names."""
         folder = self.folder.path
         companions = find_companions(folder)
         config = read_json_object_or_empty(source.config_file or companions.get("config.json"))
@@ -276,7 +276,7 @@ class _OrbaxTree:
     def _build_adam_state(
         self, moments: Sequence[Path], model: Mapping[Path, Tensor], layout: MaxTextLayout
     ) -> OptimizerState | None:
-        """Build the moments of Adam, keyed by parameter, and its count as `step`.
+        """Build Adam's state, keyed by parameter: the moments, and the step count as `step`.
 
         Returns:
             The optimizer state, with one parameter group without hyperparameters.

@@ -1,1 +1,1 @@
-"""Reader of full state dicts that `torch.save` wrote."""
+"""Read full state dicts that `torch.save` wrote."""

@@ -1,8 +1,8 @@
-"""Optimizer of a full state dict: `optimizer.state_dict()`, pickled in one file.
+"""Read the optimizer of a full state dict: `optimizer.state_dict()`, pickled in one file.
 
-FSDP uses parameter names as keys. A plain optimizer numbers its parameters group by group, in module order
-within each group. The shapes of the state must then fit the model's parameters in exactly one way. Otherwise,
-this reader refuses the state.
+FSDP uses parameter names as keys. A plain optimizer numbers its parameters group by group, in
+module order within each group. The shapes of the state must then fit the model's parameters in
+exactly one way. Otherwise, the state is rejected.
 
 Source: `state_dict` in torch/optim/optimizer.py, `optim_state_dict` in torch/distributed/fsdp.
 """
@@ -39,7 +39,7 @@ TensorLeaf = StoredTensor | Tensor
 
 
 def to_lazy_tensor(stored: TensorLeaf, name: str) -> Tensor:
-    """Convert a pickled tensor to a `Tensor`, whose bytes are located when they are first read.
+    """Convert a pickled tensor to a lazy `Tensor`, whose bytes are located on the first read.
 
     Args:
         stored: Tensor of one file. A `Tensor` is returned unchanged.
@@ -52,7 +52,7 @@ def to_lazy_tensor(stored: TensorLeaf, name: str) -> Tensor:
 
 
 def is_optimizer_state_dict(value: Any) -> bool:
-    """Return whether an unpickled value has the form of an optimizer's state dict."""
+    """Return whether an unpickled value has the structure of an optimizer's state dict."""
     return (
         isinstance(value, dict)
         and isinstance(value.get("state"), dict)
@@ -103,7 +103,7 @@ def build_named_optimizer(
 
 
 class ParsedGroups(NamedTuple):
-    """The parameter groups of a pickled optimizer.
+    """Parameter groups of a pickled optimizer.
 
     Attributes:
         groups: `param_groups` as it was pickled.
@@ -115,11 +115,11 @@ class ParsedGroups(NamedTuple):
 
 
 def parse_param_groups(saved: Any, location: str) -> ParsedGroups:
-    """Parse the groups of `optimizer.state_dict()`.
+    """Parse the parameter groups of `optimizer.state_dict()`.
 
     Raises:
-        CheckpointError: If the value is not a state dict, if a key is neither a name nor a number or occurs
-            twice, or if the state has other keys.
+        CheckpointError: If the value is not a state dict, if a key is neither a name nor a number or
+            occurs twice, or if the state contains a key that is not in any group.
     """
     if not is_optimizer_state_dict(saved) or not all(
         isinstance(group, dict) for group in saved["param_groups"]
@@ -148,11 +148,12 @@ def _map_keys_to_names(
 ) -> dict[Any, str]:
     """Map the key of each parameter to its name.
 
-    Uses, in this order: string keys, `param_names` of the groups, or the only assignment of the state's
-    shapes to parameters in module order.
+    Keys that are strings are names. For indices, the names come from `param_names` of the groups.
+    Without `param_names`, the shapes of the state must fit the parameters, in module order, in exactly
+    one way.
 
     Raises:
-        CheckpointError: If the keys are damaged, or if the model has no such parameter.
+        CheckpointError: If the keys are damaged, or if the model lacks one of the parameters.
         OptimizerStateError: If the assignment is not unique.
     """
     flat = [key for group in keys for key in group]
@@ -182,7 +183,7 @@ def _map_keys_to_names(
 
 
 def _require_plain_name(parameter: str, tensors: Mapping[str, Tensor], location: str) -> str:
-    """Return the plain name of a parameter.
+    """Return the plain name of a parameter, which the model must have.
 
     Raises:
         CheckpointError: If the model has no such parameter.
@@ -213,7 +214,7 @@ def _parse_parameter_state(values: Any, key: str, location: str) -> dict[str, Te
 
 
 def _find_state_shape(values: Mapping[str, TensorLeaf | Scalar]) -> Shape | None:
-    """Return the shape of a parameter from one of its states that always has the shape of the parameter.
+    """Infer the shape of a parameter from an optimizer state that always has this shape.
 
     Args:
         values: States of the parameter, keyed by state name.
@@ -230,9 +231,9 @@ def _find_state_shape(values: Mapping[str, TensorLeaf | Scalar]) -> Shape | None
 
 
 def find_moment_shape(values: Mapping[Any, Any]) -> Shape | None:
-    """Return the shape of the first non-scalar state except `step`, or None if there is no such state.
+    """Return the shape of the first non-scalar state except `step`, or None if all are scalars.
 
-    The function assumes that all states of the optimizer have the shape of the parameter.
+    This assumes that all states of the optimizer have the shape of the parameter.
     """
     shapes = (
         value.shape
@@ -264,7 +265,7 @@ def _check_state_shapes(
 def read_hyperparameters(group: Mapping[Any, Any]) -> dict[str, Any]:
     """Return the hyperparameters of a group as JSON values.
 
-    A small tensor, such as a learning rate, becomes a number or a list. A large tensor becomes None.
+    A small tensor, such as a learning rate, becomes a number or a list. A large one becomes None.
     """
     settings: dict[str, Any] = {}
     for key, value in group.items():

@@ -1,9 +1,9 @@
-"""Full state dicts written by `torch.save`: `.bin`, `.pt` or `.pth`, as one file or as shards with an index.
+"""Read full state dicts that `torch.save` wrote to a `.bin`, `.pt` or `.pth` file, or to indexed shards.
 
-A file contains a bare state dict, or a state dict within containers (`model`, `state_dict`, ...), next to an
-optimizer, a scheduler and counters. Two names with the same view of one storage are tied. The optimizer may
-also be a separate file: `optimizer.pt` (transformers' Trainer) or `optimizer.bin` (Accelerate), next to a
-model in this format or in safetensors.
+A file contains a bare state dict, or a state dict within containers (`model`, `state_dict`, ...),
+next to an optimizer, a scheduler and counters. Two names with the same view of one storage are
+tied. The optimizer may also be a separate file: `optimizer.pt` (transformers' Trainer) or
+`optimizer.bin` (Accelerate), next to a model in this format or in safetensors.
 
 Source: torch/serialization.py; `save_pretrained` of transformers; `FULL_STATE_DICT` in
 accelerate/utils/fsdp_utils.py.
@@ -75,10 +75,11 @@ OPTIMIZERS = ("optimizer.pt", "optimizer.bin")
 
 
 def _find_model_file(source: CheckpointPath) -> str | None:
-    """Find the file with the model, or its index: the given file, a well-known name, or the only candidate.
+    """Find the model file or its index: the given file, a well-known name, or the only candidate.
 
     Returns:
-        Name of the file. None if no file or several files could be the model, or if safetensors files exist.
+        Name of the file. None if no file or several files could be the model, or if safetensors files
+        exist.
     """
     path = source.path
     if path.is_file():
@@ -101,7 +102,7 @@ def _find_model_file(source: CheckpointPath) -> str | None:
 
 
 def _explain_incomplete(source: CheckpointPath) -> str | None:
-    """Explain that a path contains only parts of single ranks, or several files that could be the model.
+    """Explain that a path contains only single ranks' parts, or several files that could be the model.
 
     Returns:
         The reason as one line. None if there is nothing to explain.
@@ -187,19 +188,19 @@ def _open_torch_checkpoint(source: CheckpointPath, name: str) -> Checkpoint:
 
 
 def load_torch_file(file: CheckpointFile) -> Any:
-    """Load a file like `torch.load`, with `StoredTensor` for tensors. The code in the file is not run."""
+    """Load a file like `torch.load`, but without running code. Tensors become `StoredTensor`s."""
     return TorchZip(file).load_object()
 
 
 def deduplicate_tied_names(names: Iterable[str], aliases: Aliases) -> list[str]:
-    """Replace aliases by their owners, and keep the first of equal names, as `named_parameters` does."""
+    """Replace aliases with their owners, and drop duplicates, as `named_parameters` does."""
     return list(dict.fromkeys(aliases.get(name, name) for name in names))
 
 
 def open_optimizer_file(
     folder: CheckpointFolder, tensors: Mapping[str, Tensor], order: Callable[[], list[str] | None]
 ) -> OptimizerState | None:
-    """Open the optimizer in `optimizer.pt` or `optimizer.bin` in the folder of the model.
+    """Open the optimizer in `optimizer.pt` or `optimizer.bin`, next to the model.
 
     Args:
         folder: Folder of the model.
@@ -224,7 +225,7 @@ def open_optimizer_file(
 
 
 def _require_shard_tensors(file: CheckpointFile, saved: Any) -> dict[str, StoredTensor]:
-    """Return the tensors of one shard.
+    """Check that a shard contains only tensors, and return them.
 
     Raises:
         CheckpointError: If the shard contains other values.
@@ -240,7 +241,7 @@ def _require_shard_tensors(file: CheckpointFile, saved: Any) -> dict[str, Stored
 
 
 class StateDictParts(NamedTuple):
-    """The parts of a pickled state dict.
+    """Content of a pickled state dict, split by purpose.
 
     Attributes:
         model_tensors: Tensors of the model by name.
@@ -329,7 +330,7 @@ def split_state_dict(saved: Any, location: str) -> StateDictParts:
 
 
 def find_tied_aliases(views: Mapping[str, StoredTensor], tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Find names with the same view of the same storage.
+    """Find tied tensors: names that have the same view of the same storage.
 
     Args:
         views: Stored tensor of each name.

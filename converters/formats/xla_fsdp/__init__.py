@@ -1,1 +1,1 @@
-"""Reader of PyTorch/XLA FSDP checkpoints."""
+"""Read PyTorch/XLA FSDP checkpoints."""

@@ -1,4 +1,4 @@
-"""Optimizer of an XLA FSDP v1 run: its state has indices as keys, and is sharded like the parameters."""
+"""Read the optimizer of an XLA FSDP v1 run. Its state is keyed by index and sharded like the parameters."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def build_xla_optimizer(
 
 
 def _get_state_by_index(saved: Any, location: str) -> dict[int, dict[Any, Any]]:
-    """Return the state of one rank, keyed by index.
+    """Check that the state of a rank is keyed by index, and return it.
 
     Raises:
         OptimizerStateError: If the state is missing or has other keys.
@@ -130,9 +130,9 @@ def _map_indices_to_keys(
 ) -> dict[int, str]:
     """Map each index to a key of `model`.
 
-    If the groups contain the names of their parameters, the names are used. Otherwise, the shapes of the
-    states must fit in exactly one way. If they fit in several ways, the two groups of the Trainer, with and
-    without weight decay, are matched separately.
+    If the groups contain the names of their parameters, these are used. Otherwise, the shapes of the
+    states must fit in exactly one way. If they fit in several ways, the two groups of the Trainer, with
+    and without weight decay, are matched separately.
 
     Args:
         indices: Indices in each group.
@@ -143,7 +143,7 @@ def _map_indices_to_keys(
         location: File of the optimizer, used in error messages.
 
     Raises:
-        OptimizerStateError: If no assignment fits, or several.
+        OptimizerStateError: If no assignment fits, or if several assignments fit.
     """
     recorded_names = [group.get("param_names") for group in groups]  # of AdamW(model.named_parameters())
     if all(isinstance(names, (list, tuple)) for names in recorded_names):
@@ -204,7 +204,7 @@ def _match_trainer_groups(
 
 
 def _is_sharded_state(description: Any, value: Any, shard: Shape, location: str) -> bool:
-    """Return whether one state is sharded like its parameter, and not a number or a replicated tensor.
+    """Return whether a state is sharded like its parameter, rather than a number or a replicated tensor.
 
     Args:
         description: Name of the state, such as `exp_avg` or `step`.
@@ -213,7 +213,8 @@ def _is_sharded_state(description: Any, value: Any, shard: Shape, location: str)
         location: File of the optimizer, used in error messages.
 
     Raises:
-        OptimizerStateError: If a tensor has a different shape, or if the value is neither tensor nor number.
+        OptimizerStateError: If a tensor has a different shape, or if the value is neither tensor nor
+            number.
     """
     if isinstance(value, StoredTensor) and value.shape and description != "step":
         if value.shape != shard:
@@ -230,7 +231,7 @@ def _is_sharded_state(description: Any, value: Any, shard: Shape, location: str)
 def _check_equal_on_ranks(parts: Sequence[tuple[str, Any]], description: str) -> None:
     """Check that all ranks have equal copies of a replicated value.
 
-    Copies that differ show that the files are of different steps or runs.
+    If they differ, the files are from different steps or runs.
 
     Args:
         parts: File and value of each rank.

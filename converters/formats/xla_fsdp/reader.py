@@ -1,9 +1,9 @@
-"""Checkpoints of PyTorch/XLA FSDP v1 (`XlaFullyShardedDataParallel`), with one file per rank.
+"""Read checkpoints of PyTorch/XLA FSDP v1 (`XlaFullyShardedDataParallel`), with one file per rank.
 
-The file of a rank contains `model` (its shards, and every complete buffer), `shard_metadata` and often
-`optimizer`. The files may have any names. transformers' Trainer writes `rank<r>-of-<W>-pytorch_model.bin`,
-and the optimizer in `rank<r>-of-<W>-optimizer.pt`. Every rank describes every shard, and all descriptions
-must agree.
+The file of a rank contains `model` (its shards, and every complete buffer), `shard_metadata` and
+often `optimizer`. The files may have any names. transformers' Trainer writes
+`rank<r>-of-<W>-pytorch_model.bin`, and the optimizer in `rank<r>-of-<W>-optimizer.pt`. Every rank
+describes every shard, and all descriptions must agree.
 
 Source: `get_shard_metadata` and `_flatten_and_pad_to_world_size` in
 torch_xla/distributed/fsdp/xla_fully_sharded_data_parallel.py, state_dict_utils.py;
@@ -52,7 +52,7 @@ _MARK = _METADATA.encode()
 
 @dataclass(frozen=True)
 class XlaRankFile:
-    """Content of the file of one rank.
+    """Content of a rank file.
 
     Attributes:
         location: Path of the file, used in error messages.
@@ -70,17 +70,17 @@ class XlaRankFile:
 
 
 def _match_rank_file_name(name: str) -> re.Match[str] | None:
-    """Match the name of a file against names that contain the rank and the world size.
+    """Match a file name that contains the rank and the world size.
 
-    Returns None if the name has a different form.
+    None if the name has a different form.
     """
     return _RANK_FILE.fullmatch(name) if name.endswith(_SUFFIXES) else None
 
 
 def _has_shard_metadata(folder: CheckpointFolder, name: str) -> bool:
-    """Return whether the pickle of a file contains `shard_metadata`, so that it is a rank file with any name.
+    """Return whether the pickle of a file contains `shard_metadata`. Such a file is a rank file.
 
-    Returns False if the file is damaged.
+    False if the file is damaged.
 
     Raises:
         RemoteError: If the object store failed.
@@ -94,14 +94,14 @@ def _has_shard_metadata(folder: CheckpointFolder, name: str) -> bool:
 
 
 def _list_candidate_files(path: AnyPath) -> list[str]:
-    """List the files in a folder with a suffix of torch.save."""
+    """List the files in a folder that have a typical suffix of torch.save files."""
     return [name for name in list_entry_names(path) if name.endswith(_SUFFIXES)]
 
 
 def _get_folder_of_rank_files(source: CheckpointPath) -> CheckpointFolder | None:
-    """Find the folder of rank files for a path to the folder or to one of the files.
+    """Find the folder of rank files. The path may be the folder or one of the files.
 
-    Returns None if there are none.
+    None if there are no rank files.
     """
     path = source.path
     folder = CheckpointFolder(path.parent if path.is_file() else path)
@@ -114,11 +114,12 @@ def _get_folder_of_rank_files(source: CheckpointPath) -> CheckpointFolder | None
 
 
 def _get_file_set_key(match: re.Match[str]) -> tuple[str, int, str]:
-    """Return the part of a rank file's name that all files of one checkpoint have in common.
+    """Return the parts of a rank file's name that all files of a checkpoint share.
 
     Returns:
-        The text before the rank, the world size, and the text after the world size. The last text is empty
-        for the files of the Trainer, because it differs between model and optimizer.
+        The text before the rank, the world size, and the text after the world size. For the files of
+        the Trainer, the last text differs between model and optimizer, so it is replaced with an empty
+        string.
     """
     tail = match["tail"]
     return (
@@ -197,7 +198,7 @@ def _sort_by_rank(files: list[XlaRankFile], kind: str, root: AnyPath) -> list[Xl
         One file per rank, or an empty list if no file contains `kind`.
 
     Raises:
-        CheckpointError: If a rank has no file or several, or if world sizes differ.
+        CheckpointError: If a rank has no file or several files, or if world sizes differ.
     """
     files_by_rank: dict[int, XlaRankFile] = {}
     for file in files:
@@ -286,7 +287,7 @@ def _open_xla_fsdp_checkpoint(source: CheckpointPath, folder: CheckpointFolder) 
 
 
 def _require_model_table(file: XlaRankFile) -> dict[Any, Any]:
-    """Return the tensors of a rank file's model.
+    """Return the dict of the model in a rank file.
 
     Raises:
         CheckpointError: If the model is not a dict.
@@ -300,9 +301,9 @@ def _require_model_table(file: XlaRankFile) -> dict[Any, Any]:
 def _build_key_tensors(
     key: Any, value: Any, layout: XlaFsdpLayout | None, shards: list[tuple[str, Any]]
 ) -> dict[str, Tensor]:
-    """Build the tensors of one key of `model`.
+    """Build the tensors for a key of `model`.
 
-    If the key is sharded, the shards of all ranks are joined. Otherwise, the key is a buffer, and all ranks
+    If the key is sharded, the shards of all ranks are joined. Otherwise, it is a buffer, and all ranks
     have a copy of it.
 
     Args:

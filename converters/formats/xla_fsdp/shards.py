@@ -1,4 +1,4 @@
-"""Joining of the shards of XLA FSDP v1. Shards are flat or sharded along dim 0."""
+"""Join the shards of XLA FSDP v1, which are flat or sharded along dim 0."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _MULTIPLES = tuple(1 << bit for bit in range(13))
 
 
 class FlatParameter(NamedTuple):
-    """Original parameter in a sharded key.
+    """Original parameter that is stored in a sharded key of `model`.
 
     Attributes:
         name: Name with the wrappers of XLA FSDP.
@@ -48,7 +48,7 @@ class FlatParameter(NamedTuple):
 
 @dataclass(frozen=True)
 class XlaFsdpLayout:
-    """Layout of the parameters in one sharded key.
+    """Layout of the parameters in a sharded key of `model`.
 
     Attributes:
         shape: Shape of the parameter before sharding, or the length of a flat parameter.
@@ -60,14 +60,14 @@ class XlaFsdpLayout:
 
     @property
     def is_flat(self) -> bool:
-        """Whether parameters were flattened together before sharding."""
+        """Whether the parameters were flattened before sharding."""
         return len(self.parameters) > 1 or self.parameters[0].shape != self.shape
 
 
 def parse_layouts(
     metadata_by_file: Sequence[tuple[str, Metadata]], model_keys: Iterable[Any]
 ) -> dict[str, XlaFsdpLayout]:
-    """Parse the parameters in each sharded key of `model`.
+    """Parse which parameters each sharded key of `model` contains.
 
     Args:
         metadata_by_file: File and `shard_metadata` of every rank. All must agree.
@@ -128,7 +128,7 @@ def _get_metadata_table(metadata: Metadata, name: str, location: str) -> dict[An
 
 
 def _get_shard_info(metadata: Metadata, head: str, suffix: str, location: str) -> dict[Any, Any]:
-    """Return the description of one shard in `shard_metadata`.
+    """Return the description of a shard in `shard_metadata`.
 
     Args:
         metadata: The `shard_metadata` of a rank.
@@ -154,7 +154,7 @@ class _OriginalParameter(NamedTuple):
 
 
 def _parse_shard_name(info: dict[Any, Any], suffix: str, location: str) -> _OriginalParameter:
-    """Parse the original name and shape of one shard.
+    """Parse the original name and shape of a shard.
 
     Args:
         info: Description of the shard in `shard_metadata`.
@@ -176,7 +176,7 @@ def _parse_shard_name(info: dict[Any, Any], suffix: str, location: str) -> _Orig
 
 
 class _FlattenInfo(NamedTuple):
-    """Entry of `flatten_info`: names, shapes and element counts of a flat parameter's parameters."""
+    """Entry of `flatten_info`: names, shapes and element counts of the parameters in a flat parameter."""
 
     names: list[str]
     shapes: list[Shape]
@@ -184,7 +184,7 @@ class _FlattenInfo(NamedTuple):
 
 
 def _parse_flatten_info(metadata: Metadata, name: str, location: str) -> _FlattenInfo:
-    """Parse the entry of `flatten_info` for one flat parameter.
+    """Parse the `flatten_info` entry of a flat parameter.
 
     Raises:
         CheckpointError: If the entry is missing or damaged.
@@ -241,7 +241,7 @@ def _build_flat_layout(entry: _FlattenInfo, full_name: str, shape: Shape, locati
 def join_shards(
     layout: XlaFsdpLayout, shards: Sequence[tuple[str, Any]], key: str, suffix: str = ""
 ) -> dict[str, Tensor]:
-    """Join the ranks' shards of one key into tensors.
+    """Join the ranks' shards of a key into tensors.
 
     Args:
         layout: Parameters in the key.
@@ -277,7 +277,7 @@ def join_shards(
 def _join_flat_shards(
     layout: XlaFsdpLayout, stored: Sequence[StoredTensor], key: str, suffix: str
 ) -> dict[str, Tensor]:
-    """Join flat shards, and split the result into the original parameters. Padding at the end is dropped.
+    """Join flat shards, and split the result into the original parameters. Drop the padding at the end.
 
     Raises:
         CheckpointError: If the length of the shards does not fit the parameters.
@@ -303,7 +303,7 @@ def _join_flat_shards(
 
 
 def _join_row_shards(layout: XlaFsdpLayout, stored: Sequence[StoredTensor], key: str, suffix: str) -> Tensor:
-    """Join shards along dim 0, without the padding of the last ranks.
+    """Join shards along dim 0. Drop the padding of the last ranks.
 
     Raises:
         CheckpointError: If the shape of the shards does not fit the parameter.

@@ -1,7 +1,7 @@
-"""The user's DeepSpeed JSON (``deepspeed.config``), and the configuration that is passed to DeepSpeed.
+"""Merge the user's DeepSpeed JSON (``deepspeed.config``) with the settings of the run.
 
-The JSON is read and checked, its values are adopted by the config of the run, and it is merged into the
-configuration for DeepSpeed.
+The JSON is read and checked. The run config adopts its values. The JSON is then merged into the
+configuration that is passed to DeepSpeed.
 """
 
 from portable.gpu.zero.config.document import DeepSpeedDocument, read_deepspeed_document

@@ -1,4 +1,4 @@
-"""Reading of a DeepSpeed JSON: it is checked with DeepSpeed's models and converted to settings of a run."""
+"""Read a DeepSpeed JSON, check it with DeepSpeed's models, and convert it to run settings."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ CONFIG_KEY = "deepspeed.config"
 
 @dataclass(frozen=True)
 class DeepSpeedDocument:
-    """DeepSpeed JSON after it was read and checked.
+    """DeepSpeed JSON that has been read and checked.
 
     Attributes:
-        values: Content, with the key names of the installed release of DeepSpeed.
-        name: Path of the file, or name of the setting that contains the mapping, used in error messages.
-        imported: Settings of a run that are equivalent to the content, with a note for each value that was
-            renamed, has no effect, or has a different meaning here.
+        values: Content, with the key names of the installed DeepSpeed release.
+        name: Path of the file, or name of the setting that contains the mapping. Used in error
+            messages.
+        imported: Run settings that are equivalent to the content. They include a note for each value
+            that was renamed, has no effect, or has a different meaning in this trainer.
     """
 
     values: dict[str, Any]
@@ -38,7 +39,7 @@ class DeepSpeedDocument:
     imported: ImportedRun
 
     def get_value(self, path: str) -> Any:
-        """Return the value at a dotted path. Returns None if it is missing or ``auto``."""
+        """Return the value at a dotted path, or None if it is missing or ``auto``."""
         value: Any = self.values
         for part in path.split("."):
             value = value.get(part) if isinstance(value, dict) else None
@@ -55,7 +56,8 @@ def read_deepspeed_document(config: RunConfig) -> DeepSpeedDocument | None:
         The document. None if ``deepspeed.config`` is not set.
 
     Raises:
-        UserError: If the file cannot be read, or has a key or value that DeepSpeed does not accept.
+        UserError: If the file cannot be read, or if it contains a key or value that DeepSpeed does not
+            accept.
     """
     source = config.deepspeed.config
     if source is None:
@@ -87,8 +89,8 @@ def read_deepspeed_document(config: RunConfig) -> DeepSpeedDocument | None:
 def _select_stage(config: RunConfig, zero_section: dict[str, Any], document_name: str) -> int:
     """Select the ZeRO stage, from 0 to 3.
 
-    A stage from 1 to 3 in the JSON has priority. Otherwise, the stage of ``strategy`` is used if the user has
-    set it. Without both, the result is 0, with which nothing is sharded, as in DeepSpeed.
+    A stage from 1 to 3 in the JSON has priority, followed by the stage in ``strategy`` if the user has
+    set it. The default is 0, which disables sharding, as in DeepSpeed.
 
     Args:
         config: Config of the run.

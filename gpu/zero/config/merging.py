@@ -1,4 +1,4 @@
-"""Merge of a DeepSpeed JSON into the configuration for DeepSpeed, and notes on ignored values."""
+"""Merge a DeepSpeed JSON into DeepSpeed's configuration, and report ignored values."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _OVERRIDDEN_KEYS = ("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimize
 def build_merged_config(
     base: Mapping[str, Any], document: DeepSpeedDocument, hidden_size: int
 ) -> dict[str, Any]:
-    """Build the configuration for DeepSpeed from the settings of the run and the DeepSpeed JSON.
+    """Build DeepSpeed's configuration from the run settings and the DeepSpeed JSON.
 
-    If both contain a key, the value of the JSON is used.
+    Values in the JSON have priority.
 
     Args:
-        base: Configuration that was built from the settings of the run.
-        document: DeepSpeed JSON whose values the run has adopted.
-        hidden_size: Hidden size of the model, which determines the bucket sizes that are ``auto`` in the
+        base: Configuration built from the run settings.
+        document: DeepSpeed JSON whose values the run config has adopted.
+        hidden_size: Hidden size of the model. It determines the bucket sizes that are ``auto`` in the
             JSON.
     """
     passed_values = {
@@ -50,7 +50,7 @@ def build_merged_config(
 
 
 def _merge_sections(base: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of ``base`` that is updated with ``values``, recursively in each section."""
+    """Return a copy of ``base``, recursively updated with ``values``."""
     result = dict(base)
     for key, value in values.items():
         base_section = result.get(key)
@@ -71,14 +71,14 @@ VALUES_SET_BY_SWAPPING = {
 
 
 def build_document_notes(config: RunConfig, document: DeepSpeedDocument) -> list[str]:
-    """Build the notes about values of the DeepSpeed JSON that are ignored or mean something else here.
+    """Build notes about values in the DeepSpeed JSON that are ignored or have a different meaning here.
 
     Args:
-        config: Config of the run, after it has adopted the values of the JSON.
+        config: Config of the run, after it has adopted the values from the JSON.
         document: DeepSpeed JSON of the run.
 
     Returns:
-        Notes, one line each.
+        One-line notes.
     """
     swapped = config.memory.offload_params == "nvme"
     changed = [

@@ -1,8 +1,8 @@
-"""Adoption of the values of a DeepSpeed JSON by the config of a run.
+"""Apply the values in a DeepSpeed JSON to the config of a run.
 
-Some settings exist in both: batch sizes, precision, optimizer, schedule, clipping and offloading. A value in
-the JSON replaces a default of the run. If the user has set a setting of the run, its value must be equal to
-the value in the JSON.
+Some settings exist in both: batch sizes, precision, optimizer, schedule, clipping and offloading. A
+value in the JSON replaces a default of the run. If the user has set the run's setting, both values
+must be equal.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ _GPU_KERNELS = ("zero_quantized_weights", "zero_quantized_gradients", "zero_quan
 
 
 def apply_document(config: RunConfig, document: DeepSpeedDocument, world_size: int) -> RunConfig:
-    """Return a config in which values of the DeepSpeed JSON replace defaults.
+    """Replace defaults in a config with values from the DeepSpeed JSON.
 
     Args:
         config: Config of the run.
         document: DeepSpeed JSON of the run, which is stored in the returned config.
-        world_size: Number of ranks, which relates the batch sizes to each other.
+        world_size: Number of ranks, used to check the batch sizes.
 
     Raises:
-        UserError: If the JSON contradicts a setting that the user has set, if it contradicts itself, or if
-            the resulting config is invalid.
+        UserError: If the JSON contradicts a setting that the user has set, if it contradicts itself, or
+            if the resulting config is invalid.
     """
     imported = document.imported.raise_first_refusal()
     values: dict[str, Any] = {}
@@ -94,15 +94,15 @@ def apply_document(config: RunConfig, document: DeepSpeedDocument, world_size: i
 
 
 def check_installed(document: DeepSpeedDocument, device_type: str) -> None:
-    """Check that this machine has the packages and devices that features in the DeepSpeed JSON need.
+    """Check that this machine has the packages and devices required by the DeepSpeed JSON.
 
     Args:
         document: DeepSpeed JSON of the run.
         device_type: Type of the run's devices, such as ``cuda``.
 
     Raises:
-        UserError: If the package of an enabled monitor is not installed, or if the JSON enables a feature
-            that works only on GPUs, and the devices are CPUs.
+        UserError: If the package of an enabled monitor is not installed, or if the JSON enables a
+            GPU-only feature but the devices are CPUs.
     """
     for monitor, package in _MONITOR_PACKAGES.items():
         require(
@@ -125,13 +125,13 @@ def _reconcile_batch(
     world_size: int,
     set_value: Callable[[str, Any, str], None],
 ) -> None:
-    """Check that batch size = micro-batch x accumulation x ranks, and compute a value that is missing.
+    """Check that batch size = micro-batch x accumulation x ranks, and compute a missing value.
 
     Args:
         config: Config of the run.
         document: DeepSpeed JSON of the run.
         world_size: Number of ranks.
-        set_value: Function that is called with a setting, its computed value, and a description of its
+        set_value: Callback that receives a setting, its computed value, and a description of its
             origin. It raises UserError if the user has set a different value.
 
     Raises:

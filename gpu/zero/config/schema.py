@@ -1,10 +1,10 @@
-"""Check of a DeepSpeed JSON with the installed release of DeepSpeed.
+"""Check a DeepSpeed JSON with the installed DeepSpeed release.
 
-DeepSpeed reads some sections with pydantic models, which are used here as they are. It reads the other
-sections from plain dictionaries. There, it ignores misspelled keys and interprets the text ``"false"`` as
-true. To check these sections, this module runs DeepSpeed's parser on a :class:`RecordedSection`, which
-records the keys that the parser looks up, with their defaults. A key that the parser does not look up is
-unknown, and a value must have the type of its default.
+DeepSpeed parses some sections with pydantic models, which this module reuses. It parses the other
+sections as plain dictionaries, ignores misspelled keys in them, and interprets the text ``"false"``
+as true. To check these sections, this module runs DeepSpeed's parser on a :class:`RecordedSection`,
+which records the keys that the parser looks up, and their defaults. A key that the parser never
+looks up is unknown, and a value must have the same type as its default.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ _DTYPE_KEYS = tuple(("data_types", name) for name in ("grad_accum_dtype", "param
 
 
 def _is_judged_elsewhere(path: KeyPath) -> bool:
-    """Return whether a key is checked by something other than the recorded lookups of the parser.
+    """Return whether a key is excluded from the check that uses the parser's recorded lookups.
 
-    This is the case for sections that are refused and for sections that DeepSpeed reads with a pydantic
+    This is the case in unsupported sections, and in sections that DeepSpeed parses with a pydantic
     model.
     """
     return (
@@ -55,17 +55,18 @@ def _is_judged_elsewhere(path: KeyPath) -> bool:
 
 
 class RecordedSection(dict[str, Any]):
-    """Section of a configuration that records the keys that a parser looks up.
+    """Configuration section that records each key that a parser looks up.
 
     Nested dicts become nested recorded sections.
 
     Args:
         values: Content of the section.
         path: Keys from the top level to this section.
-        last: List of lookups that all sections of a configuration share. None for the top level.
+        last: List of lookups, shared by all sections of a configuration. None for the top level.
 
     Attributes:
-        defaults: Default of each key that the parser has looked up. None if the parser passed no default.
+        defaults: Default of each key that the parser has looked up, or None if the parser passed no
+            default.
         path: Keys from the top level to this section.
         looked_up_paths: Paths of all keys that the parser has looked up in any section, in order.
     """
@@ -86,7 +87,7 @@ class RecordedSection(dict[str, Any]):
         )
 
     def record_lookup(self, key: str, default: Any = None) -> None:
-        """Record that a parser looks up a key, and the default that it passes to ``get``."""
+        """Record that the parser looks up a key with a default."""
         self.looked_up_paths.append((*self.path, key))
         if self.defaults.get(key) is None:
             self.defaults[key] = default
@@ -110,7 +111,7 @@ class RecordedSection(dict[str, Any]):
             yield key
 
     def keys(self) -> Any:
-        """Return a view of the keys. Iterating over it or searching in it records lookups."""
+        """Return a view of the keys. Iterating over it or testing membership records lookups."""
         return KeysView(self)
 
     def items(self) -> Any:
@@ -124,9 +125,9 @@ class RecordedSection(dict[str, Any]):
         return self
 
     def iter_read_sections(self) -> Iterator[RecordedSection]:
-        """Yield this section and the nested sections from which the parser has read keys.
+        """Yield this section, and the nested sections whose keys the parser has looked up.
 
-        Other nested mappings are omitted, because the parser either stores them as they are or does not
+        Other nested mappings are omitted, because the parser either stores them unchanged or does not
         support them.
         """
         yield self
@@ -135,7 +136,7 @@ class RecordedSection(dict[str, Any]):
                 yield from value.iter_read_sections()
 
     def iter_items_unrecorded(self) -> Iterator[tuple[str, Any]]:
-        """Yield the items without recording lookups, for checks after parsing."""
+        """Yield the items without recording lookups, for checks after the parser has run."""
         yield from super().items()
 
 
@@ -144,8 +145,8 @@ class ConfigMistakes:
     """Mistakes that DeepSpeed finds in a configuration.
 
     Attributes:
-        unknown_keys: Map from the path of each unknown key to the supported keys of its section.
-        first_wrong_value: Message about the first wrong value, or None.
+        unknown_keys: Map from the path of each unknown key to the supported keys in the same section.
+        first_wrong_value: Error message for the first wrong value, or None.
     """
 
     unknown_keys: dict[KeyPath, list[str]] = field(default_factory=dict)
@@ -153,9 +154,9 @@ class ConfigMistakes:
 
 
 def find_config_mistakes(document: Mapping[str, Any]) -> ConfigMistakes:
-    """Find the mistakes in a DeepSpeed JSON, with DeepSpeed's pydantic models and then with its parser.
+    """Find mistakes in a DeepSpeed JSON with DeepSpeed's pydantic models, and then with its parser.
 
-    The parser is not run if the models have already found a wrong value.
+    The parser only runs if the models find no wrong value.
     """
     mistakes = ConfigMistakes()
     _add_model_mistakes(document, mistakes)
@@ -165,7 +166,7 @@ def find_config_mistakes(document: Mapping[str, Any]) -> ConfigMistakes:
 
 
 def _add_model_mistakes(document: Mapping[str, Any], mistakes: ConfigMistakes) -> None:
-    """Add the mistakes that DeepSpeed's pydantic models find in the JSON ``document`` to ``mistakes``."""
+    """Check a DeepSpeed JSON with DeepSpeed's pydantic models, and add the results to ``mistakes``."""
     schema, values = build_schema(document), filter_auto_values(document)
     try:
         schema(**values)
@@ -185,7 +186,7 @@ def _add_model_mistakes(document: Mapping[str, Any], mistakes: ConfigMistakes) -
 
 
 def _add_parser_mistakes(document: Mapping[str, Any], mistakes: ConfigMistakes) -> None:
-    """Add the mistakes that DeepSpeed's parser finds in the JSON ``document`` to ``mistakes``.
+    """Check a DeepSpeed JSON with DeepSpeed's parser, and add the results to ``mistakes``.
 
     Unknown keys that are already in ``mistakes`` are not passed to the parser.
     """
@@ -215,11 +216,11 @@ def _add_parser_mistakes(document: Mapping[str, Any], mistakes: ConfigMistakes) 
 
 
 def _describe_unreadable_value(path: KeyPath, values: dict[str, Any]) -> str:
-    """Build the message about a value whose type makes DeepSpeed's parser fail.
+    """Build the error message for a value whose type makes DeepSpeed's parser fail.
 
     Args:
-        path: Path of the value, which was the last lookup of the parser.
-        values: The configuration.
+        path: Path of the value, which is the last key that the parser looked up.
+        values: Configuration that contains the value.
     """
     key, value = ".".join(path), format_short_value(_find_value(values, path))
     if any(name.startswith(f"{key}.") for name in KEYS):
@@ -228,12 +229,15 @@ def _describe_unreadable_value(path: KeyPath, values: dict[str, Any]) -> str:
 
 
 def _list_known_keys(section: RecordedSection) -> list[str]:
-    """List the keys that the parser has looked up in a section, except keys that DeepSpeed has removed."""
+    """List the valid keys of a section, according to the lookups of the parser.
+
+    Keys that the parser only looks up to report that DeepSpeed has removed them are omitted.
+    """
     return [key for key in section.defaults if private_api.find_removed_key_error({key: None}) is None]
 
 
 def _iter_wrong_type_messages(recorded: RecordedSection) -> Iterator[str]:
-    """Yield a message for each value that does not have the type of the default that the parser passed."""
+    """Yield an error message for each value whose type differs from the default passed by the parser."""
     for section in recorded.iter_read_sections():
         for key, value in section.iter_items_unrecorded():
             path = (*section.path, key)
@@ -250,10 +254,10 @@ def _iter_wrong_type_messages(recorded: RecordedSection) -> Iterator[str]:
 
 
 def _infer_value_type(default: Any) -> Any:
-    """Return the type that a value must have, given its default.
+    """Infer the required type of a value from its default.
 
-    Numbers must not be negative unless the default is. If the default is a string or another type, any value
-    is accepted.
+    Numbers must not be negative unless the default is negative. If the default is a string or of
+    another type, any value is accepted.
     """
     if isinstance(default, bool | dict):
         return type(default)
@@ -268,14 +272,14 @@ def _describe_wrong_value(path: KeyPath, detail: Mapping[str, Any]) -> str:
 
 
 def build_schema(document: Mapping[str, Any]) -> type[BaseModel]:
-    """Build one pydantic model for the sections of a DeepSpeed JSON that can be checked by a model.
+    """Build a pydantic model for all sections of a DeepSpeed JSON that pydantic can check.
 
-    These are the sections for which DeepSpeed has models, and the sections ``optimizer`` and ``scheduler``,
-    for which this module builds models.
+    The model combines DeepSpeed's own models with models for the sections ``optimizer`` and
+    ``scheduler``, which this module builds.
 
     Args:
-        document: The DeepSpeed JSON. The supported parameters of the optimizer and of the scheduler depend on
-            the type in it.
+        document: DeepSpeed JSON. It contains the types of the optimizer and the scheduler, which
+            determine the supported parameters.
     """
     sections = {
         "optimizer": {
@@ -294,7 +298,7 @@ def _build_model(name: str, types: Mapping[str, Any], config: ConfigDict = _STRI
     Args:
         name: Name of the model.
         types: Type of each key. A nested mapping is a section.
-        config: Configuration of the model. By default, it forbids other keys and does not convert types.
+        config: Pydantic configuration. By default, it forbids other keys and does not convert types.
     """
     fields: dict[str, Any] = {
         key: ((_build_model(key, kind) if isinstance(kind, dict) else kind) | None, None)
@@ -304,14 +308,15 @@ def _build_model(name: str, types: Mapping[str, Any], config: ConfigDict = _STRI
 
 
 def remove_disabled_unknown_keys(document: dict[str, Any]) -> list[KeyPath]:
-    """Remove keys that the installed DeepSpeed does not support and whose value is false or empty.
+    """Remove unknown keys with a false or empty value from a DeepSpeed JSON.
 
-    Such a key may belong to a later release, and has no effect. A key that resembles a known key is not
-    removed, because it may be misspelled. In sections that this trainer refuses, values that equal
-    DeepSpeed's defaults are removed as well, so that a section with only defaults is accepted.
+    Such a key may belong to a later DeepSpeed release, and has no effect. A key that resembles a known
+    key is not removed, because it may be misspelled. In sections that this trainer does not support,
+    values equal to DeepSpeed's defaults are also removed. A section with only default values is
+    therefore accepted.
 
     Args:
-        document: DeepSpeed JSON, which is changed in place.
+        document: DeepSpeed JSON. Modified in place.
 
     Returns:
         Path of each unknown key that was removed.
@@ -336,7 +341,7 @@ def remove_disabled_unknown_keys(document: dict[str, Any]) -> list[KeyPath]:
 
 
 def _find_section(values: dict[str, Any], path: Iterable[str]) -> dict[str, Any]:
-    """Return the section at a path of keys, or an empty dict if there is none."""
+    """Return the section at a path of keys, or an empty dict if it does not exist."""
     for part in path:
         section = values.get(part)
         values = section if isinstance(section, dict) else {}
@@ -348,20 +353,20 @@ def _find_value(values: dict[str, Any], path: KeyPath) -> Any:
 
 
 def _is_default(value: Any, default: Any) -> bool:
-    """Return whether a value in the JSON equals the default of a pydantic model, also if only as text."""
+    """Return whether a JSON value equals a pydantic model's default, directly or as a string."""
     return bool(value == default) or str(value) == str(default)
 
 
 def check_deepspeed_config(document: dict[str, Any], name: str) -> None:
-    """Check that the installed DeepSpeed supports the keys of a JSON and accepts their values.
+    """Check that the installed DeepSpeed supports all keys and values of a JSON.
 
     Args:
         document: DeepSpeed JSON.
-        name: Name of its file or setting, used in error messages.
+        name: Name of the JSON file or setting, used in error messages.
 
     Raises:
-        UserError: If there are unknown keys, all of which the message lists, or else for the first wrong
-            value.
+        UserError: If there are unknown keys, or if a value is wrong. The message lists all unknown
+            keys, or else contains the first wrong value.
     """
     mistakes = find_config_mistakes(document)
     if mistakes.unknown_keys:
@@ -371,12 +376,12 @@ def check_deepspeed_config(document: dict[str, Any], name: str) -> None:
 
 
 def filter_auto_values(values: Mapping[str, Any], path: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Return a copy of a DeepSpeed JSON without the values that are ``auto``, at any depth.
+    """Copy a DeepSpeed JSON without the values that are ``auto``, at any depth.
 
     ``data_types.keep_in_fp32_modules`` is kept, because DeepSpeed itself interprets ``auto`` there.
 
     Args:
-        values: The JSON or a section of it.
+        values: DeepSpeed JSON, or a section of it.
         path: Keys from the top level to ``values``.
     """
     return {
@@ -387,18 +392,19 @@ def filter_auto_values(values: Mapping[str, Any], path: tuple[str, ...] = ()) ->
 
 
 def _collect_keys(values: dict[str, Any]) -> set[str]:
-    """Return the names of all keys of a configuration, at any depth."""
+    """Collect the names of all keys in a configuration, at any depth."""
     nested_keys = (_collect_keys(value) for value in values.values() if isinstance(value, dict))
     return set(values).union(*nested_keys)
 
 
 def _describe_unknown_keys(unknown: Mapping[KeyPath, list[str]]) -> str:
-    """Build a message that lists unknown keys, with suggestions.
+    """Build an error message that lists unknown keys, with suggestions.
 
-    For a single key without a similar name, the message lists the supported keys of its section.
+    If there is only one unknown key, and no similar key, the message lists the supported keys in the
+    section.
 
     Args:
-        unknown: Supported keys of the section of each unknown key, by the path of the unknown key.
+        unknown: Supported keys in the section of each unknown key, keyed by the unknown key's path.
     """
     hints = []
     for path, names in unknown.items():
@@ -415,7 +421,7 @@ def _describe_unknown_keys(unknown: Mapping[KeyPath, list[str]]) -> str:
 
 
 def list_section_keys(schema: type[BaseModel], path: tuple[str, ...]) -> list[str]:
-    """List the keys of the section at a path in a pydantic model, including aliases."""
+    """List the keys of a section in a pydantic model, including aliases."""
     for part in path:
         fields = {key: field for name, field in schema.model_fields.items() for key in (name, field.alias)}
         annotation_parts = keys.iter_type_parts(fields[part].annotation) if part in fields else ()
@@ -427,16 +433,16 @@ def list_section_keys(schema: type[BaseModel], path: tuple[str, ...]) -> list[st
 
 
 def _list_type_params(document: Mapping[str, Any], section_name: str, supported_types: Iterable[str]) -> Any:
-    """Return the supported parameters of the optimizer or scheduler type in a DeepSpeed JSON.
+    """Return the parameters that an optimizer or scheduler type in a DeepSpeed JSON supports.
 
     Args:
-        document: The DeepSpeed JSON.
+        document: DeepSpeed JSON.
         section_name: ``optimizer`` or ``scheduler``.
-        supported_types: Values of the key ``type`` that are supported.
+        supported_types: Supported values of the key ``type``.
 
     Returns:
-        Dict from parameter names to the type Any, for :func:`_build_model`. The type Any itself, which
-        accepts all parameters, if the type is not supported.
+        Dict that maps each parameter name to ``Any``, for :func:`_build_model`. ``Any``, which accepts
+        all parameters, if the type is not supported.
     """
     section = document.get(section_name)
     kind = section.get("type") if isinstance(section, dict) else None

@@ -1,1 +1,1 @@
-"""Datasets of samples with a fixed shape, their order, and loaders of micro-batches."""
+"""Datasets with samples of a fixed shape, the order of the samples, and loaders of micro-batches."""

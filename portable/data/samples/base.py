@@ -1,9 +1,9 @@
 """Map-style datasets over a token cache, with samples of a fixed shape.
 
-A sample is a dictionary of int64 tensors, except that ``labels`` are float32 for numeric targets. Labels are
-aligned with the logits: ``labels[t]`` is the target of ``logits[t]``. The dataset shifts the labels if the
-task needs it, so a loss must not shift them again. The label -100 marks positions that do not contribute to
-the loss. All samples have the same shapes, so that a step is compiled only once.
+A sample is a dictionary of int64 tensors, except that ``labels`` are float32 for numeric targets.
+Labels are aligned with the logits: ``labels[t]`` is the target of ``logits[t]``. The dataset shifts
+them if the task requires it, so a loss must not shift them again. Positions with label -100 do not
+contribute to the loss. All samples have the same shapes, so a step is compiled only once.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ ColumnFunction = Callable[[Sequence[int]], Arrays]
 
 
 class PromptImage(NamedTuple):
-    """Image at the beginning of a sample, with its file."""
+    """Image near the start of a sample, with its file."""
 
     image: CachedImage
     file: ImageFile
 
 
 class Samples(ABC):
-    """Dataset that also determines the order of its samples in a run.
+    """Dataset that also defines the order of its samples in a run.
 
-    All epochs have the same samples in different orders. The content of a sample does not depend on the
-    epoch, except for the random masks of masked language models.
+    Every epoch contains the same samples in a different order. The content of a sample does not depend
+    on the epoch, except for the random masks in masked language modeling.
     """
 
     num_samples: int
@@ -79,30 +79,30 @@ class Samples(ABC):
 
     @property
     def epoch_samples(self) -> int:
-        """Number of samples in one epoch, as ``train.epochs`` counts epochs."""
+        """Number of samples per epoch, as counted by ``train.epochs``."""
         return self.num_samples
 
     def locate_sample(self, position: int, seed: int) -> EpochIndex:
-        """Return epoch and index of the sample at a position of a run.
+        """Return the epoch and index of the sample at a given position of the run.
 
         Args:
-            position: Position of the sample in the run, which is the number of samples before it.
+            position: Position in the run: the number of samples before this one.
             seed: Seed of the run.
         """
         return locate_sample(position, self.num_samples, seed)
 
     def get_source_name(self, index: int) -> str:
-        """Return the name of the source of a sample in a mixture. Empty if the data is not a mixture."""
+        """Return the name of a sample's source in a mixture. Empty if the data is not a mixture."""
         return ""
 
     def find_early_sample(self) -> EpochIndex:
-        """Return a sample that can be read without long preparation, to inspect the columns of a batch."""
+        """Return a sample that is quick to read, to inspect the columns of a batch."""
         return EpochIndex(0, 0)
 
     def list_trial_samples(self, num_samples: int) -> list[EpochIndex]:
-        """List samples of a batch to try out whether a training step fits in memory.
+        """List the samples of a batch for testing whether a training step fits in memory.
 
-        With images, this is the sample whose images have the most tokens, several times.
+        If there are images, the list repeats the sample with the most image tokens.
         """
         image_tokens = self.count_image_tokens()
         if image_tokens is not None:
@@ -110,10 +110,10 @@ class Samples(ABC):
         return [EpochIndex(0, index % self.num_samples) for index in range(num_samples)]
 
     def count_image_tokens(self) -> npt.NDArray[np.int64] | None:
-        """Count the tokens of images in each sample.
+        """Count the image tokens in each sample.
 
         Returns:
-            Counts, int64 ``[num_samples]``. None if the samples cannot have images.
+            Counts, int64 ``[num_samples]``. None if the samples cannot contain images.
         """
         return None
 
@@ -121,20 +121,20 @@ class Samples(ABC):
         """Convert a number of consumed samples to epochs.
 
         Returns:
-            Number of epochs, with a fraction. None if the size of an epoch is not known yet.
+            Number of epochs, possibly fractional. None if the size of an epoch is not known yet.
         """
         return num_samples / self.num_samples
 
     def compute_progress_metrics(self, position: int) -> dict[str, float]:
-        """Compute metrics about the first ``position`` samples of a run.
+        """Compute data metrics for the first ``position`` samples of a run.
 
         Returns:
-            Values to log, keyed by metric. Empty if the data is not a mixture.
+            Values to log, keyed by metric name. Empty if the data is not a mixture.
         """
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state to save in a checkpoint, in addition to the position.
+        """Return the state that a checkpoint saves in addition to the position.
 
         Returns:
             Manifests of the streams, keyed by source name. Empty without streams.
@@ -151,15 +151,15 @@ class Samples(ABC):
         return
 
     def compute_consumed_digest(self, position: int) -> str:
-        """Compute a digest of the stream's data that determined the samples before ``position``.
+        """Compute a digest of the streamed data that determined the samples before ``position``.
 
-        Before a checkpoint is saved, all ranks compare their digests, because a stream is read during
-        training and ranks may have read different data. Empty if no data is streamed.
+        A stream is read during training, so ranks may have read different data. All ranks therefore compare
+        their digests before a checkpoint is saved. Empty if no data is streamed.
         """
         return ""
 
     def close(self) -> None:
-        """Stop background processes that tokenize streams. Does nothing for other samples.
+        """Stop the background processes that tokenize streams. Does nothing for other samples.
 
         The samples remain readable.
         """
@@ -171,7 +171,7 @@ class Samples(ABC):
         Negative indices count from the end.
 
         Raises:
-            IndexError: If the index is out of range, so that iteration over the dataset ends.
+            IndexError: If the index is out of range. This also ends iteration over the dataset.
         """
         if not -self.num_samples <= index < self.num_samples:
             raise IndexError(f"sample index {index} is out of range for {self.num_samples} samples")
@@ -198,21 +198,21 @@ class Samples(ABC):
         return {name: torch.from_numpy(values) for name, values in arrays.items()}
 
     def read_prompt_images(self, index: int, num_tokens: int) -> list[PromptImage]:
-        """Read the images of the first tokens of a sample, which must belong to its first document.
+        """Read the images among the first ``num_tokens`` tokens of a sample.
 
         Args:
             index: Index of the sample.
-            num_tokens: Number of its first tokens.
+            num_tokens: Number of tokens. They must belong to the first document of the sample.
         """
         return []
 
     @abstractmethod
     def list_document_numbers(self, index: int) -> Sequence[int]:
-        """List the documents of a sample, by their numbers in the source, counted from 0."""
+        """Return the numbers of the documents in a sample, counted from 0 in the source."""
 
     @abstractmethod
     def build_arrays(self, indices: Sequence[EpochIndex]) -> Arrays:
-        """Build the columns of the task as numpy arrays.
+        """Build the task's columns as numpy arrays.
 
         Args:
             indices: Epochs and indices of the samples.
@@ -222,17 +222,17 @@ class Samples(ABC):
         """
 
     def read_image_files(self, index: int, num_inputs: int | None = None) -> list[ImageFile]:
-        """Read the image files of a sample, in the order of its tokens. Empty without images.
+        """Read the image files of a sample, in token order. Empty if there are no images.
 
         Args:
             index: Index of the sample.
-            num_inputs: Number of inputs at the start of the sample whose images are read. None means all
-                inputs.
+            num_inputs: Number of input tokens at the start of the sample to read images for. None reads all
+                images.
         """
         return []
 
     def build_arrays_with_columns(self, indices: Sequence[EpochIndex]) -> Arrays:
-        """Build the columns of the task and the additional columns of ``data.columns`` as numpy arrays.
+        """Build the task's columns and the additional columns of ``data.columns`` as numpy arrays.
 
         See :meth:`build_arrays`.
         """
@@ -241,9 +241,10 @@ class Samples(ABC):
 
 @dataclass(frozen=True)
 class SampleRange:
-    """Samples of a source that form a dataset: the range ``[start, start + num_samples)`` of an order.
+    """Range of a source's samples that forms a dataset.
 
-    A call with the index of a sample in the dataset returns the index of the sample in the source.
+    Contains the samples ``[start, start + num_samples)`` in the order :attr:`order`. Calling the object
+    converts an index in the dataset to an index in the source.
     """
 
     start: int
@@ -258,34 +259,34 @@ class SampleRange:
     """
 
     def __call__(self, index: int) -> int:
-        """Convert the index of a sample in the dataset to its index in the source."""
+        """Convert an index in the dataset to an index in the source."""
         position = self.start + index
         return position if self.order is None else self.order(position)
 
     def list_numbers(self) -> npt.NDArray[np.int64]:
-        """Return the indices of all samples in the source, int64 ``[num_samples]``."""
+        """Return the source indices of all samples in the dataset, int64 ``[num_samples]``."""
         positions = np.arange(self.start, self.start + self.num_samples)
         return positions if self.order is None else self.order.permute_array(positions)
 
     def get_document_range(self, index: int) -> range:
-        """Return a range with the document of a sample, for datasets with one document per sample."""
+        """Return the document number of a sample as a range of length 1. Each sample must be one document."""
         return range(self(index), self(index) + 1)
 
 
 class TrainEvalSplit(NamedTuple):
-    """Ranges of a source's samples to train on and to hold out for evaluation."""
+    """Split of a source's samples into a training range and a held-out range."""
 
     train: SampleRange
     held_out: SampleRange
 
 
 def count_packed_samples(num_tokens: int, seq_len: int, *, shifted: bool) -> int:
-    """Count the complete blocks of ``seq_len`` tokens in the concatenated documents of a source.
+    """Count the complete blocks of ``seq_len`` tokens in concatenated documents.
 
     Args:
-        num_tokens: Number of tokens of all documents.
+        num_tokens: Total number of tokens in the documents.
         seq_len: Number of tokens per sample.
-        shifted: Whether the labels are shifted by one, so that the last block needs one more token.
+        shifted: Whether the labels are shifted by one. If so, the last block needs one more token.
 
     Raises:
         UserError: If there is no complete block.
@@ -304,14 +305,14 @@ def count_packed_samples(num_tokens: int, seq_len: int, *, shifted: bool) -> int
 def split_packed_blocks(
     num_blocks: int, eval_fraction: float | None, excluded_numbers: npt.NDArray[np.int64] | None = None
 ) -> TrainEvalSplit:
-    """Split blocks of concatenated documents into a training part and a held-out part.
+    """Split blocks of concatenated documents into a training range and a held-out range.
 
-    The held-out part consists of the last blocks, so that documents are divided between the parts only once.
+    The held-out range contains the last blocks, so the data is cut at only one place.
 
     Args:
         num_blocks: Number of blocks.
         eval_fraction: Share of held-out blocks. See :func:`_compute_num_held_out`.
-        excluded_numbers: Numbers of the blocks that are in neither part, sorted.
+        excluded_numbers: Sorted numbers of blocks to exclude from both ranges.
     """
     order: KeptOrder | None = None
     if excluded_numbers is not None and len(excluded_numbers):
@@ -327,14 +328,14 @@ def split_packed_blocks(
 def split_documents(
     num_documents: int, eval_fraction: float | None, excluded_numbers: npt.NDArray[np.int64] | None = None
 ) -> TrainEvalSplit:
-    """Split documents into a training part and a held-out part in a shuffled order.
+    """Shuffle documents, and split them into a training range and a held-out range.
 
-    The order does not depend on the seed of the run, so that all runs hold out the same documents.
+    The order does not depend on the seed of the run, so all runs hold out the same documents.
 
     Args:
         num_documents: Number of documents.
         eval_fraction: Share of held-out documents. See :func:`_compute_num_held_out`.
-        excluded_numbers: Numbers of the documents that are in neither part, sorted.
+        excluded_numbers: Sorted numbers of documents to exclude from both ranges.
     """
     order: Permutation | KeptOrder = Permutation(num_documents, seed=0)
     if excluded_numbers is not None and len(excluded_numbers):
@@ -350,12 +351,13 @@ def split_documents(
 def _compute_num_held_out(num_samples: int, eval_fraction: float | None) -> int:
     """Compute the number of held-out samples.
 
-    The default is 1 % of the samples, but at least :data:`MIN_HELD_OUT`, because the mean loss of fewer
-    samples is not reliable. It is at most a fifth, because most of a small dataset is needed for training.
+    The default is 1 % of the samples, with two limits. It is at least :data:`MIN_HELD_OUT`, because the
+    mean loss over fewer samples is not reliable. It is at most a fifth of the samples, because a small
+    dataset is mostly needed for training.
 
     Args:
         num_samples: Number of samples.
-        eval_fraction: Value of ``data.eval_fraction``. None means the default.
+        eval_fraction: Value of ``data.eval_fraction``. None selects the default.
     """
     if eval_fraction == 0 or num_samples < 2:
         return 0
@@ -370,10 +372,10 @@ class CacheSamples(Samples):
 
     Attributes:
         token_cache: Tokens of all documents of the source.
-        sample_range: Samples of the source that belong to the dataset.
+        sample_range: Range of the source's samples that belong to the dataset.
         seq_len: Number of tokens per sample.
         includes_columns: Whether batches contain the additional columns of ``data.columns``. If False,
-            columns in the cache are ignored.
+            such columns in the cache are ignored.
     """
 
     token_cache: TokenCache
@@ -387,7 +389,7 @@ class CacheSamples(Samples):
     def build_arrays_with_columns(self, indices: Sequence[EpochIndex]) -> Arrays:
         """Build all columns. See :meth:`Samples.build_arrays_with_columns`.
 
-        The additional columns are int64 or float32 ``[len(indices)]``. Each sample has the values of its
+        The additional columns are int64 or float32 ``[len(indices)]``, with the values of each sample's
         first document.
         """
         if not self.includes_columns:
@@ -396,20 +398,20 @@ class CacheSamples(Samples):
         return {**self.build_arrays(indices), **self.token_cache.read_extra_columns(numbers)}
 
     def read_prompt_images(self, index: int, num_tokens: int) -> list[PromptImage]:
-        """Read the images of the first tokens of a sample. See :meth:`Samples.read_prompt_images`."""
+        """Read the images among the first tokens of a sample. See :meth:`Samples.read_prompt_images`."""
         number = int(self.list_document_numbers(index)[0])
         files = self.token_cache.read_image_files(number, num_tokens)
         return list(map(PromptImage, self.token_cache.list_images(number), files))
 
     def list_document_numbers(self, index: int) -> range:
-        """Return a range with one document number, because each sample of this class is one document.
+        """Return the number of the sample's document, as a range of length 1.
 
-        Several subclasses have samples of several documents, and override this method.
+        Subclasses whose samples contain several documents override this method.
         """
         return self.sample_range.get_document_range(index)
 
     def _find_block_documents(self, index: int) -> range:
-        """Return the range of the documents that a block of concatenated tokens overlaps."""
+        """Return the range of documents that overlap a block of concatenated tokens."""
         start = self.sample_range(index) * self.seq_len
         return self.token_cache.find_documents_of_tokens("text", start, start + self.seq_len)
 
@@ -418,8 +420,9 @@ class PackedCausalSamples(CacheSamples):
     """Dataset of blocks of ``seq_len`` tokens from concatenated documents, for causal language modeling.
 
     For ``L = seq_len``, sample *i* is ``input_ids = tokens[i*L : i*L+L]`` and
-    ``labels = tokens[i*L+1 : i*L+L+1]``. Every token is the label of at most one position, so that training
-    and evaluation data share no label. The labels of tokens that do not contribute to the loss are -100.
+    ``labels = tokens[i*L+1 : i*L+L+1]``. Each token is the label of at most one position, so training
+    and evaluation data have no labels in common. Tokens that do not contribute to the loss have the
+    label -100.
     """
 
     def __post_init__(self) -> None:
@@ -442,21 +445,21 @@ class PackedCausalSamples(CacheSamples):
         return {"input_ids": inputs, "labels": labels}
 
     def list_document_numbers(self, index: int) -> range:
-        """Return the range of the documents that a block overlaps."""
+        """Return the range of documents that overlap a block."""
         return self._find_block_documents(index)
 
 
 class DocumentSamples(CacheSamples):
-    """Base class of datasets whose samples consist of documents that are truncated separately.
+    """Base class of datasets that truncate each document of a sample separately.
 
     Attributes:
-        truncation: Value of ``data.truncation``, which selects the part of a long document to remove.
-        keep_last_input: Whether the inputs include the last token of a document, although it does not have a
-            label. A document then keeps at most ``seq_len`` tokens. Otherwise, it keeps one more token, which
-            is only a label.
-        keep_last_input_if_room: Whether the inputs include the last token of a document that has at most
-            ``seq_len`` tokens. In contrast to ``keep_last_input``, a longer document still has ``seq_len``
-            labels.
+        truncation: Value of ``data.truncation``: how to truncate long documents.
+        keep_last_input: Whether the last token of a document is an input, although it has no label. If
+            True, documents are truncated to ``seq_len`` tokens. If False, they keep one more token as a
+            label.
+        keep_last_input_if_room: Whether the last token of a document is an input if the document has at
+            most ``seq_len`` tokens. Longer documents keep ``seq_len`` labels, unlike with
+            ``keep_last_input``.
     """
 
     truncation: Truncation
@@ -465,7 +468,7 @@ class DocumentSamples(CacheSamples):
 
     @property
     def _kept_slice(self) -> slice:
-        """Slice of the tokens of a document that remain: the inputs, and a token that is only a label."""
+        """Slice of a document's tokens to keep: the inputs, and a final token that is only a label."""
         return get_kept_slice(self.truncation, self.seq_len + (not self.keep_last_input))
 
     def _read_kept_tokens(self, number: int) -> npt.NDArray[Any]:
@@ -473,27 +476,27 @@ class DocumentSamples(CacheSamples):
         return self.token_cache.read_document("text", number)[self._kept_slice]
 
     def _count_inputs(self, number: int, tokens: npt.NDArray[Any]) -> int:
-        """Count the inputs of a document, without cutting an image.
+        """Count the input tokens of a document. Does not split an image.
 
         Args:
             number: Number of the document.
-            tokens: Tokens of the document that remain after truncation.
+            tokens: Tokens of the document after truncation.
         """
         has_last_token = self.keep_last_input or self.keep_last_input_if_room
         count = min(len(tokens), self.seq_len) if has_last_token else max(0, len(tokens) - 1)
         return find_image_cut(self.token_cache, number, count)
 
     def _read_trained_mask(self, number: int, num_inputs: int) -> npt.NDArray[np.bool_] | None:
-        """Read whether the labels of the inputs of a document contribute to the loss.
+        """Read the loss mask for the labels of a document's inputs.
 
         Returns:
-            Bool ``[labels]``. None if all labels contribute.
+            Mask, bool ``[labels]``. None if all labels contribute to the loss.
         """
         trained = self.token_cache.read_trained_mask("text", number)
         return None if trained is None else trained[self._kept_slice][1 : num_inputs + 1]
 
     def read_image_files(self, index: int, num_inputs: int | None = None) -> list[ImageFile]:
-        """Read the image files of the documents of a sample. See :meth:`Samples.read_image_files`."""
+        """Read the image files of a sample's documents. See :meth:`Samples.read_image_files`."""
         files: list[ImageFile] = []
         remaining = self.seq_len if num_inputs is None else num_inputs
         for number in self.list_document_numbers(index):
@@ -505,7 +508,7 @@ class DocumentSamples(CacheSamples):
 
 @dataclass(eq=False)
 class PaddedCausalSamples(DocumentSamples):
-    """Dataset of single documents, truncated and padded on the right, for causal language modeling.
+    """Dataset with one document per sample, truncated and right-padded, for causal language modeling.
 
     Attributes:
         pad_token: Id of the padding token.
@@ -521,7 +524,7 @@ class PaddedCausalSamples(DocumentSamples):
         return self._build_document_arrays([self.sample_range(index) for _, index in indices])
 
     def _build_document_arrays(self, numbers: Sequence[int]) -> Arrays:
-        """Build the arrays of documents, with one row per document.
+        """Build the arrays for the given documents, with one row per document.
 
         Args:
             numbers: Numbers of the documents in the token cache.
@@ -546,17 +549,17 @@ class PaddedCausalSamples(DocumentSamples):
         return {"input_ids": inputs, "attention_mask": mask, "labels": labels}
 
     def count_image_tokens(self) -> npt.NDArray[np.int64] | None:
-        """Count the tokens of images in each sample. See :meth:`Samples.count_image_tokens`."""
+        """Count the image tokens in each sample. See :meth:`Samples.count_image_tokens`."""
         if not self.token_cache.has_images:
             return None
         return self.token_cache.count_image_tokens(self.seq_len)[self.sample_range.list_numbers()]
 
 
 class PairSamples(PaddedCausalSamples):
-    """Dataset of pairs of documents, for preference losses.
+    """Dataset of document pairs, for preference losses.
 
-    The chosen document and the rejected document of a pair are successive documents of the source. Tensors
-    are ``[batch, 2, tokens]``, where index 0 of the second dimension is chosen and index 1 is rejected.
+    The chosen and the rejected document of a pair are consecutive documents of the source. Tensors have
+    the shape ``[batch, 2, tokens]``, in which ``[:, 0]`` is chosen and ``[:, 1]`` is rejected.
     """
 
     sequences_per_sample = 2
@@ -570,17 +573,17 @@ class PairSamples(PaddedCausalSamples):
         return {name: values.reshape(len(indices), 2, -1) for name, values in arrays.items()}
 
     def list_document_numbers(self, index: int) -> range:
-        """Return the range of the two documents of a pair."""
+        """Return the range of a pair's two documents."""
         first = 2 * self.sample_range(index)
         return range(first, first + 2)
 
 
 def select_sequence_of_samples(batch: dict[str, Any], index: int) -> dict[str, Any]:
-    """Select one sequence of each sample from a batch of samples with several sequences.
+    """Select one sequence per sample, from a batch whose samples have several sequences.
 
     Args:
-        batch: Batch with tensors ``[batch, sequences, tokens]``. Tensors with other numbers of dimensions are
-            dropped.
+        batch: Batch with tensors ``[batch, sequences, tokens]``. Tensors with other numbers of
+            dimensions are dropped.
         index: Index of the sequence in each sample.
 
     Returns:
@@ -590,14 +593,14 @@ def select_sequence_of_samples(batch: dict[str, Any], index: int) -> dict[str, A
 
 
 def compute_document_lengths(inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Compute the length of the document of each token, as a number of input tokens.
+    """Compute, for each token, the number of input tokens in its document.
 
     Args:
-        inputs: Batch of a model. It contains ``position_ids`` if complete documents are packed.
+        inputs: Model inputs of a batch. They contain ``position_ids`` if complete documents are packed.
 
     Returns:
-        Lengths, int64 ``[batch, tokens]`` if complete documents are packed. Otherwise ``[batch, 1]``, because
-        a row contains only one document.
+        Lengths, int64 ``[batch, tokens]`` if complete documents are packed. Otherwise ``[batch, 1]``,
+        because each row is a single document.
     """
     ids, positions, mask = inputs["input_ids"], inputs.get("position_ids"), inputs.get("attention_mask")
     if positions is None:
@@ -608,12 +611,12 @@ def compute_document_lengths(inputs: Mapping[str, torch.Tensor]) -> torch.Tensor
 
 
 class PaddedRows(NamedTuple):
-    """Rows padded to one length.
+    """Rows padded to a common length.
 
     Attributes:
         values: Padded rows, int64 ``[rows, length]``.
-        mask: Attention mask, int64 ``[rows, length]``: 1 for a value of a row, and 0 for padding. See
-            :func:`pad_rows` for empty rows.
+        mask: Attention mask, int64 ``[rows, length]``: 1 for values, 0 for padding. For empty rows, see
+            :func:`pad_rows`.
     """
 
     values: npt.NDArray[np.int64]
@@ -621,14 +624,14 @@ class PaddedRows(NamedTuple):
 
 
 def pad_rows(rows: Sequence[npt.NDArray[Any]], length: int, pad_value: int) -> PaddedRows:
-    """Pad rows on the right and build their attention mask.
+    """Pad rows on the right, and build their attention mask.
 
-    The mask of an empty row contains one 1, because attention without any position would be NaN.
+    The mask of an empty row contains a single 1, because attention over no positions gives NaN.
 
     Args:
         rows: Arrays with at most ``length`` values each.
         length: Number of values per padded row.
-        pad_value: Value of the padding.
+        pad_value: Padding value.
     """
     values = np.full((len(rows), length), pad_value, dtype=np.int64)
     mask = np.zeros((len(rows), length), dtype=np.int64)
@@ -641,9 +644,9 @@ def pad_rows(rows: Sequence[npt.NDArray[Any]], length: int, pad_value: int) -> P
 def truncate_keeping_suffix(
     tokens: npt.NDArray[Any], max_length: int, suffix: Sequence[int]
 ) -> npt.NDArray[np.int64]:
-    """Truncate a document at its end to ``max_length`` tokens, but keep its last special tokens.
+    """Truncate the end of a document to fit ``max_length`` tokens, but keep its final special tokens.
 
-    The special tokens ``suffix`` replace the last tokens of the truncated document. A document that has at
+    The special tokens ``suffix`` replace the last tokens of the truncated document. A document of at
     most ``max_length`` tokens is returned unchanged.
     """
     out = np.array(tokens[:max_length], dtype=np.int64)

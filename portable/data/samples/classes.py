@@ -1,6 +1,7 @@
-"""Mapping from the labels of the data to the outputs of a classifier.
+"""Map the labels of the data to the outputs of a classifier.
 
-A classifier is trained on one class per text, on any number of classes per text, or on numbers (regression).
+A classifier is trained to predict one class per text, any number of classes per text, or numbers
+(regression).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ SINGLE_LABEL, MULTI_LABEL, REGRESSION = PROBLEM_TYPES = get_args(ProblemType)
 
 @dataclass(frozen=True)
 class ModelClasses:
-    """Classes that a model has before training."""
+    """Classes of a model before training."""
 
     setting_key: str
     """Setting or model that defines the classes, used in error messages."""
@@ -34,24 +35,24 @@ class ModelClasses:
 
     @property
     def has_custom_names(self) -> bool:
-        """Whether the names differ from the defaults LABEL_0, LABEL_1 ... of transformers."""
+        """Whether the names differ from transformers' defaults LABEL_0, LABEL_1 ..."""
         return any(name != f"LABEL_{index}" for index, name in enumerate(self.names))
 
     def would_rename_classes(self, names: Sequence[str]) -> bool:
-        """Return whether the default names LABEL_0, LABEL_1 ... of the model are replaced by other ``names``.
+        """Return whether ``names`` would replace the model's default names LABEL_0, LABEL_1 ...
 
-        Such a model may have been trained on other classes, or on the same classes in another order. The run
-        therefore prints a note if the result is True. The result is False if all ``names`` are numbers,
-        because these equal the indices of the default names.
+        Such a model may have been trained on different classes, or on the same classes in a different
+        order, so the run prints a note. Returns False if all ``names`` are numbers, because they equal the
+        indices in the default names.
         """
         return not self.has_custom_names and names != self.names and not all(map(_is_number, names))
 
 
 @dataclass(frozen=True)
 class LabelMapping:
-    """Outputs of a classifier, and the output or value that belongs to each label in the token cache.
+    """Outputs of a classifier, and the output or value for each label in the token cache.
 
-    An output is the score of a class, or a number of a regression.
+    An output is the score of a class, or a number in a regression.
     """
 
     output_names: tuple[str, ...]
@@ -76,18 +77,18 @@ def map_labels_to_outputs(
     model_classes: ModelClasses | None = None,
     problem_type: ProblemType | None = None,
 ) -> LabelMapping:
-    """Map the labels of ``tokens`` to the outputs of a classifier.
+    """Map the labels in a token cache to the outputs of a classifier.
 
-    If ``problem_type`` is None, the labels determine it, as in transformers: integers and strings are
-    classes, and lists of them are several classes per text. A number with a fraction is a regression target.
-    A list of such numbers is a score for each class.
+    If ``problem_type`` is None, it is determined from the labels, as in transformers: an integer or
+    string is a class, and a list of these is several classes per text. A number with a fraction is a
+    regression target, and a list of such numbers contains a score per class.
 
     Args:
         tokens: Token cache with labels.
-        declared_names: Class names that the dataset declares. The labels are then indices into these names.
-            None if the dataset does not declare class names.
+        declared_names: Class names that the dataset declares; labels are then indices into them. None
+            if the dataset declares none.
         model_classes: Classes or outputs of the model. None if the head is untrained.
-        problem_type: ``problem_type`` of the model's config. None to detect it.
+        problem_type: ``problem_type`` of the model's config. None detects it from the labels.
 
     Raises:
         UserError: If the labels do not fit the model or the problem type.
@@ -135,10 +136,10 @@ def map_labels_to_outputs(
 
 
 def _check_no_accidental_regression(tokens: TokenCache) -> None:
-    """Check that labels are not numbers only because a few of them have a fraction, probably by mistake.
+    """Check that class labels are not mistaken for regression targets because a few have a fraction.
 
     Raises:
-        UserError: If less than :data:`_FEW_FRACTIONS` of the labels have a fraction.
+        UserError: If some labels have a fraction, but their share is below :data:`_FEW_FRACTIONS`.
     """
     fractions, documents = int(tokens.meta.get("fractions", 0)), tokens.num_documents
     if tokens.label_kind == "values" and 0 < fractions < _FEW_FRACTIONS * documents:
@@ -160,21 +161,20 @@ def map_eval_labels_to_outputs(
     eval_tokens: TokenCache,
     eval_declared_names: Sequence[str] | None = None,
 ) -> LabelMapping:
-    """Map the labels of evaluation data to the outputs to which the labels of the training data are mapped.
+    """Map the labels of the evaluation data to the outputs of the corresponding training labels.
 
-    Class names are compared. If there is no exact match, letter case is ignored.
+    Labels correspond if their class names match, ignoring case if there is no exact match.
 
     Args:
         training_mapping: Mapping of the labels of the training data.
         training_tokens: Token cache of the training data.
-        training_declared_names: Class names that the training dataset declares. None if it does not declare
-            them.
-        eval_tokens: Token cache of the evaluation data. It may lack some classes.
-        eval_declared_names: Class names that the evaluation dataset declares. None if it does not declare
-            them.
+        training_declared_names: Class names that the training dataset declares. None if it declares
+            none.
+        eval_tokens: Token cache of the evaluation data. Some classes may be missing.
+        eval_declared_names: Class names that the evaluation dataset declares. None if it declares none.
 
     Raises:
-        UserError: If the evaluation data has a label that the training data does not have.
+        UserError: If a label of the evaluation data does not occur in the training data.
     """
     if training_mapping.problem_type == REGRESSION or eval_tokens.label_values is not None:
         known_classes = ModelClasses("the model", training_mapping.output_names)
@@ -209,8 +209,8 @@ def map_eval_labels_to_outputs(
 def _get_label_name(label: int | str, declared: Sequence[str] | None) -> str:
     """Return the class name of a label.
 
-    If the dataset declares class names, an integer label is an index into ``declared``. Otherwise, and if the
-    index is out of range, the name is the label as text.
+    If the dataset declares class names and the label is a valid index into ``declared``, return that
+    name. Otherwise, return the label as text.
     """
     inside = declared is not None and isinstance(label, int) and 0 <= label < len(declared)
     return declared[label] if inside else str(label)  # type: ignore[index]
@@ -231,15 +231,15 @@ _KIND_DESCRIPTIONS = {
 def _check_labels_fit_problem_type(
     kind: LabelKind, names: Sequence[int | str], problem_type: ProblemType
 ) -> None:
-    """Check that the kind of the labels fits the problem type.
+    """Check that the labels are suitable for the problem type.
 
     Args:
         kind: Kind of the labels in the token cache.
-        names: Class names in the token cache. If all are integers, they are also numbers for a regression.
+        names: Class names in the token cache. If all are integers, they can also be regression targets.
         problem_type: Problem type of the model.
 
     Raises:
-        UserError: If the labels do not fit.
+        UserError: If the labels are not suitable.
     """
     numbers = kind == "classes" and all(isinstance(name, int) for name in names)
     fits = {
@@ -255,10 +255,10 @@ def _check_labels_fit_problem_type(
 
 
 def _check_class_scores(values: npt.NDArray[Any]) -> None:
-    """Check that scores of classes are from 0 to 1.
+    """Check that class scores are between 0 and 1.
 
     Raises:
-        UserError: If a score is less than 0 or greater than 1.
+        UserError: If a score is outside this range.
     """
     for start in range(0, len(values), 1 << 20):
         part = values[start : start + (1 << 20)]
@@ -276,21 +276,21 @@ def map_labels_to_class_ids(
     *,
     is_multi_label: bool = False,
 ) -> LabelMapping:
-    """Map each label of the data to a class id of the model.
+    """Map each label in the data to a class id of the model.
 
-    Class names are compared with the model's class names, first exactly and then without letter case.
-    Integers are class ids if the model has no numeric names.
+    Class names are matched with the model's class names, first exactly and then ignoring case. If the
+    model has no numeric names, integers are class ids.
 
     Args:
         labels: Distinct labels, sorted.
-        declared_names: Class names that the dataset declares. The labels are then indices into these names.
-            None if the dataset does not declare class names.
-        model_classes: Classes of the model. None if the head is untrained, so that it gets the classes of the
-            data.
+        declared_names: Class names that the dataset declares; labels are then indices into them. None
+            if the dataset declares none.
+        model_classes: Classes of the model. None if the head is untrained; it then gets the classes of
+            the data.
         is_multi_label: Whether a text may have any number of classes.
 
     Raises:
-        UserError: If there are fewer than two classes, or the labels are not classes of the model.
+        UserError: If there are fewer than two classes, or if a label is not a class of the model.
     """
     problem: ProblemType = MULTI_LABEL if is_multi_label else SINGLE_LABEL
     if is_multi_label and not labels:
@@ -338,7 +338,7 @@ def map_labels_to_class_ids(
 
 
 def _is_number(name: str) -> bool:
-    """Return whether a class name is the text of a number."""
+    """Return whether a class name is a number."""
     try:
         float(name)
     except ValueError:

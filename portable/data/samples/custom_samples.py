@@ -1,4 +1,4 @@
-"""Samples from user-defined code: tokenized samples that are passed to the model without changes."""
+"""Samples from user-defined code: already tokenized, and passed to the model unchanged."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
 
 
 class CustomSamples(Samples):
-    """Dataset with a range of the samples of a user-defined object with ``__len__`` and ``__getitem__``.
+    """Dataset of samples from a user-defined object with ``__len__`` and ``__getitem__``.
 
-    Each sample is a mapping with ``input_ids``, ``labels`` that are aligned with the logits, and optional
-    further arguments of the model or of ``train.loss``. Values are arrays of integers or floats whose shapes
-    are equal in all samples. Samples are requested by number in any order.
+    Each sample is a mapping with ``input_ids``, ``labels`` (aligned with the logits), and optional
+    further arguments of the model or of ``train.loss``. The values are integer or float arrays with the
+    same shapes in all samples. Samples may be requested in any order.
 
     Args:
         name: Import path of the object, such as ``my_package.my_module:samples``.
         records: The object.
         part: Range of the object's samples that belong to the dataset.
-        vocabulary: Number of tokens of the model, to check ``input_ids``. 0 if it is not known.
+        vocabulary: Vocabulary size of the model, to check ``input_ids``. 0 if it is not known.
 
     Raises:
         UserError: If the first sample is not valid.
@@ -51,20 +51,20 @@ class CustomSamples(Samples):
         """Number of tokens per sequence."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the import path instead of the object, so that a worker process imports the object again."""
+        """Pickle the import path instead of the object. A worker process then imports the object again."""
         return _rebuild_samples, (self._name, self._part, self._vocabulary, plugins.get_notebook_sources())
 
     def build_arrays(self, indices: Sequence[EpochIndex]) -> Arrays:
-        """Load samples and stack their values, keyed by name."""
+        """Load samples, and stack their values, keyed by name."""
         samples = [self._load_sample(self._part(index)) for _, index in indices]
         return {key: np.stack([sample[key] for sample in samples]) for key in self._expected_layout}
 
     def list_document_numbers(self, index: int) -> range:
-        """Return a range with the number of the sample in the user-defined object."""
+        """Return the number of the sample in the user-defined object, as a range of length 1."""
         return self._part.get_document_range(index)
 
     def _load_sample(self, number: int) -> dict[str, npt.NDArray[Any]]:
-        """Load a sample and check its keys, shapes and tokens.
+        """Load a sample, and check its keys, shapes and tokens.
 
         Args:
             number: Number of the sample in the user-defined object.
@@ -120,12 +120,12 @@ class CustomSamples(Samples):
 def _get_shapes_and_dtypes(
     sample: Mapping[str, npt.NDArray[Any]],
 ) -> dict[str, tuple[list[int], np.dtype[Any]]]:
-    """Return shape and dtype of each array of a sample."""
+    """Return the shape and dtype of each array in a sample."""
     return {key: (list(value.shape), value.dtype) for key, value in sample.items()}
 
 
 def _to_sample_array(value: Any) -> npt.NDArray[Any]:
-    """Convert a value of a sample to an array: integers and booleans to int64, and floats to float32.
+    """Convert a value of a sample to an array: int64 for integers and booleans, float32 for floats.
 
     Raises:
         TypeError: If the value has another data type.
@@ -141,15 +141,16 @@ def _to_sample_array(value: Any) -> npt.NDArray[Any]:
 def _rebuild_samples(
     name: str, part: SampleRange, vocabulary: int, sources: Mapping[str, str]
 ) -> CustomSamples:
-    """Rebuild the dataset in a worker process by importing its object again.
+    """Rebuild the dataset in a worker process, by importing its object again.
 
-    This function is stored in the pickle. See :meth:`CustomSamples.__reduce__`.
+    The pickle of a dataset calls this function. See :meth:`CustomSamples.__reduce__`.
 
     Args:
         name: Import path of the object.
         part: Range of the object's samples.
-        vocabulary: Number of tokens of the model. 0 if it is not known.
-        sources: Sources of modules that a notebook defines, from :func:`plugins.get_notebook_sources`.
+        vocabulary: Vocabulary size of the model. 0 if it is not known.
+        sources: Source texts of modules defined in a notebook, from
+            :func:`plugins.get_notebook_sources`.
     """
     plugins.install_notebook_modules(sources)
     return CustomSamples(name, plugins.load_plugin_value("data.source", name), part, vocabulary)

@@ -43,12 +43,12 @@ SequencePart = tuple[int, int]
 
 
 class RankMicroBatch(NamedTuple):
-    """Samples of one micro-batch of a rank.
+    """Sample positions of one micro-batch of a rank.
 
     Attributes:
-        positions: Positions of the samples in the run. Filler rows at the end repeat the position of the
-            rank's last sample of the step.
-        num_trained: Number of rows at the start that are not filler rows.
+        positions: Positions of the samples in the run. Filler rows at the end repeat the rank's last
+            sample in the step.
+        num_trained: Number of rows before the filler rows.
     """
 
     positions: list[int]
@@ -58,17 +58,17 @@ class RankMicroBatch(NamedTuple):
 def iter_rank_positions(
     *, position: int, global_batch_size: int, micro_batch_size: int, rank: int, world_size: int
 ) -> Iterator[RankMicroBatch]:
-    """Yield the sample positions of each micro-batch of a rank, without end.
+    """Yield the sample positions of each micro-batch of a rank, endlessly.
 
     For a global batch of *G* samples, step *s* (counted from 0) uses the samples
     ``[position + s*G, position + (s+1)*G)`` of the run. Rank *r* of *W* uses the samples
-    ``[r*G // W, (r+1)*G // W)`` of the step in order. All ranks have the same number of micro-batches per
-    step, with the same size. If a rank does not have enough samples, its last micro-batches are filled with
-    copies of its last sample.
+    ``[r*G // W, (r+1)*G // W)`` of the step, in order. All ranks have the same number of micro-batches
+    per step, all of the same size. If a rank has too few samples, copies of its last sample fill up its
+    last micro-batches.
 
     Args:
-        position: Number of samples of the run that are already consumed.
-        global_batch_size: Number of samples per step on all ranks.
+        position: Number of samples that the run has already consumed.
+        global_batch_size: Number of samples per step over all ranks.
         micro_batch_size: Number of samples per micro-batch.
         rank: Rank of this process among the data-parallel ranks.
         world_size: Number of data-parallel ranks.
@@ -102,12 +102,12 @@ def iter_rank_positions(
 
 @dataclass(eq=False)
 class TrainLoader:
-    """Iterable over the micro-batches of a rank, without end.
+    """Endless iterable over the micro-batches of a rank.
 
-    It yields dictionaries of CPU tensors with the arguments of ``model.forward`` and with ``labels``. Labels
-    of a language model are int64 ``[micro_batch_size, seq_len]``. :class:`ClassificationSamples` describes
-    the labels of a classifier. After *s* steps, the run has consumed ``position + s * global_batch_size``
-    samples.
+    It yields dictionaries of CPU tensors with the arguments of ``model.forward`` and with ``labels``.
+    For a language model, labels are int64 ``[micro_batch_size, seq_len]``. For a classifier, see
+    :class:`ClassificationSamples`. After *s* steps, the run has consumed ``position + s *
+    global_batch_size`` samples.
 
     If ``num_workers`` is 0, a thread of this process prefetches micro-batches. This is fastest for
     memory-mapped data: a micro-batch of 8 x 2048 tokens takes 0.07 ms, compared to 1 ms with worker
@@ -116,14 +116,14 @@ class TrainLoader:
     Attributes:
         dataset: Samples to train on.
         seed: Seed of the run, which determines the order of the samples.
-        position: Number of samples that the run has already consumed. It is 0 unless the run resumes.
-        global_batch_size: Number of samples per step on all ranks.
+        position: Number of samples that the run has already consumed. 0 unless the run resumes.
+        global_batch_size: Number of samples per step over all ranks.
         micro_batch_size: Number of samples per micro-batch.
         rank: Rank of this process among the data-parallel ranks.
         world_size: Number of data-parallel ranks.
         sequence_part: Part of each sequence to return, for context parallelism.
-        num_workers: Number of worker processes. 0 means a thread.
-        pin_memory: Whether tensors are copied to pinned memory.
+        num_workers: Number of worker processes. 0 uses a thread.
+        pin_memory: Whether to copy tensors to pinned memory.
     """
 
     dataset: Samples
@@ -143,11 +143,11 @@ class TrainLoader:
 
     @property
     def micro_batches_per_step(self) -> int:
-        """Number of micro-batches of each rank per step."""
+        """Number of micro-batches per step on each rank."""
         return count_accumulation_steps(self.global_batch_size, self.micro_batch_size, self.world_size)
 
     def _iter_positions(self) -> Iterator[RankMicroBatch]:
-        """Iterate over the positions of this rank's micro-batches. See :func:`iter_rank_positions`."""
+        """Iterate over the sample positions of this rank's micro-batches. See :func:`iter_rank_positions`."""
         return iter_rank_positions(
             position=self.position,
             global_batch_size=self.global_batch_size,
@@ -157,9 +157,10 @@ class TrainLoader:
         )
 
     def _locate_samples(self, positions: list[int], num_trained: int) -> BatchIndices:
-        """Convert the positions of a micro-batch to epochs and indices of samples.
+        """Convert the positions of a micro-batch to epochs and sample indices.
 
-        Rows after the first ``num_trained`` rows are filler rows, which get the index ``~index``.
+        The rows after the first ``num_trained`` rows are filler rows. Their index is inverted to
+        ``~index``.
         """
         indices = [self.dataset.locate_sample(position, self.seed) for position in positions]
         return indices[:num_trained] + [EpochIndex(epoch, ~index) for epoch, index in indices[num_trained:]]
@@ -172,12 +173,12 @@ class TrainLoader:
 
 @dataclass(eq=False)
 class EvalLoader:
-    """Iterable over the batches of a rank for one evaluation, which uses each sample once, in order.
+    """Iterable over a rank's batches in one evaluation, which uses each sample once, in order.
 
     The batches are distributed among the ranks in turn: batch *b* of rank *r* of *W* starts at sample
-    ``(b*W + r) * batch_size``. All ranks get the same number of batches of the same size. Rows after the last
-    sample are therefore copies of the first sample, with labels that do not contribute to the loss (-100, or
-    NaN for numeric labels).
+    ``(b*W + r) * batch_size``. All ranks get the same number of batches of the same size. Rows beyond
+    the last sample are copies of the first sample. Their labels are -100 (or NaN for numeric labels),
+    so they do not contribute to the loss.
 
     Attributes:
         dataset: Samples to evaluate on.
@@ -185,8 +186,8 @@ class EvalLoader:
         rank: Rank of this process among the data-parallel ranks.
         world_size: Number of data-parallel ranks.
         sequence_part: Part of each sequence to return, for context parallelism.
-        pin_memory: Whether tensors are copied to pinned memory.
-        max_samples: Maximum number of samples to evaluate on, over all ranks. None means all samples.
+        pin_memory: Whether to copy tensors to pinned memory.
+        max_samples: Maximum number of samples to evaluate on, over all ranks. None uses all samples.
     """
 
     dataset: Samples
@@ -201,7 +202,7 @@ class EvalLoader:
 
     @property
     def _num_samples(self) -> int:
-        """Number of samples to evaluate on over all ranks: all samples, or at most ``max_samples``."""
+        """Number of samples to evaluate on over all ranks, at most ``max_samples``."""
         return len(self.dataset) if self.max_samples is None else min(self.max_samples, len(self.dataset))
 
     def __len__(self) -> int:
@@ -230,8 +231,8 @@ in every evaluation.
 def fetch_batch(dataset: Samples, indices: BatchIndices, *, sequence_part: SequencePart = (0, 1)) -> Batch:
     """Build a batch, or one part of its sequences.
 
-    The labels of filler rows are replaced by labels that do not contribute to the loss: -100, or NaN for
-    numeric labels. Filler rows have a negative index, or an index after the last sample.
+    Filler rows have a negative index, or an index after the last sample. Their labels are replaced by
+    labels that do not contribute to the loss: -100, or NaN for numeric labels.
 
     Args:
         dataset: Dataset of the samples.
@@ -250,19 +251,19 @@ def fetch_batch(dataset: Samples, indices: BatchIndices, *, sequence_part: Seque
 
 
 def slice_sequence_part(batch: Batch, sequence_part: SequencePart) -> Batch:
-    """Select one part of the tokens of each sample, for context parallelism.
+    """Select one part of each sample's tokens, for context parallelism.
 
-    The labels are already shifted, so that a part does not need a label of the next part.
+    Labels are already shifted, so a part does not depend on the labels of the next part.
 
     Args:
         batch: Batch with tensors ``[batch, seq_len]``.
-        sequence_part: Index of the part and number of parts. Parts have equal lengths.
+        sequence_part: Index of the part, and number of parts. All parts have the same length.
 
     Returns:
         ``batch`` itself if there is only one part. Otherwise the tokens, labels, positions and document
-        lengths of the part, int64 ``[batch, seq_len / parts]``. For packed documents, the complete
-        ``position_ids`` and ``document_lengths`` of the batch are also included, because attention needs the
-        boundaries of all documents.
+        lengths of the part, int64 ``[batch, seq_len / parts]``. For packed documents, also the complete
+        ``position_ids`` and ``document_lengths`` of the batch, because attention needs all document
+        boundaries.
     """
     index, parts = sequence_part
     if parts == 1:
@@ -282,20 +283,20 @@ def slice_sequence_part(batch: Batch, sequence_part: SequencePart) -> Batch:
 
 
 class BatchIterator(Iterator[Batch]):
-    """Iterator over batches in order, which prefetches the next batches.
+    """Iterator that yields batches in order, and prefetches the next ones.
 
     Prefetching stops when ``close`` is called or the iterator is deleted.
 
     Args:
         fetch: Function that builds a batch from the indices of its samples.
-        batch_indices: Indices of the samples of each batch.
-        num_workers: Number of worker processes. 0 means a thread.
-        pin_memory: Whether tensors are copied to pinned memory.
+        batch_indices: Sample indices of each batch.
+        num_workers: Number of worker processes. 0 uses a thread.
+        pin_memory: Whether to copy tensors to pinned memory.
 
     Attributes:
         num_batches: Number of batches returned so far.
         wait_seconds: Total time in seconds that the caller has waited for batches.
-        has_ended: Whether the iterator has raised StopIteration, because there are no more batches.
+        has_ended: Whether the iterator is exhausted.
     """
 
     def __init__(
@@ -327,7 +328,7 @@ class BatchIterator(Iterator[Batch]):
         return batch
 
     def close(self) -> None:
-        """Stop prefetching and discard prefetched batches. The iterator is empty afterwards."""
+        """Stop prefetching, and discard the prefetched batches. The iterator is exhausted afterwards."""
         if self._ahead is not None:
             self._ahead.close()
         self._batches = iter(())
@@ -339,7 +340,7 @@ def _iter_worker_batches(
     num_workers: int,
     pin_memory: bool,
 ) -> Iterator[Batch]:
-    """Start worker processes, and return an iterator over their batches in order.
+    """Start worker processes, and iterate over their batches in order.
 
     See :class:`BatchIterator` for the arguments.
     """
@@ -410,7 +411,7 @@ def _iter_batches_or_raise(
 
 
 def build_worker_death_error(error: BaseException) -> RunError | None:
-    """Build the error for a worker process that has died, if torch raised ``error`` for this reason.
+    """Build the error for a dead worker process, if this is the reason why torch raised ``error``.
 
     Any code of the main thread may raise ``error``, because torch raises it in a signal handler.
 
@@ -429,12 +430,11 @@ def _build_worker_killed_error() -> RunError:
 
 
 class _SemaphoreNames:
-    """Manager of the names in /dev/shm of the semaphores that a loader's queues use.
+    """Registry that removes the semaphore names of a loader's queues from /dev/shm.
 
-    Workers open the semaphores by name. If all processes are killed, nothing removes the names. The names are
-    therefore removed as soon as every worker has opened its semaphores. A run that is killed before this
-    leaves names in /dev/shm. The names contain the process ID of their creator, so that the next run can
-    remove them.
+    Workers open the semaphores by name. If all processes are killed, the names remain. They are
+    therefore removed as soon as every worker has opened its semaphores. If a run is killed before that,
+    the next run removes its names, which contain the process ID of their creator.
 
     Args:
         context: Context of ``multiprocessing`` that creates the queues.
@@ -448,16 +448,16 @@ class _SemaphoreNames:
         self._prefix = f"mp-portable-{namespace.stat().st_ino}-" if namespace.exists() else ""
 
     def make_queue(self) -> Any:
-        """Create a queue whose semaphores have names with the process ID, and record the queue."""
+        """Create and record a queue whose semaphore names contain the process ID."""
         prefix = f"/{self._prefix}{os.getpid()}" if self._prefix else "/mp"
         with torch_internals.prefix_semaphores(prefix):
             self._queues.append(self._make())
         return self._queues[-1]
 
     def remove_leftovers(self) -> None:
-        """Delete the semaphores in ``/dev/shm`` of earlier runs whose processes no longer exist.
+        """Delete the semaphores in ``/dev/shm`` that were left by runs whose processes no longer exist.
 
-        Does nothing on systems without ``/proc``, because the names then do not contain process IDs.
+        Does nothing on systems without ``/proc``, where the names do not contain process IDs.
         """
         if not self._prefix:
             return
@@ -471,15 +471,15 @@ class _SemaphoreNames:
                 continue
 
     def unlink_names(self) -> None:
-        """Remove the names of all recorded queues. Workers can still use the semaphores that they opened."""
+        """Remove the semaphore names of all recorded queues. Workers can still use the opened semaphores."""
         torch_internals.unlink_semaphores(self._queues)
 
 
 class _LockFreeEvent:
-    """Event that processes share without a lock.
+    """Event that is shared between processes without a lock.
 
-    ``multiprocessing.Event`` has a lock, which a process that is killed while it reads the event would leave
-    locked.
+    The lock of ``multiprocessing.Event`` would stay locked if a process were killed while it reads the
+    event.
     """
 
     def __init__(self, context: Any) -> None:
@@ -503,9 +503,9 @@ class _BatchIndexSampler(Sampler[BatchIndices]):
 
 
 class _BatchFetchingDataset(Dataset[Batch | RunError | UserError]):
-    """Dataset whose items are batches. A worker process indexes it with the indices of a batch's samples.
+    """Dataset whose items are batches. A worker process indexes it with a batch's sample indices.
 
-    If building a batch raises RunError or UserError, the item is the error.
+    If building a batch raises RunError or UserError, the error is returned as the item.
     """
 
     def __init__(self, fetch: Callable[[BatchIndices], Batch]) -> None:
@@ -520,9 +520,10 @@ class _BatchFetchingDataset(Dataset[Batch | RunError | UserError]):
 
 
 class _ThreadPrefetcher(Iterator[Batch]):
-    """Iterator over batches that a thread of this process builds and pins while the model computes a step.
+    """Iterator over batches that a thread builds and pins while the model computes.
 
-    See :class:`BatchIterator` for the arguments. The attribute ``close`` is a function that stops the thread.
+    See :class:`BatchIterator` for the arguments. The attribute ``close`` is a function that stops the
+    thread.
     """
 
     def __init__(
@@ -560,14 +561,14 @@ def _prefetch_batches(
     ready: queue.Queue[Batch | BaseException],
     stop: threading.Event,
 ) -> None:
-    """Put batches into a queue, until ``stop`` is set. The prefetching thread runs this function.
+    """Put batches into a queue until ``stop`` is set. The prefetching thread runs this function.
 
-    Finally, StopIteration or the exception that has occurred is put into the queue.
+    The last item in the queue is StopIteration, or the exception that occurred.
 
     Args:
         fetch: Function that builds a batch from the indices of its samples.
-        batch_indices: Indices of the samples of each batch.
-        device: Index of the device for which tensors are pinned. None if they are not pinned.
+        batch_indices: Sample indices of each batch.
+        device: Index of the device for which to pin tensors. None does not pin them.
         ready: Queue for the batches.
         stop: Event that ends the thread.
     """
@@ -589,7 +590,7 @@ def _prefetch_batches(
 def _stop_prefetching(
     ready: queue.Queue[Batch | BaseException], stop: threading.Event, thread: threading.Thread
 ) -> None:
-    """Stop the prefetching thread: set the stop event, empty the queue, and wait up to 5 s for the thread."""
+    """Stop the prefetching thread: set the stop event, empty the queue, and wait up to 5 s for its end."""
     stop.set()
     with contextlib.suppress(queue.Empty):
         while True:

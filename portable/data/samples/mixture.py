@@ -1,14 +1,15 @@
-"""Mixture of several sources with fixed shares.
+"""Mix several sources in fixed proportions.
 
-The module maps each position of a run to a source and to a position in that source. A binary tree over the
-sources divides the positions. Each node divides its positions between its two halves of the sources in the
-ratio of their weights: of the node's first ``n`` positions, the left half gets ``n * left / total``, rounded
-to the nearest integer. Source and position in the source are therefore computed on the path from the root to
-a leaf, without a table and without a loop over previous positions. After any number of samples, the number of
-samples of a source differs from its exact share by at most half of the tree's depth, which is
+This module maps each position of a run to a source and a position within it. The sources are the
+leaves of a binary tree whose nodes divide positions in the ratio of the weights below them: of a
+node's first ``n`` positions, the left child gets ``n * left / total``, rounded to the nearest
+integer. The source and the position within it are therefore computed on a path from the root to a
+leaf, without a table or a loop over previous positions. After any number of samples, the count of a
+source differs from its exact share by at most half of the tree's depth, which is
 ``ceil(log2(sources))``.
 
-The assignment must not change in later versions, because a resumed run would then read other samples.
+The mapping must not change in later versions, because a resumed run would then read different
+samples.
 """
 
 from __future__ import annotations
@@ -35,18 +36,18 @@ if TYPE_CHECKING:
 
 
 class SourceIndex(NamedTuple):
-    """Index of a source of a mixture, and index of a sample within this source."""
+    """Index of a source in a mixture, and index of a sample within the source."""
 
     source: int
     sample_index: int
 
 
 class WeightedInterleaving:
-    """Assignment of the positions 0, 1, 2 ... to sources in the ratio of their weights.
+    """Assignment of positions 0, 1, 2 ... to sources, in the ratio of their weights.
 
     Args:
-        weights: Weight of each source, at least 0. Their sum must be more than 0. A float such as ``0.1`` is
-            used as the exact decimal number.
+        weights: Weight of each source, at least 0, with a positive sum. A float such as ``0.1`` is
+            interpreted as the exact decimal number.
 
     Raises:
         ValueError: If the weights are not valid.
@@ -63,7 +64,7 @@ class WeightedInterleaving:
         return len(self._sums) - 1
 
     def _split_at_middle_source(self, first: int, last: int, positions: int) -> tuple[int, int]:
-        """Divide the first ``positions`` positions of a node between the two halves of its sources.
+        """Divide the first ``positions`` positions of a tree node between its left and right half.
 
         Args:
             first: Index of the first source of the node.
@@ -78,9 +79,9 @@ class WeightedInterleaving:
         return middle, (2 * positions * left_weight + total) // (2 * total) if total else 0
 
     def __call__(self, position: int) -> SourceIndex:
-        """Return the source at a position, and how many previous positions have the same source.
+        """Return the source at a position, and the position within the source.
 
-        This number is the position within the source.
+        The latter is the number of previous positions with the same source.
         """
         first, last = 0, len(self)
         while last - first > 1:
@@ -93,7 +94,7 @@ class WeightedInterleaving:
         return SourceIndex(first, position)
 
     def count_per_source(self, num_positions: int) -> list[int]:
-        """Count how many of the first ``num_positions`` positions each source gets."""
+        """Count how many of the first ``num_positions`` positions belong to each source."""
         counts = [0] * len(self)
 
         def count_range(first: int, last: int, positions: int) -> None:
@@ -109,9 +110,9 @@ class WeightedInterleaving:
 
 
 class MixtureSchedule:
-    """Assignment of positions to sources with weights that change at some positions of the run.
+    """Assignment of positions to sources, with weights that change during the run.
 
-    When the weights change, each source continues after its last sample.
+    When the weights change, each source continues after its previous sample.
 
     Args:
         phases: First position and weights of each phase. The first positions must increase from 0.
@@ -133,16 +134,16 @@ class MixtureSchedule:
             self._before.append([a + b for a, b in zip(self._before[-1], counted, strict=True)])
 
     def __call__(self, position: int) -> SourceIndex:
-        """Return the source at a position, and how many previous positions (of all phases) have that source.
+        """Return the source at a position, and the position within the source.
 
-        This number is the position within the source.
+        The latter is the number of previous positions with the same source, over all phases.
         """
         phase = bisect_right(self._starts, position) - 1
         source, index = self._phases[phase](position - self._starts[phase])
         return SourceIndex(source, self._before[phase][source] + index)
 
     def count_per_source(self, num_positions: int) -> list[int]:
-        """Count how many of the first ``num_positions`` positions of the run each source gets."""
+        """Count how many of the first ``num_positions`` positions of the run belong to each source."""
         phase = max(0, bisect_right(self._starts, num_positions) - 1)
         phase_counts = self._phases[phase].count_per_source(num_positions - self._starts[phase])
         return [a + b for a, b in zip(self._before[phase], phase_counts, strict=True)]
@@ -153,8 +154,8 @@ class MixtureShare:
     """Share of a source in a mixture. Exactly one of the attributes is set.
 
     Attributes:
-        weight: Weight relative to the weights of the other sources.
-        epochs: Number of epochs of the source in one epoch of the mixture.
+        weight: Weight, relative to the weights of the other sources.
+        epochs: Number of epochs of the source per epoch of the mixture.
     """
 
     weight: float | None = None
@@ -164,18 +165,18 @@ class MixtureShare:
 class MixtureSamples(Samples):
     """Dataset that mixes the samples of several sources.
 
-    Sample indices are consecutive: first all samples of the first source, then all samples of the second
-    source, and so on.
+    Sample indices are consecutive: all samples of the first source, then all samples of the second, and
+    so on.
 
-    Each source has its own epochs with different orders. A source with a larger weight starts its next epoch
-    sooner. Within an epoch of a source, each of its samples occurs once.
+    Each source has its own epochs, each in a different order, in which every sample occurs once. A
+    source with a larger weight starts its next epoch sooner.
 
     Args:
         sources: Samples of each source, keyed by name.
         shares: Share of each source, keyed by name. All shares have weights, or all have epochs.
-        phases: First position of each phase of the weight schedule, and its weights, keyed by name. The
-            weights of ``shares`` apply before the first phase.
-        with_source_column: Whether batches have the column ``source`` with the index of the source.
+        phases: First position and weights (keyed by source name) of each phase of the weight schedule.
+            The weights in ``shares`` apply before the first phase.
+        with_source_column: Whether batches have a column ``source`` with the index of the source.
 
     Raises:
         UserError: If the sources have different columns.
@@ -243,13 +244,13 @@ class MixtureSamples(Samples):
     def epoch_samples(self) -> int:
         """Number of samples in one epoch of the mixture.
 
-        If the shares are epochs, these are the samples of that many epochs of each source. Otherwise, it is
-        the number of samples of all sources.
+        If the shares are epochs, each source counts with its number of epochs. If they are weights, each
+        source counts once.
         """
         return self._epoch_samples
 
     def locate_sample(self, position: int, seed: int) -> EpochIndex:
-        """Return epoch and index of the sample at a position of a run. The epoch is counted for its source.
+        """Return the epoch and index of the sample at a position of a run. Epochs are counted per source.
 
         Args:
             position: Position of the sample in the run.
@@ -262,12 +263,12 @@ class MixtureSamples(Samples):
         return EpochIndex(epoch, self._starts[source] + index)
 
     def locate_in_source(self, index: int) -> SourceIndex:
-        """Return the source of a sample, and the index of the sample in the source."""
+        """Return the source of a sample, and the sample's index within the source."""
         source = bisect_right(self._starts, index) - 1
         return SourceIndex(source, index - self._starts[source])
 
     def get_source_name(self, index: int) -> str:
-        """Return the name of the source of a sample. For a stream, it is followed by the name of the file."""
+        """Return the name of a sample's source. For a stream, it is followed by the name of the file."""
         source, source_index = self.locate_in_source(index)
         return (
             f"{self.source_names[source]} {self.source_samples[source].get_source_name(source_index)}".strip()
@@ -276,7 +277,8 @@ class MixtureSamples(Samples):
     def build_arrays(self, indices: Sequence[EpochIndex]) -> Arrays:
         """Build all columns of the samples, ``[len(indices), ...]``.
 
-        If the shapes of a column differ between sources, smaller arrays are padded with zeros at their ends.
+        If a column has different shapes in different sources, smaller arrays are padded with zeros at the
+        end.
         """
         rows: dict[int, list[int]] = {}
         owners = [self.locate_in_source(index) for _, index in indices]
@@ -303,7 +305,7 @@ class MixtureSamples(Samples):
         return self.source_samples[source].read_image_files(sample_index, num_inputs)
 
     def count_image_tokens(self) -> npt.NDArray[np.int64] | None:
-        """Count the tokens of images in each sample. None if no source can have images."""
+        """Count the image tokens in each sample. None if no source can contain images."""
         counts = [part.count_image_tokens() for part in self.source_samples]
         if all(count is None for count in counts):
             return None
@@ -315,7 +317,7 @@ class MixtureSamples(Samples):
         )
 
     def read_prompt_images(self, index: int, num_tokens: int) -> list[PromptImage]:
-        """Read the images of the first tokens of a sample. See :meth:`Samples.read_prompt_images`."""
+        """Read the images among the first tokens of a sample. See :meth:`Samples.read_prompt_images`."""
         source, source_index = self.locate_in_source(index)
         return self.source_samples[source].read_prompt_images(source_index, num_tokens)
 
@@ -340,18 +342,18 @@ class MixtureSamples(Samples):
     def compute_consumed_digest(self, position: int) -> str:
         """Compute the digests of all sources, separated by spaces.
 
-        Each digest is of the source's samples among the first ``position`` samples of the run.
+        Each digest covers the source's samples among the first ``position`` samples of the run.
         """
         taken = zip(self.source_samples, self.schedule.count_per_source(position), strict=True)
         return " ".join(part.compute_consumed_digest(count) for part, count in taken)
 
     def list_document_numbers(self, index: int) -> Sequence[int]:
-        """List the documents of a sample, by their numbers in the source of the sample."""
+        """Return the numbers of a sample's documents in its source."""
         source, source_index = self.locate_in_source(index)
         return self.source_samples[source].list_document_numbers(source_index)
 
     def compute_progress_metrics(self, position: int) -> dict[str, float]:
-        """Compute metrics of each source about the first ``position`` samples of a run.
+        """Compute metrics per source for the first ``position`` samples of a run.
 
         Returns:
             Numbers of samples, epochs and label tokens, with keys such as ``epoch/NAME``.

@@ -1,11 +1,13 @@
-"""Order of the samples of a run, as a pure function of seed, epoch and index.
+"""Compute the order of a run's samples, as a pure function of seed, epoch and index.
 
-:class:`Permutation` is a keyed bijection of ``range(n)``: a balanced Feistel network over the smallest even
-number of bits that fits ``n``, with cycle walking to stay in the range (Black and Rogaway, "Ciphers with
-Arbitrary Finite Domains", 2002). No table of shuffled indices is needed. The position of a run in the data is
-therefore a single integer, and a run resumes immediately with any world size.
+:class:`Permutation` is a keyed bijection of ``range(n)``: a balanced Feistel network over the
+smallest even number of bits that fits ``n``, with cycle walking to stay in the range (Black and
+Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). No table of shuffled indices is needed. The
+data position of a run is therefore a single integer, and a run resumes immediately with any world
+size.
 
-The order must not change in later versions, because a resumed run would then read other samples.
+The order must not change in later versions, because a resumed run would then read different
+samples.
 """
 
 from __future__ import annotations
@@ -54,9 +56,9 @@ def _mix_bits_of_array(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]
 
 @dataclass(frozen=True)
 class Permutation:
-    """Shuffled order of ``range(n)``, as a function that is determined by seed and epoch.
+    """Shuffled order of ``range(n)``, determined by seed and epoch.
 
-    A call with an index takes O(1) time and needs no table.
+    Calling it with a position takes O(1) time and needs no table.
 
     Attributes:
         n: Number of indices.
@@ -102,10 +104,10 @@ class Permutation:
         """Return the elements of ``range(n)`` at several positions of the shuffled order.
 
         Args:
-            indices: Positions, an array of any shape.
+            indices: Positions in the order, an array of any shape.
 
         Returns:
-            Elements, int64 with the shape of ``indices``.
+            Elements, an int64 array with the shape of ``indices``.
 
         Raises:
             IndexError: If an index is not in ``range(n)``.
@@ -129,15 +131,15 @@ class Permutation:
 
 @lru_cache(maxsize=16)
 def get_epoch_permutation(n: int, seed: int, epoch: int) -> Permutation:
-    """Return the shuffled order of ``n`` samples or shards in one epoch. The last 16 orders are cached."""
+    """Return the shuffled order of ``n`` samples or shards in an epoch. Caches the last 16 orders."""
     return Permutation(n, seed, epoch)
 
 
 def locate_sample(position: int, num_samples: int, seed: int) -> EpochIndex:
-    """Return epoch and index of the sample at a position of a run.
+    """Return the epoch and index of the sample at a position of a run.
 
     Args:
-        position: Position of the sample in the run, which is the number of samples before it.
+        position: Position in the run: the number of samples before this one.
         num_samples: Number of samples of the dataset.
         seed: Seed of the run.
     """
@@ -148,8 +150,7 @@ def locate_sample(position: int, num_samples: int, seed: int) -> EpochIndex:
 def derive_seed(name: str, seed: int) -> int:
     """Derive the seed of a source from its name and the seed of the run.
 
-    Sources with different names get different seeds, and the seed does not depend on the other sources of a
-    mixture.
+    It differs between sources, and does not depend on the other sources in a mixture.
     """
     return int.from_bytes(hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest(), "little")
 
@@ -157,15 +158,16 @@ def derive_seed(name: str, seed: int) -> int:
 def compute_first_sample_of_rank(global_batch_size: int, rank: int, world_size: int) -> int:
     """Compute the index of a rank's first sample within the global batch.
 
-    The samples of the global batch are divided so that the numbers of samples per rank differ by at most one.
+    The samples per rank differ by at most one.
     """
     return rank * global_batch_size // world_size
 
 
 def count_accumulation_steps(global_batch_size: int, micro_batch_size: int, world_size: int) -> int:
-    """Count the micro-batches of a rank per step.
+    """Count the micro-batches per step on each rank.
 
-    The number is equal on all ranks, because ranks with fewer samples fill their last micro-batches.
+    The count is the same on all ranks, because ranks with fewer samples fill up their last
+    micro-batches.
     """
     largest_share = -(-global_batch_size // world_size)
     return -(-largest_share // micro_batch_size)

@@ -1,13 +1,13 @@
-"""Packing of complete documents into samples of a fixed length.
+"""Pack complete documents into samples of a fixed length.
 
-A plan assigns documents to samples. The plan depends only on the lengths and the order of the documents, so
-that it is equal on all ranks and machines. It is computed once and stored next to the token cache, in the
-format of a token cache: a sample is stored like a document, and the numbers of its documents are stored like
-tokens.
+A packing plan assigns documents to samples. It depends only on the lengths and the order of the
+documents, so all ranks and machines compute the same plan. It is computed once and stored next to
+the token cache, in the same format: a sample is stored like a document, and its document numbers
+are stored like tokens.
 
-Documents are packed by best fit, longest first, in windows of :data:`WINDOW` successive documents in the
-shuffled order of the dataset. Windows bound the memory. They are so large that they cause almost no
-additional padding.
+Documents are packed by best fit, longest first, within windows of :data:`WINDOW` consecutive
+documents in the dataset's shuffled order. Windows bound the memory usage, and are large enough to
+cause almost no additional padding.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class PackedWindow(NamedTuple):
     """Packed samples of one window of documents.
 
     Attributes:
-        documents: Numbers of the documents, sample after sample, int64 ``[documents]``.
-        lengths: Number of positions that each of these documents occupies, int64 ``[documents]``.
+        documents: Document numbers, ordered by sample, int64 ``[documents]``.
+        lengths: Number of positions that each document occupies, int64 ``[documents]``.
         document_counts: Number of documents in each sample, int64 ``[samples]``.
     """
 
@@ -61,7 +61,7 @@ class PackedBins(NamedTuple):
     """Result of packing items into bins.
 
     Attributes:
-        items: Indices of the items, bin after bin, int64 ``[items]``.
+        items: Item indices, ordered by bin, int64 ``[items]``.
         item_counts: Number of items in each bin, int64 ``[bins]``.
     """
 
@@ -71,21 +71,21 @@ class PackedBins(NamedTuple):
 
 @dataclass(eq=False)
 class PackedDocumentSamples(DocumentSamples):
-    """Dataset of samples with several complete documents, followed by padding, for causal language modeling.
+    """Dataset that packs several complete documents into each sample, for causal language modeling.
 
-    A document of *n* tokens occupies *n* - 1 positions, at most ``seq_len``. Every token except the last one
-    is an input, whose label is the next token of the same document. The documents therefore have the same
-    labels as without packing.
+    A document of *n* tokens occupies *n* - 1 positions, at most ``seq_len``. Every token except the
+    last is an input whose label is the next token of the same document, so the labels are the same as
+    without packing. Padding fills up the sample.
 
     ``position_ids`` start at 0 in each document and are 0 in the padding. ``document_lengths`` is int64
-    ``[batch, maximum number of documents per sample + 1]``. A row contains the number of positions of each
-    document, then the number of padding positions, then zeros, and its sum is ``seq_len``.
+    ``[batch, maximum number of documents per sample + 1]``. A row contains the number of positions of
+    each document, then the number of padding positions, then zeros. Its sum is ``seq_len``.
 
     Attributes:
         plan: Plan from :func:`load_or_build_packing_plan`.
         pad_token: Id of the padding token.
-        truncation: Value of ``data.truncation``, which selects the part of a long document to remove.
-        keep_last_input_if_room: Whether the last token of a document that has at most ``seq_len`` tokens is
+        truncation: Value of ``data.truncation``: how to truncate long documents.
+        keep_last_input_if_room: Whether the last token of a document of at most ``seq_len`` tokens is
             also an input, without a label.
     """
 
@@ -102,7 +102,7 @@ class PackedDocumentSamples(DocumentSamples):
     def build_arrays(self, indices: Sequence[EpochIndex]) -> Arrays:
         """Build ``input_ids``, ``labels``, ``position_ids`` and ``document_lengths``.
 
-        See the class for their shapes.
+        The class docstring describes their shapes.
         """
         shape = (len(indices), self.seq_len)
         inputs, labels = np.full(shape, self.pad_token), np.full(shape, IGNORED_LABEL)
@@ -130,14 +130,14 @@ class PackedDocumentSamples(DocumentSamples):
         }
 
     def count_image_tokens(self) -> Integers | None:
-        """Count the tokens of images in each sample. See :meth:`Samples.count_image_tokens`."""
+        """Count the image tokens in each sample. See :meth:`Samples.count_image_tokens`."""
         if not self.token_cache.has_images:
             return None
         counts = self.token_cache.count_image_tokens(self.seq_len)[self.plan.tokens[_FIELD][:]]
         return np.add.reduceat(counts, self.plan.offsets[_FIELD][:-1].astype(np.int64))
 
     def list_document_numbers(self, index: int) -> Sequence[int]:  # type: ignore[override]
-        """Return the numbers of the documents of a sample, in order."""
+        """Return the numbers of a sample's documents, in order."""
         numbers: list[int] = self.plan.read_document(_FIELD, index).tolist()
         return numbers
 
@@ -145,17 +145,17 @@ class PackedDocumentSamples(DocumentSamples):
 def load_or_build_packing_plan(
     tokens: TokenCache, part: SampleRange, seq_len: int, *, keep_last_input_if_room: bool = False
 ) -> TokenCache:
-    """Open the packing plan of a range of documents if it is in the cache. Otherwise, compute and store it.
+    """Open the packing plan of a range of documents, after computing and storing it if necessary.
 
     Args:
         tokens: Token cache of the documents.
         part: Range of the documents to pack.
         seq_len: Number of positions per sample.
-        keep_last_input_if_room: Whether the last token of a document also occupies a position, if the
-            document has at most ``seq_len`` tokens.
+        keep_last_input_if_room: Whether the last token of a document of at most ``seq_len`` tokens also
+            occupies a position.
 
     Raises:
-        UserError: If no document has two tokens, or the cache is not writable.
+        UserError: If no document has two tokens, or if the cache is not writable.
     """
 
     def write(folder: Path) -> None:
@@ -185,9 +185,9 @@ class PackingStats:
     Attributes:
         seq_len: Number of positions per sample.
         samples: Number of samples.
-        filled: Number of positions with a token, in all samples.
-        seen: Sum of the squared lengths of all documents. ``seen / filled`` is the mean length of a token's
-            document.
+        filled: Total number of positions with a token.
+        seen: Sum of the squared document lengths. ``seen / filled`` is the document length averaged
+            over tokens.
         most: Maximum number of documents per sample.
     """
 
@@ -211,17 +211,17 @@ class PackingStats:
 
     @property
     def padding_share(self) -> float:
-        """Share of positions that are padding."""
+        """Fraction of positions that are padding."""
         return 1 - self.filled / max(1, self.samples * self.seq_len)
 
 
 def compute_packing_stats(
     tokens: TokenCache, part: SampleRange, seq_len: int, *, keep_last_input_if_room: bool = False
 ) -> PackingStats:
-    """Compute the statistics of a packing plan, without storing the plan.
+    """Compute the statistics of a packing plan without storing it.
 
-    If the plan is in the cache, its statistics are read. See :func:`load_or_build_packing_plan` for the
-    arguments.
+    If the plan is in the cache, its statistics are read from it. See :func:`load_or_build_packing_plan`
+    for the arguments.
     """
     sizes = PackingStats(seq_len)
     if (
@@ -236,7 +236,7 @@ def compute_packing_stats(
 def _get_plan_folder(
     tokens: TokenCache, part: SampleRange, seq_len: int, keep_last_input_if_room: bool
 ) -> Path:
-    """Return the cache folder of a packing plan. The folder may not exist yet."""
+    """Return the cache folder of a packing plan. It may not exist yet."""
     content = (
         f"{_PLAN_VERSION} {CACHE_FORMAT} {tokens.fingerprint} {seq_len} {part}"
         f"{' with_last' * keep_last_input_if_room}"
@@ -249,7 +249,7 @@ def _iter_packed_windows(
 ) -> Iterator[PackedWindow]:
     """Yield the packed samples of each window of documents.
 
-    Documents without a label are left out. See :func:`load_or_build_packing_plan` for the arguments.
+    Documents without a label are omitted. See :func:`load_or_build_packing_plan` for the arguments.
     """
     lengths = np.empty(tokens.num_documents, np.uint32)
     for start in range(0, tokens.num_documents, WINDOW):
@@ -269,17 +269,17 @@ def _iter_packed_windows(
 
 
 def pack_best_fit(lengths: Integers, capacity: int) -> PackedBins:
-    """Pack items into bins by best fit: the longest item first, each into the fullest bin with enough room.
+    """Pack items into bins by best fit: longest first, each into the fullest bin with enough room.
 
-    Items of equal length are packed together, and so are bins with equal room. The time after sorting
-    therefore depends on the number of different lengths instead of the number of items.
+    Items of equal length, and bins with equal room, are handled together. After sorting, the time
+    therefore depends on the number of distinct lengths instead of the number of items.
 
     Args:
         lengths: Lengths of the items, from 1 to ``capacity``, int64 ``[items]``.
         capacity: Size of a bin.
 
     Returns:
-        The item indices ordered by bin, and the number of items in each bin.
+        The item indices, ordered by bin, and the number of items in each bin.
     """
     bin_of = np.empty(len(lengths), np.int64)  # bin of each item, from the longest to the shortest item
     # Ranges of bins, keyed by their remaining room.

@@ -43,18 +43,19 @@ class _MaskedTokens(NamedTuple):
 class MaskedLMSamples(CacheSamples):
     """Dataset for masked language modeling (Devlin et al., "BERT", 2018).
 
-    15% of the tokens that are not special are targets, but at least one per sample. 80% of the targets are
-    replaced by the mask token, 10% by a random token, and 10% are unchanged. The random choice depends only
-    on seed, epoch and sample.
+    15% of the non-special tokens, but at least one per sample, are targets. 80% of the targets are
+    replaced by the mask token, 10% by a random token, and 10% are unchanged. The random choice depends
+    only on seed, epoch and sample.
 
     Attributes:
-        vocabulary: Special tokens and size of the tokenizer.
+        vocabulary: Vocabulary size and special tokens of the tokenizer.
         mask_token: Id of the mask token.
-        suffix: Special tokens after a text.
+        suffix: Special tokens that end each text.
         seed: Seed of the random masks.
-        is_packed: Whether samples are blocks of concatenated texts. Otherwise, each text is padded.
-        label_shift: Function that computes the decoder's inputs from the labels. None if the model does not
-            have a decoder.
+        is_packed: Whether samples are blocks of concatenated texts. If not, each sample is one padded
+            text.
+        label_shift: Function that computes the decoder's inputs from the labels. None if the model has
+            no decoder.
     """
 
     vocabulary: Vocabulary
@@ -67,8 +68,8 @@ class MaskedLMSamples(CacheSamples):
     def build_arrays(self, indices: Sequence[EpochIndex]) -> Arrays:
         """Build ``input_ids`` and ``labels``, int64 ``[len(indices), seq_len]``.
 
-        If texts are padded, there is also ``attention_mask``. If the model has a decoder, there is also
-        ``decoder_input_ids``.
+        Also builds ``attention_mask`` if texts are padded, and ``decoder_input_ids`` if the model has a
+        decoder.
         """
         masked_samples = [self._mask_tokens(epoch, self.sample_range(index)) for epoch, index in indices]
         inputs, mask = pad_rows(
@@ -83,14 +84,11 @@ class MaskedLMSamples(CacheSamples):
         return arrays
 
     def list_document_numbers(self, index: int) -> range:
-        """Return the range of a sample's documents: several if samples are packed, otherwise one."""
+        """Return the range of a sample's documents. It contains only one unless samples are packed."""
         return self._find_block_documents(index) if self.is_packed else super().list_document_numbers(index)
 
     def _read_sample_tokens(self, number: int) -> npt.NDArray[np.int64]:
-        """Read the tokens of the document ``number``, truncated to ``seq_len``.
-
-        If samples are packed, read the block ``number`` instead.
-        """
+        """Read the truncated tokens of document ``number``, or the block ``number`` if samples are packed."""
         if not self.is_packed:
             return truncate_keeping_suffix(
                 self.token_cache.read_document("text", number), self.seq_len, self.suffix
@@ -102,7 +100,7 @@ class MaskedLMSamples(CacheSamples):
         """Read the tokens of a sample, and select and mask its targets.
 
         Args:
-            epoch: Epoch of the sample, which determines the random choice together with seed and number.
+            epoch: Epoch of the sample. With the seed and ``number``, it determines the random choice.
             number: Number of the document, or of the block if samples are packed.
         """
         tokens = self._read_sample_tokens(number)
@@ -123,16 +121,16 @@ class MaskedLMSamples(CacheSamples):
 
 @dataclass(eq=False)
 class Seq2SeqSamples(CacheSamples):
-    """Dataset of source texts and target texts, both truncated and padded.
+    """Dataset of source and target texts, both truncated and padded.
 
     The decoder's inputs are the labels, shifted right by one.
 
     Attributes:
-        vocabulary: Special tokens and size of the tokenizer.
-        suffix: Special tokens after a source text.
+        vocabulary: Vocabulary size and special tokens of the tokenizer.
+        suffix: Special tokens that end each source text.
         decoder_start_token_id: First decoder input: a token id, or ``LAST_LABEL``.
-        target_suffix: Special tokens after a target text. None means ``suffix``.
-        target_seq_len: Length of target rows in tokens. None means ``seq_len``.
+        target_suffix: Special tokens that end each target text. None uses ``suffix``.
+        target_seq_len: Length of target rows in tokens. None uses ``seq_len``.
     """
 
     vocabulary: Vocabulary
@@ -144,8 +142,8 @@ class Seq2SeqSamples(CacheSamples):
     def build_arrays(self, indices: Sequence[EpochIndex]) -> Arrays:
         """Build ``input_ids``, ``attention_mask``, ``decoder_input_ids`` and ``labels``.
 
-        All are int64: the first two ``[len(indices), seq_len]``, the others ``[len(indices),
-        target_seq_len]``.
+        All are int64. The shape is ``[len(indices), seq_len]`` for the first two, and
+        ``[len(indices), target_seq_len]`` for the others.
         """
         numbers = [self.sample_range(index) for _, index in indices]
         pad, length = self.vocabulary.pad_token, self.target_seq_len or self.seq_len
@@ -165,7 +163,7 @@ class Seq2SeqSamples(CacheSamples):
     def _read_truncated_field(
         self, field: str, numbers: Sequence[int], length: int, suffix: Sequence[int]
     ) -> list[npt.NDArray[np.int64]]:
-        """Read one field of documents, each truncated to ``length`` tokens that end with ``suffix``."""
+        """Read one field of documents, each truncated to ``length`` tokens including ``suffix``."""
         return [
             truncate_keeping_suffix(self.token_cache.read_document(field, number), length, suffix)
             for number in numbers
@@ -174,20 +172,21 @@ class Seq2SeqSamples(CacheSamples):
 
 @dataclass(eq=False)
 class ClassificationSamples(CacheSamples):
-    """Dataset of texts or pairs of texts with labels, truncated and padded.
+    """Dataset of labeled texts or text pairs, truncated and padded.
 
-    Labels are class ids, int64 ``[batch]``. If a text may have several classes, labels are scores from 0 to
-    1, float32 ``[batch, classes]``. For a regression, labels are numbers, float32 ``[batch]`` or
-    ``[batch, numbers]``.
+    By default, labels are class ids, int64 ``[batch]``. If a text may have several classes, labels are
+    scores from 0 to 1, float32 ``[batch, classes]``. For regression, labels are numbers, float32
+    ``[batch]`` or ``[batch, numbers]``.
 
     Attributes:
-        vocabulary: Special tokens and size of the tokenizer.
-        suffix: Special tokens after a text.
-        label_mapping: Mapping from the labels in the cache to the outputs of the model. None if the class
-            numbers in the cache are the class ids of the model.
-        pad_left: Whether texts are padded on the left, for a model that classifies at the last position, such
-            as XLNet.
-        pair_frame: Special tokens around two texts. None if the records have one text.
+        vocabulary: Vocabulary size and special tokens of the tokenizer.
+        suffix: Special tokens that end each text.
+        label_mapping: Mapping from the labels in the cache to the outputs of the model. None if the
+            class numbers in the cache are already the class ids of the model.
+        pad_left: Whether to pad on the left, for models that classify at the last position, such as
+            XLNet.
+        pair_frame: Special tokens before, between and after the two texts of a pair. None for single
+            texts.
     """
 
     vocabulary: Vocabulary
@@ -214,8 +213,8 @@ class ClassificationSamples(CacheSamples):
     def build_arrays(self, indices: Sequence[EpochIndex]) -> Arrays:
         """Build ``input_ids``, ``attention_mask`` and ``labels``.
 
-        For pairs of texts, there is also ``token_type_ids`` if the model uses token types. All are int64
-        ``[len(indices), seq_len]``, except for labels, whose shapes the class describes.
+        For text pairs, also builds ``token_type_ids`` if the model uses token types. All are int64
+        ``[len(indices), seq_len]``, except for the labels, which the class docstring describes.
         """
         numbers = [self.sample_range(index) for _, index in indices]
         pair = self.pair_frame
@@ -242,15 +241,15 @@ class ClassificationSamples(CacheSamples):
         return {**arrays, "labels": self._build_labels(numbers)}
 
     def _build_pair_parts(self, number: int, frame: PairFrame) -> list[npt.NDArray[np.int64]]:
-        """Build the five parts of an encoded pair of texts, truncated to a total of ``seq_len`` tokens.
+        """Build the texts and special tokens of an encoded pair, truncated to ``seq_len`` tokens in total.
 
         Args:
             number: Number of the document.
-            frame: Special tokens around the texts.
+            frame: Special tokens before, between and after the texts.
 
         Returns:
-            Special tokens before the first text, first text, special tokens between the texts, second text,
-            and special tokens after the second text, each int64.
+            The special tokens before the first text, the first text, the special tokens between the texts,
+            the second text, and the special tokens after it. All are int64.
         """
         first, second = (self.token_cache.read_document(field, number) for field in ("text", "pair"))
         first_length, second_length = truncate_longer_text_first(
@@ -260,9 +259,9 @@ class ClassificationSamples(CacheSamples):
         return [np.array(part, dtype=np.int64) for part in parts]
 
     def _build_labels(self, numbers: Sequence[int]) -> npt.NDArray[Any]:
-        """Build the labels of documents: class ids, scores of classes, or numbers.
+        """Build the labels of documents: class ids, class scores, or numbers.
 
-        See the class for shapes and dtypes.
+        The class docstring describes their shapes and dtypes.
         """
         cache = self.token_cache
         if cache.label_values is not None:
@@ -281,25 +280,25 @@ class ClassificationSamples(CacheSamples):
 
 
 class PairLengths(NamedTuple):
-    """Lengths of the two texts of a pair in tokens."""
+    """Lengths of the two texts in a pair, in tokens."""
 
     first: int
     second: int
 
 
 def truncate_longer_text_first(first_length: int, second_length: int, max_total: int) -> PairLengths:
-    """Compute to which lengths to truncate the two texts of a pair.
+    """Compute the lengths to which the two texts of a pair are truncated.
 
-    Tokens are removed from the longer text until both texts have equal lengths, and then from both texts.
-    This is the strategy ``longest_first`` of the tokenizers library.
+    Tokens are removed from the longer text until both have the same length, then from both. This is the
+    strategy ``longest_first`` of the tokenizers library.
 
     Args:
-        first_length: Number of tokens of the first text.
-        second_length: Number of tokens of the second text.
-        max_total: Maximum number of tokens of both texts.
+        first_length: Number of tokens in the first text.
+        second_length: Number of tokens in the second text.
+        max_total: Maximum total number of tokens in both texts.
 
     Returns:
-        The lengths, which are unchanged if their sum is at most ``max_total``.
+        The new lengths. They are unchanged if their sum is at most ``max_total``.
     """
     if first_length + second_length <= max_total:
         return PairLengths(first_length, second_length)
@@ -316,7 +315,7 @@ def truncate_longer_text_first(first_length: int, second_length: int, max_total:
 def _build_token_types(
     parts: Sequence[npt.NDArray[np.int64]], types: PairTokenTypes
 ) -> npt.NDArray[np.int64]:
-    """Build the token types of an encoded pair of texts, int64 ``[tokens]``.
+    """Build the token types of an encoded text pair, int64 ``[tokens]``.
 
     Args:
         parts: The five parts from :meth:`ClassificationSamples._build_pair_parts`.

@@ -1,4 +1,4 @@
-"""Truncation of documents that are longer than a sample, and statistics about its effect before training."""
+"""Truncate documents that are longer than a sample, and report the effect before training."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ class TruncationStats:
     Attributes:
         mode: Value of ``data.truncation``.
         longest: Maximum number of tokens that a document keeps, including its last label.
-        documents: Number of all documents.
-        cut: Number of documents that are shortened.
-        cut_tokens: Number of tokens that are removed from these documents.
-        too_long: Number of documents that are excluded because they are too long, if the mode is ``drop``.
-        unanswered: Number of documents that are excluded because none of their remaining tokens contributes
-            to the loss.
-        left_out: Numbers of all excluded documents, sorted, int64 ``[excluded]``.
+        documents: Total number of documents.
+        cut: Number of truncated documents.
+        cut_tokens: Number of tokens removed by truncation.
+        too_long: Number of documents excluded because they are too long, in mode ``drop``.
+        unanswered: Number of documents excluded because none of their remaining tokens contributes to
+            the loss.
+        left_out: Sorted numbers of all excluded documents, int64 ``[excluded]``.
 
-    If documents are concatenated, the statistics are about blocks instead of documents.
+    If documents are concatenated, blocks are counted instead of documents.
     """
 
     mode: Truncation
@@ -57,7 +57,7 @@ class TruncationStats:
         return self.documents - len(self.left_out)
 
     def __str__(self) -> str:
-        """Describe how many documents are shortened or excluded. Empty if there are none."""
+        """Describe how many documents are truncated or excluded. Empty if there are none."""
         end = "beginning" if self.mode == "start" else "end"
         parts = [
             (self.cut, f"{self.cut:,} of {self.documents:,} lose their {end}, {self.cut_tokens:,} tokens"),
@@ -70,8 +70,8 @@ class TruncationStats:
 def merge_truncation_stats(parts: Sequence[TruncationStats]) -> TruncationStats:
     """Add up the statistics of several token caches.
 
-    The result's ``left_out`` can only be used to count documents, because it contains numbers of documents
-    in different caches.
+    The ``left_out`` of the result is only useful for counting, because its document numbers refer to
+    different caches.
     """
     total = {
         name: sum(getattr(part, name) for part in parts)
@@ -86,21 +86,22 @@ def get_kept_slice(mode: Truncation, max_tokens: int) -> slice:
     """Return the slice of a document's tokens that remain after truncation.
 
     Args:
-        mode: Value of ``data.truncation``. ``start`` keeps the last tokens. Other values keep the first.
+        mode: Value of ``data.truncation``. ``start`` keeps the last tokens, and other values keep the
+            first.
         max_tokens: Maximum number of tokens to keep.
     """
     return slice(-max_tokens, None) if mode == "start" else slice(max_tokens)
 
 
 def find_image_cut(tokens: TokenCache, number: int, num_inputs: int) -> int:
-    """Return the number of inputs of a document that remain if its end is cut, but no image is cut.
+    """Return the number of a document's inputs to keep without splitting an image.
 
-    An image that does not fit is removed completely, with all tokens after it.
+    An image that does not fit is removed completely, together with all tokens after it.
 
     Args:
         tokens: Token cache of the documents.
         number: Number of the document.
-        num_inputs: Largest number of inputs that may remain. The token after them is only a label.
+        num_inputs: Maximum number of inputs to keep. The token after them is only a label.
     """
     return next(
         (
@@ -121,11 +122,12 @@ def compute_truncation_stats(
         tokens: Token cache of the documents.
         mode: Value of ``data.truncation``.
         seq_len: Number of inputs per sample.
-        keep_last_input: Whether the inputs include the last token of a document. Otherwise, a document can
-            have one more token, which is only a label.
+        keep_last_input: Whether the last token of a document is an input. If not, a document can have
+            one more token, which is only a label.
 
     Raises:
-        UserError: If a document is too long and ``mode`` is ``error``, or if all documents are excluded.
+        UserError: If a document is too long and ``mode`` is ``error``, or if all documents are
+            excluded.
     """
     longest, left_out, cut, cut_tokens, too_long, unanswered = seq_len + (not keep_last_input), [], 0, 0, 0, 0
     total = tokens.num_documents
@@ -169,7 +171,7 @@ def compute_truncation_stats(
 
 
 def compute_block_truncation_stats(tokens: TokenCache, seq_len: int, num_blocks: int) -> TruncationStats:
-    """Find the blocks of concatenated documents to exclude because no label of them contributes to the loss.
+    """Find the blocks of concatenated documents to exclude: all blocks without trained labels.
 
     Args:
         tokens: Token cache of the documents. It must have a loss mask.
@@ -177,7 +179,8 @@ def compute_block_truncation_stats(tokens: TokenCache, seq_len: int, num_blocks:
         num_blocks: Number of blocks.
 
     Returns:
-        Statistics about blocks instead of documents. ``left_out`` contains the numbers of excluded blocks.
+        Statistics about blocks instead of documents. ``left_out`` contains the numbers of excluded
+        blocks.
 
     Raises:
         UserError: If all blocks are excluded.
@@ -193,7 +196,7 @@ def compute_block_truncation_stats(tokens: TokenCache, seq_len: int, num_blocks:
 def has_trained_end_token(tokens: TokenCache, stats: TruncationStats, end_token: int) -> bool:
     """Return whether ``end_token`` contributes to the loss in at least one document after truncation.
 
-    Always True if truncation does not remove the end of any document.
+    Always True if truncation does not cut off the end of any document.
 
     Args:
         tokens: Token cache of the documents.
@@ -212,15 +215,15 @@ def has_trained_end_token(tokens: TokenCache, stats: TruncationStats, end_token:
 def _mark_ranges_with_trained_tokens(
     tokens: TokenCache, starts: npt.NDArray[np.int64], stops: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.bool_]:
-    """Return for each range of tokens whether one of its tokens contributes to the loss.
+    """Return, for each range of tokens, whether any of them contributes to the loss.
 
     Args:
         tokens: Token cache with a loss mask.
-        starts: First token of each range, increasing, int64 ``[ranges]``.
-        stops: End of each range, exclusive, int64 ``[ranges]``.
+        starts: Start of each range, in increasing order, int64 ``[ranges]``.
+        stops: Exclusive end of each range, int64 ``[ranges]``.
 
     Returns:
-        Array of bool ``[ranges]``.
+        Mask, bool ``[ranges]``.
     """
     has_trained = np.zeros(len(starts), dtype=bool)
     index = 0
@@ -239,15 +242,15 @@ def _mark_ranges_with_trained_tokens(
 
 
 class KeptOrder:
-    """Order of the documents or blocks that are not excluded. Only the excluded numbers are stored.
+    """Order of the documents or blocks that are not excluded. It stores only the excluded numbers.
 
-    A call with a position in the order returns the number of the document. The ``repr`` contains a digest of
-    the excluded numbers, because it is part of cache keys.
+    Calling it with a position returns the number of the document at this position. The ``repr``
+    contains a digest of the excluded numbers, because it is part of cache keys.
 
     Args:
         count: Number of documents that are not excluded.
-        left_out: Numbers of the excluded documents, sorted.
-        shuffled: Whether the documents are shuffled. Otherwise, they are in the order of their numbers.
+        left_out: Sorted numbers of the excluded documents.
+        shuffled: Whether to shuffle the documents. If not, they are ordered by number.
     """
 
     def __init__(self, count: int, left_out: npt.NDArray[np.int64], *, shuffled: bool = True) -> None:
@@ -271,10 +274,10 @@ class KeptOrder:
         """Return the numbers of the documents at several positions of the order.
 
         Args:
-            indices: Positions, an array of any shape.
+            indices: Positions in the order, an array of any shape.
 
         Returns:
-            Numbers, int64 with the shape of ``indices``.
+            Document numbers, an int64 array with the shape of ``indices``.
         """
         positions = np.asarray(indices) if self._order is None else self._order.permute_array(indices)
         numbers: npt.NDArray[np.int64] = positions + np.searchsorted(self._shifted, positions, side="right")

@@ -1,1 +1,1 @@
-"""Sources of documents or tokens: files, hub datasets, user-defined records and pretokenized files."""
+"""Sources of documents or tokens: files, Hub datasets, user-defined records and pretokenized files."""

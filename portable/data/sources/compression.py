@@ -1,4 +1,4 @@
-"""File formats by suffix, and decompression of files such as ``a.jsonl.gz``."""
+"""Determine file formats by suffix, and decompress files such as ``a.jsonl.gz``."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _MAX_EXPANSION, _UNCHECKED_BYTES = 64, 64 << 20
 
 
 def get_file_format(path: AnyPath | str) -> str:
-    """Return the suffix that determines how a file is read, in lower case: ``.jsonl`` for ``a.jsonl.gz``.
+    """Return the lowercase suffix that determines a file's format: ``.jsonl`` for ``a.jsonl.gz``.
 
-    A compression suffix is skipped only after ``.txt``, ``.jsonl`` and ``.json``, the formats that are read
-    compressed. For ``a.csv.gz``, the function returns ``.gz``.
+    A compression suffix is ignored only after ``.txt``, ``.jsonl`` and ``.json``, because only these
+    formats may be compressed. For ``a.csv.gz``, the result is ``.gz``.
     """
     name = PurePosixPath(path if isinstance(path, str) else path.name)
     suffix = name.suffix.lower()
@@ -45,13 +45,13 @@ def is_compressed(path: AnyPath | str) -> bool:
 
 
 def check_decompression_ratio(decompressed_bytes: int, stored_bytes: int, name: object) -> None:
-    """Check that decompressed contents are not far larger than the compressed file.
+    """Check that decompressed contents are not excessively larger than the compressed file.
 
-    Otherwise, a small malicious file (a decompression bomb) could fill the memory.
+    Otherwise, a small malicious file (a decompression bomb) could exhaust the memory.
 
     Args:
-        decompressed_bytes: Number of bytes that are decompressed so far.
-        stored_bytes: Size of the file in bytes.
+        decompressed_bytes: Number of bytes decompressed so far.
+        stored_bytes: Size of the compressed file in bytes.
         name: Name of the file, used in the error message.
 
     Raises:
@@ -67,7 +67,7 @@ def check_decompression_ratio(decompressed_bytes: int, stored_bytes: int, name: 
 class _ExpansionLimitedFile(io.RawIOBase):
     """Raw binary file that yields the decompressed contents of another file.
 
-    Reading raises UserError as soon as :func:`check_decompression_ratio` rejects the number of bytes so far.
+    Reading raises UserError as soon as :func:`check_decompression_ratio` rejects the decompressed size.
     """
 
     def __init__(self, contents: Any, path: Path) -> None:
@@ -89,12 +89,12 @@ class _ExpansionLimitedFile(io.RawIOBase):
 def open_decompressed(file: io.BufferedReader, path: Path) -> io.BufferedReader:
     """Open the decompressed contents of a file. A file without a compression suffix is returned unchanged.
 
-    Reading the result raises ``OSError``, ``EOFError`` or ``zlib.error`` if the contents are damaged, and
-    UserError if they are far larger than the compressed file.
+    Reading the result raises ``OSError``, ``EOFError`` or ``zlib.error`` if the contents are damaged,
+    and UserError if they are excessively larger than the compressed file.
 
     Args:
         file: The opened file.
-        path: Path of the file, whose suffix determines the compression.
+        path: Path of the file. Its suffix determines the compression.
     """
     name = path.name.lower()
     if name.endswith(".gz"):

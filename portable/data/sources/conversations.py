@@ -1,7 +1,7 @@
-"""Formats of conversations, and their conversion to :class:`Conversation`.
+"""Parse records in various conversation formats, and convert them to :class:`Conversation`.
 
-Messages have the form that ``apply_chat_template`` of transformers expects. This module does not depend on a
-template or a tokenizer.
+The messages have the format that transformers' ``apply_chat_template`` expects. This module does
+not depend on a template or a tokenizer.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ _FIELDS_OF_PAIR = 3
 
 @dataclass(frozen=True)
 class PlainCompletion:
-    """Prompt and completion as plain strings. They are concatenated without a template.
+    """Prompt and completion as plain strings, which are concatenated without a template.
 
     Attributes:
         prompt: Text of the prompt.
@@ -145,17 +145,18 @@ def detect_record_format(row: Mapping[str, Any], text_field: str, location: str)
 
     Args:
         row: Values of the record, keyed by field.
-        text_field: Value of ``data.text_field``. If it is not the default ``text``, the only possible format
-            is ``text``, because the user has selected a field.
+        text_field: Value of ``data.text_field``. Any value other than the default ``text`` selects the
+            format ``text``, because the user has chosen a field.
         location: Location of the record in its source, used in error messages.
 
     Returns:
-        The format. ``text`` if no format fits, because reading the record as text then raises an error that
+        The format, or ``text`` if no format fits: reading the record as text then raises an error that
         lists its fields.
 
     Raises:
         RecordError: If a field contains JSON that cannot be parsed.
-        UserError: If several formats fit, or if the fields look like a known format with different names.
+        UserError: If several formats fit, or if the fields look like a known format with different
+            names.
     """
     formats: list[RecordFormat] = []
     if text_field in row or ("." in text_field and text_field.partition(".")[0] in row):
@@ -190,19 +191,19 @@ def detect_record_format(row: Mapping[str, Any], text_field: str, location: str)
 
 
 def _refuse_renamed_fields(row: Mapping[str, Any], location: str) -> None:
-    """Reject a record of unknown format whose fields look like a known format with different names.
+    """Reject a record of unknown format whose fields resemble a known format under different names.
 
-    Such a record has the messages of a conversation, a question and its answer, a list of strings, or several
-    texts. If the user only selected one of these fields as text, the model would be trained on a part of the
-    record. Does nothing for other records.
+    Such a record contains the messages of a conversation, a question and its answer, a list of strings,
+    or several texts. If the user selected only one of these fields as text, the model would be trained
+    on only part of the record. Does nothing for other records.
 
     Args:
         row: Values of the record, keyed by field.
         location: Location of the record in its source, used in error messages.
 
     Raises:
-        UserError: If the record looks like this. The message suggests a value of ``data.columns`` or another
-            remedy.
+        UserError: If the record is rejected. The message suggests a value of ``data.columns`` or
+            another remedy.
     """
     names = {str(name).lower(): name for name in row}
     texts = [name for name in iter_field_names(row) if isinstance(get_field_value(row, name), str)]
@@ -251,10 +252,10 @@ def _refuse_renamed_fields(row: Mapping[str, Any], location: str) -> None:
 
 
 def _find_image_field(row: Mapping[str, Any]) -> str | None:
-    """Find the field of a record that probably contains its images, used in error messages.
+    """Guess which field of a record contains its images. Used in error messages.
 
     Returns:
-        Name of a field that has a value. None if there is no such field.
+        Name of a non-empty field. None if there is none.
     """
     names = [str(name) for name, value in row.items() if not is_empty(value)]
     present_names = (name for name in _IMAGE_FIELDS if name in names)
@@ -266,13 +267,13 @@ def _is_list_of_strings(value: Any) -> bool:
 
 
 def _parse_turns(value: Any) -> list[Any]:
-    """Return the messages of a conversation in a field of any name.
+    """Return the messages in the value of a field, if it contains a conversation.
 
     Args:
-        value: Value of the field: a list of messages, its JSON, or anything else.
+        value: Value of any field. Messages may be a list or the JSON of a list.
 
     Returns:
-        The messages. Empty if the value is not a list whose first item has the keys of a message.
+        The messages. Empty unless the value is a list whose first item has the keys of a message.
     """
     if isinstance(value, str) and value.lstrip().startswith("["):
         try:
@@ -288,15 +289,15 @@ def _parse_turns(value: Any) -> list[Any]:
 
 
 def _is_list_or_json_list(value: Any) -> bool:
-    """Return whether a value is a list, or a string that begins like the JSON of a list.
+    """Return whether a value is a list, or a string that begins like a JSON list.
 
-    Cells of a .csv file contain lists as JSON.
+    In .csv files, the cells contain lists as JSON.
     """
     return isinstance(value, list) or (isinstance(value, str) and value.lstrip().startswith("["))
 
 
 def _is_sharegpt(turns: list[Any]) -> bool:
-    """Return whether messages are in ShareGPT's format, with a key ``from``. True for an empty list."""
+    """Return whether messages have ShareGPT's key ``from``. True for an empty list."""
     return not turns or (isinstance(turns[0], Mapping) and "from" in turns[0])
 
 
@@ -307,17 +308,17 @@ def parse_documents(
     roles: frozenset[str],
     columns: tuple[float, ...],
 ) -> list[Document]:
-    """Convert a record of conversations, completions or preferences to documents.
+    """Convert a record with a conversation, a completion or a preference to documents.
 
     Args:
         row: Values of the record, keyed by field.
         record_format: Format of the record.
         location: Location of the record in its source, used in error messages.
         roles: Roles whose messages contribute to the loss.
-        columns: Numbers in the additional columns of ``data.columns``, copied to each document.
+        columns: Numbers from the additional columns of ``data.columns``, copied to each document.
 
     Returns:
-        One document, or two documents for a preference: the chosen one and the rejected one.
+        One document, or two for a preference: the chosen one and the rejected one.
 
     Raises:
         UserError: If the record is not valid.
@@ -382,7 +383,7 @@ def parse_conversation(
 def _parse_openai_record(row: Mapping[str, Any], location: str) -> Conversation:
     """Parse a record with messages in OpenAI's format.
 
-    They are in the field ``messages``, or in ``conversations`` if the record has no ``messages``.
+    Reads the field ``messages``, or ``conversations`` if there is no ``messages``.
     """
     key = "conversations" if "conversations" in row and "messages" not in row else "messages"
     return _build_conversation(
@@ -467,13 +468,14 @@ def _parse_prompt_completion_record(row: Mapping[str, Any], location: str) -> Co
 
 
 def parse_preference(row: Mapping[str, Any], location: str) -> tuple[Conversation | PlainCompletion, ...]:
-    """Convert a preference record to the chosen and the rejected conversation, both with the prompt.
+    """Convert a preference record to the chosen and the rejected conversation, each including the prompt.
 
-    If both answers are lists of messages and the prompt is missing or a string, the answers are complete
-    conversations. Their common first messages are then the prompt.
+    If both answers are lists of messages and the prompt is missing or a string, the answers are
+    complete conversations. The messages at the start that both have in common are then the prompt.
 
     Returns:
-        The chosen and the rejected conversation, or completions if the prompt and both answers are strings.
+        The chosen and the rejected conversation. They are completions if the prompt and both answers
+        are strings.
 
     Raises:
         UserError: If the record is not valid.
@@ -518,7 +520,7 @@ def parse_preference(row: Mapping[str, Any], location: str) -> tuple[Conversatio
 
 
 def _parse_alpaca_record(row: Mapping[str, Any], location: str) -> Conversation:
-    """Parse a record with ``instruction``, ``input`` and ``output``. ``input`` may be missing or None.
+    """Parse a record with ``instruction``, ``output`` and an optional ``input``.
 
     An optional ``history`` contains previous turns as pairs. Raises UserError if a field is invalid.
     """
@@ -555,17 +557,18 @@ _PARSERS: dict[RecordFormat, Callable[[Mapping[str, Any], str], Conversation | P
 def _build_conversation(
     messages: list[Message], row: Mapping[str, Any], location: str, *, prompt: int | None = None
 ) -> Conversation:
-    """Build a conversation from messages and the other fields of a record.
+    """Build a conversation from its messages and the other fields of the record.
 
     Args:
-        messages: Messages in their standard form. See :func:`_normalize_message`.
-        row: Values of the record, from which the system prompt, tools and template variables are read.
+        messages: Normalized messages. See :func:`_normalize_message`.
+        row: Values of the record. The system prompt, tools and template variables are read from it.
         location: Location of the record in its source, used in error messages.
-        prompt: Number of messages at the start that are the prompt. None if the record marks no prompt.
+        prompt: Number of messages at the start that form the prompt. None if the record has no marked
+            prompt.
 
     Raises:
-        UserError: If there are no messages, the record has media, a tool's message does not follow a message
-            of the assistant or another tool, or another field is not valid.
+        UserError: If there are no messages, if the record has unsupported media, if a tool message does
+            not follow a message of the assistant or of another tool, or if another field is not valid.
     """
     if not messages:
         raise _build_record_error(location, "the conversation is empty; remove the record")
@@ -605,20 +608,22 @@ def _collect_images(
 ) -> tuple[list[Message], tuple[ImageReference, ...]]:
     """Collect the images of a record, in the order of the messages.
 
-    A part of a message contains its image, or stands for the next image of the record's field ``images``. If
-    no part of any message is an image, ``<image>`` in a message stands for the next image of the field. If
-    no message has such a mark either, all images precede the text of the first message of a user.
+    An image part of a message either contains its image, or is a placeholder for the next image in the
+    record's field ``images``. If there are no image parts, each ``<image>`` in the text is such a
+    placeholder. If the text contains no ``<image>`` either, all images are put before the text of the
+    first user message.
 
     Args:
-        messages: Messages, whose image parts still contain their references.
+        messages: Messages. Their image parts may contain references.
         row: The record.
         location: Location of the record in its source, used in error messages.
 
     Returns:
-        The messages, whose image parts are ``{"type": "image"}``, and the references.
+        The messages, with ``{"type": "image"}`` as image parts, and the references.
 
     Raises:
-        UserError: If the numbers of images and of their places differ, or an answer has an image.
+        UserError: If the number of images differs from the number of placeholders, or if an answer
+            contains an image.
     """
     from_field = _parse_image_fields(row, location)
     if not count_images(messages):
@@ -657,7 +662,7 @@ def _collect_images(
 
 
 def _parse_image_fields(row: Mapping[str, Any], location: str) -> list[ImageReference]:
-    """Return the references in the fields ``images`` and ``image`` of a record. Empty if there are none."""
+    """Return the image references in a record's fields ``images`` and ``image``. Empty if there are none."""
     fields = {key: row[key] for key in _IMAGE_FIELDS if not is_empty(row.get(key))}
     if len(fields) > 1:
         raise _build_record_error(
@@ -672,13 +677,13 @@ def _parse_image_fields(row: Mapping[str, Any], location: str) -> list[ImageRefe
 
 
 def _check_no_image_marks(messages: list[Message], row: Mapping[str, Any], location: str) -> None:
-    """Check that no message of a record without images contains ``<image>``, which would remain text.
+    """Check that no message of a record without images contains ``<image>`` as a placeholder.
 
-    ``<image>`` may be text if the record has no field that could contain images.
+    If no field of the record could contain images, ``<image>`` is accepted as ordinary text.
 
     Raises:
-        UserError: If a message contains ``<image>``, and its images are missing or in a field of another
-            name.
+        UserError: If a message contains ``<image>``, but the images are missing or in a field with
+            another name.
     """
     if not any(_IMAGE_MARK in get_message_text(message) for message in messages):
         return
@@ -696,7 +701,7 @@ def _check_no_image_marks(messages: list[Message], row: Mapping[str, Any], locat
 
 
 def _build_image_answer_error(location: str, index: int) -> UserError:
-    """Build the error for message ``index``, an answer with an image."""
+    """Build the error for an answer (message ``index``) that contains an image."""
     return _build_record_error(
         location,
         f"message {index + 1} is an answer with an image, but answers can contain only text; remove the "
@@ -705,7 +710,7 @@ def _build_image_answer_error(location: str, index: int) -> UserError:
 
 
 def _insert_image_parts(messages: list[Message], num_images: int, location: str) -> list[Message]:
-    """Insert the places of images into the text of messages. See :func:`_collect_images`."""
+    """Insert image parts into messages. See :func:`_collect_images` for their positions."""
     texts = [get_message_text(message) for message in messages]
     marks = [
         text.count(_IMAGE_MARK) if message["role"] != "assistant" else 0
@@ -745,7 +750,7 @@ def _split_at_image_marks(text: str) -> list[dict[str, Any]]:
 
 
 def _parse_image_reference(value: Any, name: str, location: str) -> ImageReference:
-    """Parse the reference to an image: a path, a URL, bytes, or a mapping with one of them.
+    """Parse an image reference: a path, a URL, bytes, or a mapping with one of these.
 
     Args:
         value: Value in a record.
@@ -753,7 +758,7 @@ def _parse_image_reference(value: Any, name: str, location: str) -> ImageReferen
         location: Location of the record in its source, used in error messages.
 
     Raises:
-        UserError: If the value is not a reference to an image.
+        UserError: If the value is not an image reference.
     """
     if isinstance(value, Mapping):
         keys = [
@@ -782,7 +787,7 @@ def _parse_image_reference(value: Any, name: str, location: str) -> ImageReferen
 
 
 def _encode_png(image: Any) -> bytes:
-    """Encode an image of Pillow as a PNG file, rotated as its EXIF data says."""
+    """Encode a Pillow image as PNG, rotated according to its EXIF data."""
     from PIL import ImageOps
 
     rotated = ImageOps.exif_transpose(image)
@@ -792,7 +797,10 @@ def _encode_png(image: Any) -> bytes:
 
 
 def _decode_base64(value: Mapping[str, Any], key: str) -> Any:
-    """Return an item of a mapping. ``data`` with ``type: base64``, as in Anthropic's format, is decoded."""
+    """Return an item of a mapping. Base64 text in the item ``data`` is converted to a data URL.
+
+    Anthropic's format stores images as ``data`` with ``type: base64``.
+    """
     if key == "data" and isinstance(value[key], str):
         return f"data:image/any;base64,{value[key]}"
     return value[key]
@@ -814,22 +822,22 @@ def _parse_base64(text: str, name: str, location: str) -> bytes:
 
 
 def _is_unread_training_key(key: Any) -> bool:
-    """Return whether a message key looks like a loss setting that is not supported.
+    """Return whether a message key looks like an unsupported loss setting.
 
-    Such a key contains train, loss, mask or weight, and is not one of ``WEIGHT_KEYS``.
+    Such a key contains train, loss, mask or weight, and is not in ``WEIGHT_KEYS``.
     """
     return key not in WEIGHT_KEYS and _TRAINING_KEY_PATTERN.search(str(key)) is not None
 
 
 def _find_system_prompt(row: Mapping[str, Any], messages: Sequence[Message], location: str) -> str | None:
-    """Return the system prompt that a record has in a separate field, outside its messages.
+    """Return the system prompt in a separate field of a record.
 
     Returns:
-        The system prompt. None if there is no such field, or if the messages already begin with a system
-        message.
+        The system prompt. None if there is no such field, or if the messages already begin with a
+        system message.
 
     Raises:
-        UserError: If such a field is not a string, or if system prompts contradict each other.
+        UserError: If the field is not a string, or if there are different system prompts.
     """
     prompts = {key: row[key] for key in _SYSTEM_FIELDS if not is_empty(row.get(key))}
     for key, value in prompts.items():
@@ -849,9 +857,9 @@ def _find_system_prompt(row: Mapping[str, Any], messages: Sequence[Message], loc
 
 
 def _parse_tools(row: Mapping[str, Any], location: str) -> list[Any] | None:
-    """Return the JSON schemas of the tools in the field ``tools`` or ``functions``, OpenAI's former name.
+    """Return the JSON schemas of the tools in the field ``tools`` or OpenAI's deprecated ``functions``.
 
-    Schemas in ``functions`` are wrapped in the form that ``tools`` has.
+    The schemas in ``functions`` are converted to the format of ``tools``.
 
     Returns:
         The schemas. None if there are none.
@@ -883,10 +891,10 @@ def _parse_tools(row: Mapping[str, Any], location: str) -> list[Any] | None:
 
 
 def is_empty(value: Any) -> bool:
-    """Return whether a value of a record means the same as a missing value.
+    """Return whether a value of a record is equivalent to a missing value.
 
-    Such a value is None, a blank string, the text of an empty value such as ``[]`` or ``null``, or a list or
-    mapping of only such values.
+    This includes None, a blank string, the text of an empty value such as ``[]`` or ``null``, and a
+    list or mapping that contains only such values.
     """
     if isinstance(value, str):
         return value.strip() in ("", "[]", "{}", "null", "None")
@@ -896,11 +904,11 @@ def is_empty(value: Any) -> bool:
 
 
 def _normalize_messages(turns: Sequence[Any], location: str) -> list[Message]:
-    """Convert the messages of a record to their standard form. See :func:`_normalize_message`.
+    """Normalize the messages of a record. See :func:`_normalize_message`.
 
-    If a message has OpenAI's former ``function_call``, the call becomes a tool call. The messages with its
-    results then change from role ``function`` to ``tool``, because a template might otherwise write the call
-    without the result.
+    OpenAI's deprecated ``function_call`` becomes a tool call. The role of the messages with results
+    then changes from ``function`` to ``tool``, because a template might otherwise write the call
+    without its result.
     """
     messages = [_normalize_message(message, location, index) for index, message in enumerate(turns)]
     has_function_call = False
@@ -912,10 +920,10 @@ def _normalize_messages(turns: Sequence[Any], location: str) -> list[Message]:
 
 
 def _normalize_message(message: Any, location: str, index: int) -> Message:
-    """Convert a message to its standard form.
+    """Normalize a message.
 
-    Text parts are joined, tool calls become objects, reasoning is stored under both keys that templates read,
-    and optional keys without a value are removed.
+    Joins text parts, converts tool calls to objects, stores reasoning under both keys that templates
+    use, and removes optional keys without a value.
 
     Args:
         message: Message of a record.
@@ -981,7 +989,7 @@ def _normalize_message(message: Any, location: str, index: int) -> Message:
 
 
 def _normalize_parts(parts: Sequence[Any], location: str, index: int) -> str | list[dict[str, Any]]:
-    """Convert the parts of a message's content.
+    """Normalize the parts of a message's content.
 
     Args:
         parts: Parts of the content.
@@ -989,8 +997,8 @@ def _normalize_parts(parts: Sequence[Any], location: str, index: int) -> str | l
         index: Index of the message, from 0.
 
     Returns:
-        The joined text if no part is an image. Otherwise, a list of text parts and image parts. The
-        key ``image`` of an image part is its :class:`ImageReference`, if the part contains one.
+        The joined text if no part is an image. Otherwise, a list of text parts and image parts. An
+        image part has a key ``image`` with its :class:`ImageReference`, unless it is a placeholder.
 
     Raises:
         UserError: If a part is neither text nor an image.
@@ -1022,10 +1030,10 @@ def _normalize_parts(parts: Sequence[Any], location: str, index: int) -> str | l
 
 
 def _extract_part_text(part: Any, location: str, index: int) -> str:
-    """Return the text of one item of a message's ``content`` if the content is a list.
+    """Return the text of one part of a message's content.
 
     Raises:
-        UserError: If the item is not text, such as audio.
+        UserError: If the part is not text but, for example, audio.
     """
     if isinstance(part, str):
         return part
@@ -1041,15 +1049,15 @@ def _extract_part_text(part: Any, location: str, index: int) -> str:
 
 
 def _normalize_tool_calls(value: Any, location: str, index: int) -> list[dict[str, Any]]:
-    """Convert tool calls to objects whose arguments are objects, as templates expect.
+    """Convert tool calls and their arguments to objects, as templates expect.
 
     Args:
-        value: One tool call or a list of tool calls, as objects or as JSON. Arguments may also be JSON.
+        value: A tool call or a list of them, as objects or JSON. The arguments may also be JSON.
         location: Location of the record in its source, used in error messages.
         index: Index of the message, from 0, used in error messages.
 
     Raises:
-        UserError: If a string is not JSON, or if a call does not have a function name.
+        UserError: If a string is not valid JSON, or if a call has no function name.
     """
     calls = _parse_json(value, f"message {index + 1}: its tool call", location)
     calls = calls if isinstance(calls, list | tuple) else [calls]
@@ -1071,12 +1079,10 @@ def _normalize_tool_calls(value: Any, location: str, index: int) -> list[dict[st
 
 
 def _parse_json(value: Any, name: str, location: str) -> Any:
-    """Parse a value as JSON if it is a string. A blank string becomes None.
-
-    Values of other types are returned unchanged.
+    """Parse a string as JSON. A blank string becomes None. Other types are returned unchanged.
 
     Raises:
-        UserError: If the string is not JSON.
+        UserError: If the string is not valid JSON.
     """
     if not isinstance(value, str):
         return value
@@ -1089,7 +1095,7 @@ def _parse_json(value: Any, name: str, location: str) -> Any:
 
 
 def _parse_list_field(row: Mapping[str, Any], key: str, kind: RecordFormat, location: str) -> Sequence[Any]:
-    """Return the value of a field that must be a list or the JSON of a list.
+    """Return the value of a field that must be a list or a JSON list.
 
     Args:
         row: Values of the record, keyed by field.
@@ -1115,12 +1121,12 @@ def _join_with_commas(names: Any) -> str:
 
 
 def _build_record_error(location: str, reason: str) -> UserError:
-    """Build the error for a record that is not valid, from its location and the reason."""
+    """Build the error for an invalid record, from its location and the reason."""
     return RecordError(f"data.source: {location}: {to_one_line(reason)}")
 
 
 def _build_format_error(kind: RecordFormat, location: str, reason: str) -> UserError:
-    """Build the error for a record that does not have the expected format, with an example of the format."""
+    """Build the error for a record in the wrong format. It contains an example of the expected format."""
     return _build_record_error(
         location, f"{reason}; write a record of data.format: {kind} like {EXAMPLE_RECORDS[kind]}"
     )
@@ -1129,7 +1135,7 @@ def _build_format_error(kind: RecordFormat, location: str, reason: str) -> UserE
 def _build_missing_field_error(
     kind: RecordFormat, location: str, key: str, row: Mapping[str, Any]
 ) -> UserError:
-    """Build the error for a record without the field ``key``, which suggests a field with a similar name.
+    """Build the error for a record without the field ``key``. It suggests a field with a similar name.
 
     Args:
         kind: Expected format of the record.

@@ -1,4 +1,4 @@
-"""Source of records from user-defined code, and records in memory that are written to a file."""
+"""Read records from user-defined code, and write records in memory to a file."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ The note is for code that yields records without an end.
 
 
 class CustomRecords(DataSource):
-    """Source of records from user-defined code with an import path such as ``my_package.my_module:records``.
+    """Source of records from user-defined code, such as ``my_package.my_module:records``.
 
-    If the import path names a function or class, it is called. The named object, or the result of the call,
-    must be an iterable of mappings that yields the same records each time. It may have an attribute or method
-    ``fingerprint``: a text that changes whenever the records change. The digest is then computed from this
-    text, without reading the records.
+    If the import path refers to a function or class, it is called. The object or the result of the call
+    must be an iterable of mappings that yields the same records each time. It may have an attribute or
+    method ``fingerprint``: a string that changes whenever the records change. The digest is then
+    computed from this string, without reading the records.
     """
 
     @classmethod
     def from_names(cls, names: Sequence[str], settings: SourceSettings) -> CustomRecords | None:
-        """Open the source if a name is an import path, such as ``my_module:records``.
+        """Open the source if one of the names is an import path, such as ``my_module:records``.
 
         Returns:
-            None if no name is an import path.
+            The source. None if no name is an import path.
 
         Raises:
-            UserError: If there are further names, or if ``data.config_name`` is set.
+            UserError: If there are other names, or if ``data.config_name`` is set.
         """
         code_name = next(filter(plugins.is_plugin_name, names), None)
         if code_name is None:
@@ -68,8 +68,7 @@ class CustomRecords(DataSource):
     def compute_digest(self) -> str:
         """Compute a digest of the records, their code and the settings for reading them.
 
-        If the object has a ``fingerprint``, the digest contains the fingerprint instead of the records, so
-        that they do not have to be read.
+        If the object has a ``fingerprint``, it is used instead of the records, so they are not read.
         """
         records_digest = getattr(self.records, "fingerprint", None)
         with plugins.convert_user_errors(f"data.source: {self.name}: fingerprint"):
@@ -97,7 +96,7 @@ class CustomRecords(DataSource):
         return super()._determine_record_format()
 
     def check_readable(self) -> None:
-        """Read the first document to check that the source is readable.
+        """Check that the first document can be read.
 
         Does nothing if ``data.format`` is ``samples``, because samples are checked when the datasets are
         built.
@@ -139,7 +138,7 @@ class CustomRecords(DataSource):
                 yield LocatedRow(location, row)
 
     def _compute_records_digest(self) -> str:
-        """Read all records and compute their digest.
+        """Read all records, and compute their digest.
 
         Raises:
             UserError: If a record cannot be converted to JSON.
@@ -157,17 +156,17 @@ class CustomRecords(DataSource):
 
 
 def write_records_file(rows: Iterable[Mapping[str, Any]], folder: Path) -> Path:
-    """Write records from memory to a .jsonl file whose name is the digest of its content.
+    """Write records to a .jsonl file that is named after the digest of its content.
 
     Args:
-        rows: Records: mappings with values that JSON supports.
-        folder: Folder of the file. It is created if it does not exist.
+        rows: Records, as JSON-serializable mappings.
+        folder: Folder to write to. It is created if it does not exist.
 
     Returns:
         Path of the file.
 
     Raises:
-        UserError: If a record is not a mapping, or has a value that JSON does not support.
+        UserError: If a record is not a mapping, or is not JSON-serializable.
     """
     digest = hashlib.blake2b(digest_size=16)
     folder.mkdir(parents=True, exist_ok=True)

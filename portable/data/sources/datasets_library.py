@@ -1,4 +1,4 @@
-"""Functions that use the ``datasets`` library. They import it only when called, because it is optional."""
+"""Read .csv files and datasets with the optional ``datasets`` library, which is imported when needed."""
 
 from __future__ import annotations
 
@@ -46,15 +46,15 @@ def import_datasets(purpose: str) -> Any:
 def iter_csv_rows(path: Path, name: str, fields: Fields) -> Iterator[LocatedRow]:
     """Stream the rows of a .csv file without caching it. Yields nothing for an empty file.
 
-    All cells are strings, because a text may look like a number or a missing value, and a class may be called
-    NA. Cells in the columns of labels and of ``data.columns`` are :class:`CsvCell`, because they may be
-    converted to numbers later.
+    All cells are strings, because a text may look like a number or a missing value, and a class may be
+    called NA. In the columns of labels and of ``data.columns``, cells are :class:`CsvCell`, which may
+    be converted to numbers later.
 
     Args:
         path: Path of the local file.
         name: Name of the file, used in locations.
-        fields: Names of the columns to read. If ``fields.bad`` is set, lines that cannot be parsed are added
-            to it and skipped.
+        fields: Names of the columns to read. If ``fields.bad`` is set, lines that cannot be parsed are
+            skipped and added to it.
 
     Raises:
         UserError: If the file cannot be read or is not comma-separated.
@@ -103,7 +103,7 @@ def _check_comma_separated(header: list[str], name: str) -> None:
     """Check that the columns are separated by commas.
 
     Raises:
-        UserError: If another usual character separates them.
+        UserError: If they are separated by another common character.
     """
     if len(header) == 1 and (other := next((sign for sign in "\t;|" if sign in header[0]), None)):
         raise UserError(
@@ -115,7 +115,7 @@ def _check_comma_separated(header: list[str], name: str) -> None:
 def _read_next_valid_row(rows: Iterator[Any], name: str, bad_records: BadRecords) -> Any:
     """Read the next row of a .csv file.
 
-    pandas skips lines with too many cells and warns about them. These lines are added to ``bad_records``.
+    Lines with too many cells, which pandas skips with a warning, are added to ``bad_records``.
 
     Returns:
         The row. None at the end of the file.
@@ -129,10 +129,10 @@ def _read_next_valid_row(rows: Iterator[Any], name: str, bad_records: BadRecords
 
 
 def iter_dataset_rows(dataset: Any) -> Iterator[Any]:
-    """Yield the rows of a dataset of the ``datasets`` library, with the files of images instead of images.
+    """Yield the rows of a ``datasets`` dataset, with image files instead of decoded images.
 
-    The files are mappings with ``bytes`` and ``path``. Only images that are not stored in the dataset are
-    decoded.
+    An image file is a mapping with ``bytes`` and ``path``. Only images that are stored as a path,
+    without their bytes, are decoded.
 
     Args:
         dataset: A ``Dataset`` of the library.
@@ -160,7 +160,7 @@ def iter_dataset_rows(dataset: Any) -> Iterator[Any]:
 
 
 def _has_images(feature: Any, image_class: type) -> bool:
-    """Return whether a feature of a dataset is or contains images."""
+    """Return whether a feature of a dataset is an image or contains images."""
     if isinstance(feature, dict):
         return any(_has_images(inner, image_class) for inner in feature.values())
     if isinstance(feature, list):
@@ -185,7 +185,7 @@ def _disable_image_decoding(feature: Any, image_class: type) -> Any:
 
 
 def build_dataset_load_error(names: Iterable[str | None], error: BaseException) -> UserError:
-    """Build the error for a hub dataset that cannot be loaded.
+    """Build the error for a Hub dataset that cannot be loaded.
 
     Args:
         names: Name, configuration and split of the dataset. None and empty values are ignored.

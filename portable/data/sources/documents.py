@@ -1,4 +1,4 @@
-"""Documents and conversations, into which the records of all sources are converted."""
+"""Documents and conversations: the classes to which the records of all sources are converted."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ PIECE_CHARS = 1 << 20  # longer texts are read and tokenized in pieces to limit 
 
 @dataclass(frozen=True)
 class ImageReference:
-    """Reference of a record to an image. Exactly one attribute has a value.
+    """Reference to an image in a record. Exactly one attribute is set.
 
     Attributes:
-        path: Path of a file. A relative path is relative to the folder of the images.
-        url: URL of a file.
-        data: Content of a file, such as a JPEG, in bytes.
+        path: Path of an image file. Relative paths are relative to the image folder.
+        url: URL of an image file.
+        data: Content of an image file, such as a JPEG.
     """
 
     path: str | None = None
@@ -57,18 +57,18 @@ class Conversation:
     """Conversation of one record.
 
     Attributes:
-        messages: Messages with the keys ``role`` and ``content``, and other keys that a template can read.
-            The content is a string, which may be empty in a message with tool calls. If the message has
-            images, the content is a list of parts: ``{"type": "text", "text": ...}`` and ``{"type":
+        messages: Messages with the keys ``role`` and ``content``, and other keys that a template can
+            read. The content is a string, possibly empty if the message has tool calls. If the message
+            has images, the content is a list of parts: ``{"type": "text", "text": ...}`` and ``{"type":
             "image"}``.
         location: Location of the record in the source, used in error messages.
         tools: JSON schemas of the tools that the assistant may call.
-        num_prompt_messages: Number of messages at the start that are the prompt. None if the record does not
-            mark a prompt.
-        template_kwargs: Additional variables of the template.
-        trained_roles: Roles whose messages contribute to the loss. A message can also select itself with the
-            key ``train`` or ``training``, or exclude itself with one of ``WEIGHT_KEYS``.
-        images: Images of the conversation, in the order of the image parts of its messages.
+        num_prompt_messages: Number of messages at the start that form the prompt. None if the record
+            has no marked prompt.
+        template_kwargs: Additional variables for the template.
+        trained_roles: Roles whose messages contribute to the loss. Individual messages can be included
+            with the key ``train`` or ``training``, or excluded with one of ``WEIGHT_KEYS``.
+        images: Images of the conversation, in the order of the messages' image parts.
     """
 
     messages: tuple[Message, ...]
@@ -87,7 +87,7 @@ class Conversation:
     def _is_trained(self, message: Message) -> bool:
         """Return whether a message contributes to the loss.
 
-        The message must have one of ``trained_roles``, or a true value of ``train`` or ``training``. None of
+        It must have one of ``trained_roles``, or a true value of ``train`` or ``training``. None of
         ``WEIGHT_KEYS`` may be 0 or false.
         """
         is_selected = message["role"] in self.trained_roles or bool(
@@ -97,7 +97,7 @@ class Conversation:
 
     @property
     def trained_roles_text(self) -> str:
-        """Roles whose messages contribute to the loss, as a string for error messages."""
+        """Roles whose messages contribute to the loss, as text for error messages."""
         return (
             "the assistant"
             if self.trained_roles == DEFAULT_TRAINED_ROLES
@@ -111,7 +111,7 @@ class Conversation:
 
 
 def get_message_text(message: Message) -> str:
-    """Return the text of a message. The text parts of a list are joined, and image parts are left out."""
+    """Return the text of a message. Joins the text parts of a list and ignores image parts."""
     content = message.get("content", "")
     if isinstance(content, list):
         return "".join(part["text"] for part in content if part["type"] == "text")
@@ -119,13 +119,13 @@ def get_message_text(message: Message) -> str:
 
 
 def count_images(messages: Iterable[Message]) -> int:
-    """Count the image parts of messages."""
+    """Count the image parts in messages."""
     contents = (message.get("content") for message in messages)
     return sum(part["type"] == "image" for parts in contents if isinstance(parts, list) for part in parts)
 
 
 def is_excluded_from_training(message: Message) -> bool:
-    """Return whether one of ``WEIGHT_KEYS`` excludes a message from the loss, because it is 0 or false."""
+    """Return whether a message is excluded from the loss, because one of ``WEIGHT_KEYS`` is 0 or false."""
     return any(message.get(key) == 0 for key in WEIGHT_KEYS)
 
 
@@ -137,12 +137,13 @@ class Document:
         text: Text of the document. For a conversation, the content of its messages.
         target: Target text for seq2seq.
         label: Label for classification.
-        is_last_piece: Whether the document ends with this piece.
+        is_last_piece: Whether this is the last piece of the document.
         pair_text: Second text of a pair for classification.
         conversation: Conversation to tokenize instead of ``text``.
-        extra_columns: Numbers in the additional columns of ``data.columns``, in the order of this setting.
-        num_prompt_chars: Number of characters at the start of the text that are a prompt. None if the text
-            has no prompt.
+        extra_columns: Numbers from the additional columns of ``data.columns``, in the order of this
+            setting.
+        num_prompt_chars: Number of characters at the start of the text that form a prompt. None if
+            there is no prompt.
     """
 
     text: str
@@ -156,20 +157,20 @@ class Document:
 
 
 class NoTextError(UserError):
-    """Error for a source without text."""
+    """Raised if a source contains no text."""
 
 
 class RecordError(UserError):
-    """Error for a record that cannot be used. Other records of the source may be valid."""
+    """Raised if a record cannot be used. Other records of the source may be valid."""
 
 
 def compute_text_digest(content: str) -> str:
-    """Compute a 128-bit BLAKE2b digest of a text, as hexadecimal digits."""
+    """Compute a 128-bit BLAKE2b digest of a text, as a hexadecimal string."""
     return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
 
 
 def build_data_changed_error(path: object) -> UserError:
-    """Build the error for a file or source ``path`` that another program changed while it was read."""
+    """Build the error for a file or source that another program changed while it was read."""
     return UserError(
         f"data.source: {path} changed while it was read; wait until no program writes to the file, and run "
         "the same command again"
@@ -177,9 +178,10 @@ def build_data_changed_error(path: object) -> UserError:
 
 
 def get_field_value(row: Mapping[str, Any], name: str, default: Any = None) -> Any:
-    """Return the value of a field of a record, or ``default`` if there is no such field.
+    """Return the value of a record's field, or ``default`` if there is no such field.
 
-    A dotted name such as ``a.b`` is the path of a nested field, unless the record has a field ``a.b``.
+    A dotted name such as ``a.b`` refers to a nested field, unless the record has a field with this
+    exact name.
     """
     if name in row:
         return row[name]
@@ -192,9 +194,9 @@ def get_field_value(row: Mapping[str, Any], name: str, default: Any = None) -> A
 
 
 def iter_field_names(row: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the names of the fields of a record.
+    """Yield the names of a record's fields.
 
-    For a field that is a nonempty mapping, the dotted names of the nested fields are yielded instead.
+    If a field is a nonempty mapping, yields the dotted names of its nested fields instead.
     """
     for name, value in row.items():
         if isinstance(value, Mapping) and value:
@@ -204,16 +206,16 @@ def iter_field_names(row: Mapping[str, Any]) -> Iterator[str]:
 
 
 def replace_surrogates(text: str) -> str:
-    """Replace lone surrogates by ``?``. JSON may contain them, but tokenizers reject them."""
+    """Replace lone surrogates with ``?``. JSON may contain them, but tokenizers reject them."""
     return text if text.isascii() else text.encode(errors="replace").decode()
 
 
 def describe_type(value: object) -> str:
-    """Describe the type of a value, used in error messages."""
+    """Describe the type of a value for an error message."""
     return "null" if value is None else f"of type {type(value).__name__}"
 
 
 def format_name_list(names: Iterable[str]) -> str:
-    """Join names with commas. At most 20 names are shown."""
+    """Join names with commas. Shows at most 20 names."""
     shown = list(islice(names, 21))
     return ", ".join(shown[:20]) + (", ..." if len(shown) > 20 else "")

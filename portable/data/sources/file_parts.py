@@ -1,7 +1,7 @@
-"""Sources that read one part of a file: some lines of a .jsonl file, or some row groups of a .parquet file.
+"""Sources that read part of a file: lines of a .jsonl file, or row groups of a .parquet file.
 
-The boundaries of the parts depend only on the size of the file, so that files can be divided without reading
-them. Parts of remote files are read with range requests, without a local copy of the file.
+The boundaries of the parts depend only on the file size, so files can be divided without reading
+them. Parts of remote files are read with range requests, without a local copy.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _BUFFER = 4 << 20  # bytes per request for lines
 
 
 class FileRangeSource(DataSource):
-    """Base class of sources that read the records which begin within the bytes ``[start, stop)`` of a file.
+    """Base class of sources that read the records starting in the byte range ``[start, stop)`` of a file.
 
     Args:
         path: Path or URL of the file.
         stored_object: Size and version of a remote file. None if the file is local.
         start: First byte of the range.
-        stop: End of the range, exclusive.
+        stop: Exclusive end of the range.
         settings: Settings of the source.
     """
 
@@ -62,8 +62,8 @@ class FileRangeSource(DataSource):
     def compute_digest(self) -> str:
         """Compute a digest of the records in the range and of the settings for reading them.
 
-        For a remote file, the digest contains its URL, size and version instead of its bytes, so that nothing
-        is downloaded.
+        For a remote file, the URL, size and version are digested instead of the bytes, so nothing is
+        downloaded.
         """
         if self._object is not None:
             return compute_text_digest(
@@ -78,8 +78,8 @@ class FileRangeSource(DataSource):
     def _has_changed(self, old_digest: str) -> bool:
         """Return whether the file has changed. See :meth:`DataSource._has_changed`.
 
-        For a remote file, only its size and version are compared, without reading it. A file on the hub
-        cannot change, because its URL contains the revision.
+        For a remote file, compares only the size and version, without reading it. A file on the Hub cannot
+        change, because its URL contains the revision.
         """
         if not is_in_store(self._path) or self._object is None:
             return super()._has_changed(old_digest)
@@ -89,7 +89,7 @@ class FileRangeSource(DataSource):
 
     @abstractmethod
     def _iter_digested_bytes(self) -> Iterator[bytes]:
-        """Yield all bytes of the file that determine the records in the range."""
+        """Yield all bytes of the file that can affect the records in the range."""
 
     def _open_file(self) -> io.RawIOBase:
         """Open the file as a seekable binary file. Each read of a remote file is a range request."""
@@ -100,16 +100,13 @@ class FileRangeSource(DataSource):
 
 
 class JsonlRangeSource(FileRangeSource):
-    """Source of the lines of a .jsonl file that begin within a range of bytes."""
+    """Source of the lines of a .jsonl file that start within a byte range."""
 
     def _iter_digested_bytes(self) -> Iterator[bytes]:
         return (line for _, line in self._iter_lines())
 
     def _iter_lines(self) -> Iterator[tuple[int, bytes]]:
-        """Yield pairs of an offset and a line, for each line that begins in the range.
-
-        The offset is the position of the line's first byte in the file.
-        """
+        """Yield the byte offset and the content of each line that starts within the range."""
         with (
             self._open_file() as raw,
             io.BufferedReader(raw, _BUFFER if self.downloads_to_read else 1 << 20) as file,
@@ -130,18 +127,18 @@ class JsonlRangeSource(FileRangeSource):
 
 
 class _OpenRowGroups(NamedTuple):
-    """An open ``ParquetFile``, and the numbers of the row groups of one part of it."""
+    """An open ``ParquetFile``, and the numbers of the row groups to read."""
 
     file: Any
     row_groups: list[int]
 
 
 class ParquetRangeSource(FileRangeSource):
-    """Source of the rows of a .parquet file whose row groups begin within a range of bytes."""
+    """Source of the rows of a .parquet file whose row groups start within a byte range."""
 
     @contextmanager
     def _open_parquet(self) -> Iterator[_OpenRowGroups]:
-        """Open the file, and select the row groups that begin within the range."""
+        """Open the file, and select the row groups that start within the range."""
         with (
             self._open_file() as raw,
             open_parquet(raw, self._path, pre_buffer=self.downloads_to_read) as file,
@@ -171,7 +168,7 @@ class ParquetRangeSource(FileRangeSource):
 
 
 def _get_row_group_start(metadata: Any, number: int) -> int:
-    """Return the offset of the first byte of a row group."""
+    """Return the byte offset of a row group."""
     return _get_column_start(metadata.row_group(number).column(0))
 
 
@@ -190,7 +187,7 @@ RANGE_SOURCES: dict[str, type[JsonlRangeSource | ParquetRangeSource]] = {
 
 
 class _StoredObjectFile(io.RawIOBase):
-    """Seekable binary file that reads a remote file. Each read is one range request."""
+    """Seekable binary file that reads a remote file, with one range request per read."""
 
     def __init__(self, path: RemotePath, size: int) -> None:
         self._path = path

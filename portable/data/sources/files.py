@@ -1,4 +1,7 @@
-"""Source of local and remote files: .txt, .jsonl and .json, which may be compressed, .csv and .parquet."""
+"""Source of local and remote .txt, .jsonl, .json, .csv and .parquet files.
+
+The first three formats may be compressed.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,7 @@ _MIN_MEMOIZED_BYTES = 16 << 20
 class RecordFiles(DataSource):
     """Source of files that are read in order. Files in an object store are downloaded to the cache once.
 
-    A ``.txt`` file is split as ``Fields.text_split`` specifies. Other formats have one record per row.
+    A ``.txt`` file is split according to ``Fields.text_split``. Other formats have one record per row.
 
     Args:
         name: Name of the source in error messages.
@@ -66,13 +69,13 @@ class RecordFiles(DataSource):
 
     @classmethod
     def from_names(cls, names: Sequence[str], settings: SourceSettings) -> RecordFiles | None:
-        """Open the source if all names are URLs, or if all names are local files, folders or patterns.
+        """Open the source if the names are all URLs, or all local files, folders or patterns.
 
         Returns:
-            The source. None if there is only one name and it may be a hub dataset.
+            The source. None if there is only one name and it may be a Hub dataset.
 
         Raises:
-            UserError: If URLs and local files are mixed, or if a setting applies only to hub datasets.
+            UserError: If URLs and local files are mixed, or if a setting applies only to Hub datasets.
             MissingDataError: If one of several names does not exist.
         """
         files_by_path: dict[AnyPath, ListedFile | None] = {}
@@ -103,7 +106,7 @@ class RecordFiles(DataSource):
     def compute_digest(self) -> str:
         """Compute a digest of the contents and of the settings for reading them.
 
-        For remote files, the digest contains URLs, sizes and versions instead of contents, so that nothing is
+        For remote files, the URLs, sizes and versions are digested instead of the contents, so nothing is
         downloaded.
         """
         read_settings = self.fields.cache_key, self.settings.data.max_samples
@@ -126,8 +129,8 @@ class RecordFiles(DataSource):
     def _has_changed(self, old_digest: str) -> bool:
         """Return whether the files have changed. See :meth:`DataSource._has_changed`.
 
-        Always False for remote files, because their downloaded copies are verified against a version and a
-        digest, and no other program writes to these copies.
+        Always False for remote files: their downloaded copies are verified against a version and a digest,
+        and no other program writes to the copies.
         """
         return not self.downloads_to_read and super()._has_changed(old_digest)
 
@@ -139,21 +142,21 @@ class RecordFiles(DataSource):
 
     @property
     def stored_bytes(self) -> int:
-        """Size of all files in bytes."""
+        """Total size of the files in bytes."""
         with convert_read_errors(self.name):
             return sum(map(self._get_size, self._files))
 
     def _get_size(self, path: AnyPath) -> int:
-        """Return the size of one of the files in bytes, without downloading it."""
+        """Return the size of a file in bytes, without downloading it."""
         stored_object = self._files[path]
         return stored_object.size_bytes if stored_object is not None else Path(str(path)).stat().st_size
 
     @property
     def size_bytes(self) -> int | None:
-        """Size of the files in bytes, as an estimate of the size of the text.
+        """Total size of the files in bytes, as an estimate of the size of the text.
 
-        None if there is no estimate, because a file is compressed or in the .parquet format, or because
-        ``data.max_samples`` is set.
+        None if the text may have a different size, because a file is compressed or in the .parquet format,
+        or because ``data.max_samples`` is set.
         """
         unknown = self.settings.data.max_samples is not None or any(
             map(_has_unknown_text_length, self._files)
@@ -161,7 +164,7 @@ class RecordFiles(DataSource):
         return None if unknown else self.stored_bytes
 
     def _read_documents(self) -> Iterator[Document]:
-        """Yield the documents of all files, from at most ``data.max_samples`` records or texts."""
+        """Yield the documents of all files. Stops after ``data.max_samples`` records or texts."""
         remaining = self.settings.data.max_samples or math.inf
         for path in self._files:
             if _is_text_file(path):
@@ -188,7 +191,7 @@ class RecordFiles(DataSource):
     def iter_shards(self, part_bytes: int) -> Iterator[SourceShard]:
         """Yield the files as shards of a stream. See :meth:`DataSource.iter_shards`.
 
-        Uncompressed .jsonl and .parquet files are divided into parts. Other files are not divided.
+        Only uncompressed .jsonl files and .parquet files are divided into parts.
         """
         for path, stored_object in self._files.items():
             size = self._get_size(path)
@@ -205,14 +208,14 @@ class RecordFiles(DataSource):
                 yield SourceShard(opened, f"{path.name} {size} {start}", stop - start)
 
     def remove_local_copies(self) -> None:
-        """Remove the copies of remote files from the cache."""
+        """Remove the local copies of remote files from the cache."""
         for path in self._files:
             if is_in_store(path):
                 shutil.rmtree(self._get_copy_folder(path), ignore_errors=True)
         self._verified_copies.clear()
 
     def _get_copy_folder(self, path: AnyPath) -> Path:
-        """Return the folder for the copy of a remote file. The folder name depends on the URL and version."""
+        """Return the folder for the local copy of a remote file. Its name depends on the URL and version."""
         return (
             self.settings.cache_folder
             / "downloads"
@@ -222,7 +225,7 @@ class RecordFiles(DataSource):
     def _get_local_path(self, path: AnyPath) -> Path:
         """Return the path of a local file, or of the local copy of a remote file.
 
-        If there is no intact copy, the file is downloaded. Other processes that need the copy wait.
+        If there is no intact copy, downloads the file. Other processes that need the copy wait.
 
         Raises:
             UserError: If the remote file has changed since it was listed, or cannot be downloaded.
@@ -255,14 +258,15 @@ class RecordFiles(DataSource):
 
 
 def _refuse_hub_settings(data: DataConfig, subject: str) -> None:
-    """Check that no setting selects a part of a hub dataset, because the source consists of files.
+    """Check that no setting selects part of a Hub dataset, because the source consists of files.
 
     Args:
         data: The ``data`` section of the config.
         subject: Description of the files, used in the error message.
 
     Raises:
-        UserError: If ``data.config_name`` is set, or ``data.split`` is set to a split other than ``train``.
+        UserError: If ``data.config_name`` is set, or ``data.split`` is set to a split other than
+            ``train``.
     """
     for key, value in (("config_name", data.config_name), ("split", data.split)):
         if value is not None and (key, value) != ("split", "train"):
@@ -277,12 +281,12 @@ def _is_text_file(path: AnyPath) -> bool:
 
 
 def _has_unknown_text_length(path: AnyPath) -> bool:
-    """Return whether the size of a file differs from the size of its text, because it is compressed."""
+    """Return whether a file's size differs from the size of its text, because it is compressed."""
     return get_file_format(path) == ".parquet" or is_compressed(path)
 
 
 def _is_copy_intact(copy: Path) -> bool:
-    """Return whether a downloaded copy exists and matches the digest that is stored with it."""
+    """Return whether a downloaded copy exists and matches the digest stored with it."""
     try:
         return (copy.parent / _DIGEST_FILE).read_bytes() == _compute_content_digest(copy)
     except OSError:
@@ -290,11 +294,10 @@ def _is_copy_intact(copy: Path) -> bool:
 
 
 def compute_file_digest(path: Path, settings: SourceSettings) -> bytes:
-    """Compute the digest of a file's contents.
+    """Return the digest of a file's contents, from the cache if possible.
 
-    The digest of a large file is stored in the cache folder, keyed by path, size and time stamps, so that it
-    is computed only once. It is not stored if the file was modified within the last two seconds, or if
-    ``settings.offline`` is set.
+    The digest of a large file is stored in the cache folder, keyed by path, size and timestamps. It is
+    not stored if the file was modified within the last two seconds, or if ``settings.offline`` is set.
 
     Raises:
         UserError: If the file cannot be read.
@@ -321,6 +324,6 @@ def compute_file_digest(path: Path, settings: SourceSettings) -> bytes:
 
 
 def _compute_content_digest(path: Path) -> bytes:
-    """Compute the digest of a file's contents by reading the complete file."""
+    """Read a file, and compute the digest of its contents."""
     with open_file(path) as file:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).digest()

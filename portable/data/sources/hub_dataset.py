@@ -1,4 +1,4 @@
-"""Source of a dataset on the Hugging Face hub."""
+"""Source for a dataset on the Hugging Face Hub."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class HubDataset(DataSource):
-    """Source of a dataset on the Hugging Face hub. The ``datasets`` library downloads it to its own cache."""
+    """Source for a dataset on the Hugging Face Hub, downloaded to the cache of the ``datasets`` library."""
 
     downloads_to_open = True
     downloads_to_read = True
@@ -35,11 +35,11 @@ class HubDataset(DataSource):
 
     @classmethod
     def from_names(cls, names: Sequence[str], settings: SourceSettings) -> HubDataset:
-        """Open the dataset with the first name. Any name is accepted, because this class is tried last."""
+        """Open the dataset with the first name. Accepts any name, because this class is tried last."""
         return cls(names[0], settings)
 
     def _load_dataset(self) -> Any:
-        """Return the dataset. It is loaded once per process and downloaded once per machine.
+        """Return the dataset. It is loaded once per process, and downloaded once per machine.
 
         Raises:
             UserError: If the dataset cannot be loaded.
@@ -69,10 +69,7 @@ class HubDataset(DataSource):
 
     @property
     def class_names(self) -> tuple[str, ...] | None:
-        """Class names of the label column's ``ClassLabel`` feature.
-
-        None if the column is not a ``ClassLabel``.
-        """
+        """Class names of the label column, if it is a ``ClassLabel`` feature. None otherwise."""
         features = getattr(self._load_dataset(), "features", None) or {}
         feature = features.get(self.fields.label)
         for part in () if feature is not None else (self.fields.label or "").split("."):
@@ -88,7 +85,7 @@ class HubDataset(DataSource):
 
     @cached_property
     def _files(self) -> RecordFiles:
-        """Source of the files of the split, which a stream reads instead of the loaded dataset."""
+        """Source for the files of the split. A stream reads them instead of the loaded dataset."""
         settings = self.settings
         return RecordFiles(
             self.name, list_hub_split_files(self.name, settings.data.config_name, settings.split), settings
@@ -96,12 +93,12 @@ class HubDataset(DataSource):
 
     @property
     def stored_bytes(self) -> int:
-        """Size of the split's files in bytes."""
+        """Total size of the split's files in bytes."""
         return self._files.stored_bytes
 
     def iter_shards(self, part_bytes: int) -> Iterator[SourceShard]:
         """Yield the files of the split as shards of a stream. See :meth:`DataSource.iter_shards`.
 
-        Files that are divided into parts are read with range requests and not downloaded.
+        Files that are divided into parts are read with range requests, not downloaded.
         """
         return self._files.iter_shards(part_bytes)

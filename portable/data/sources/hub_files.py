@@ -1,6 +1,6 @@
-"""Listing of the files of a dataset's split, on the hub or in a local folder with the same layout.
+"""List the files of a dataset's split, on the Hub or in a local folder with the same layout.
 
-Only the metadata of the dataset is downloaded here, not the listed files.
+Only the metadata of the dataset is downloaded, not the listed files.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ def list_hub_split_files(name: str, config_name: str | None, split: str) -> dict
     """List the files of a split at the newest revision, in the order of the ``datasets`` library.
 
     Args:
-        name: Name of the dataset on the hub.
-        config_name: Configuration of the dataset. None means the default.
+        name: Name of the dataset on the Hub.
+        config_name: Configuration of the dataset. None selects the default.
         split: Name of the split.
 
     Returns:
         Size of each file, keyed by URL. The version is empty, because the URL contains the revision.
 
     Raises:
-        UserError: If there is no such dataset or split, or its files cannot be streamed.
+        UserError: If there is no such dataset or split, or if its files cannot be streamed.
     """
     from portable.converters.storage.object_store import RemotePath  # not needed for local files
 
@@ -72,10 +72,10 @@ def list_hub_split_files(name: str, config_name: str | None, split: str) -> dict
 
 
 def _list_hub_files(name: str, config_name: str | None, split: str) -> dict[str, dict[str, int]]:
-    """List the files of a split of a dataset on the hub, with their sizes.
+    """List the files and sizes of a split of a Hub dataset.
 
     Returns:
-        Sizes in bytes, keyed by repository, such as ``datasets/owner/name@revision``, and then by path.
+        Sizes in bytes, keyed by repository (such as ``datasets/owner/name@revision``) and then by path.
 
     Raises:
         UserError: If the dataset cannot be loaded, does not have the split, or has files that cannot be
@@ -100,7 +100,7 @@ def _list_hub_files(name: str, config_name: str | None, split: str) -> dict[str,
 
 
 def _fetch_file_sizes(repository: str, files: list[str]) -> dict[str, int]:
-    """Fetch the sizes of files of a repository on the hub.
+    """Fetch the sizes of files in a Hub repository.
 
     Args:
         repository: Repository, such as ``datasets/owner/name@revision``.
@@ -110,7 +110,7 @@ def _fetch_file_sizes(repository: str, files: list[str]) -> dict[str, int]:
         Sizes in bytes, keyed by path.
 
     Raises:
-        UserError: If a file is missing, or the hub cannot be reached.
+        UserError: If a file is missing, or if the Hub cannot be reached.
     """
     from huggingface_hub import HfApi
 
@@ -131,22 +131,22 @@ def _fetch_file_sizes(repository: str, files: list[str]) -> dict[str, int]:
 
 
 def find_split_files_of_folder(name: str, config_name: str | None, split: str) -> list[Path] | None:
-    """List the files of a split of a local folder, in the way that ``load_dataset`` finds them.
+    """List the files of a split in a local folder, as ``load_dataset`` would find them.
 
-    The folder is treated like a dataset with splits if ``config_name`` is set, if its card has settings, as
-    in a copy of a hub dataset, or if its files are named after splits. Without this function, all files of
-    such a folder would be used for training, including the test split.
+    A folder has splits if ``config_name`` is set, if its dataset card has settings (as in a copy of a
+    Hub dataset), or if its files are named after splits. Without this function, all files of such a
+    folder would be used for training, including the test split.
 
     Args:
         name: Path of the folder.
-        config_name: Configuration of the dataset. None means the default.
+        config_name: Configuration of the dataset. None selects the default.
         split: Name of the split.
 
     Returns:
-        Files of the split. None if ``name`` is not a folder, or is a folder without splits.
+        Files of the split. None if ``name`` is not a folder with splits.
 
     Raises:
-        UserError: If there is no such split, or it has files that cannot be read.
+        UserError: If there is no such split, or if its files cannot be read.
     """
     folder = Path(name)
     try:
@@ -169,7 +169,7 @@ def find_split_files_of_folder(name: str, config_name: str | None, split: str) -
 
 
 def _has_card_settings(folder: Path) -> bool:
-    """Return whether a folder has a dataset card that begins with a block of YAML settings."""
+    """Return whether a folder contains a dataset card that begins with a block of YAML settings."""
     check_link_stays_inside("data.source", folder / _CARD_FILE, folder)
     try:
         with open_file(folder / _CARD_FILE, folder) as file:
@@ -179,13 +179,13 @@ def _has_card_settings(folder: Path) -> bool:
 
 
 def check_hub_card(name: str) -> None:
-    """Check that the settings of a dataset on the hub name only files of this dataset.
+    """Check that the settings of a Hub dataset refer only to files of this dataset.
 
-    Downloads the card and the settings file. A file that cannot be downloaded is not checked, because it may
-    not exist, and because loading the dataset will report other problems.
+    Downloads the card and the settings file. A file that cannot be downloaded is skipped: it may not
+    exist, and any other problem is reported when the dataset is loaded.
 
     Raises:
-        UserError: If the settings name another file.
+        UserError: If the settings refer to another file.
     """
     from huggingface_hub import hf_hub_download
 
@@ -198,10 +198,10 @@ def check_hub_card(name: str) -> None:
 
 
 def _check_folder_card(folder: Path) -> None:
-    """Check that the settings of a dataset in a local folder name only files of this folder.
+    """Check that the settings of a local dataset refer only to files in its folder.
 
     Raises:
-        UserError: If the settings name another file.
+        UserError: If the settings refer to another file.
     """
     for path in (folder / _CARD_FILE, folder / _SETTINGS_FILE):
         if path.is_file():
@@ -209,12 +209,12 @@ def _check_folder_card(folder: Path) -> None:
 
 
 def _check_card_file(path: Path) -> None:
-    """Check that the settings in a dataset card or settings file name only files of the dataset.
+    """Check that a dataset card or settings file refers only to files of the dataset.
 
-    Otherwise, the ``datasets`` library would read any file or URL that they name.
+    Otherwise, the ``datasets`` library would read any file or URL in the settings.
 
     Raises:
-        UserError: If the settings name another file, or cannot be parsed.
+        UserError: If the settings refer to another file, or cannot be parsed.
     """
     try:
         text = read_small_text_file(path)
@@ -244,7 +244,7 @@ def _iter_strings(value: Any) -> Iterator[str]:
 
 
 def _has_split_names(folder: Path) -> bool:
-    """Return whether the names of the files in a folder contain both a training and an evaluation split."""
+    """Return whether the file names in a folder contain both a training and an evaluation split."""
     names = [str(file.relative_to(folder)).lower() for file in list_local_files(str(folder)) or ()]
     return all(
         any(re.search(rf"(?<![a-z])({words})(?![a-z])", name) for name in names)
@@ -256,8 +256,8 @@ def _list_split_files(name: str, config_name: str | None, split: str) -> list[st
     """List the files of a split with the ``datasets`` library.
 
     Args:
-        name: Name of the dataset on the hub, or path of its folder.
-        config_name: Configuration of the dataset. None means the default.
+        name: Name of the dataset on the Hub, or path of its folder.
+        config_name: Configuration of the dataset. None selects the default.
         split: Name of the split.
 
     Returns:

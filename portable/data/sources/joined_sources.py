@@ -1,4 +1,4 @@
-"""Combination of the sources of a mixture into one source, so that one tokenizer is trained on all."""
+"""Join the sources of a mixture, so that a single tokenizer can be trained on all of them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
 
 class InterleavedSource(DataSource):
-    """Source that yields one document of each of several sources in turn, until all sources have ended.
+    """Source that yields the documents of several sources in turn, until all of them have ended.
 
     Args:
-        sources: Sources to interleave. The settings of the first source become the settings of this source.
+        sources: Sources to interleave. The result has the settings of the first source.
     """
 
     def __init__(self, sources: Sequence[DataSource]) -> None:
@@ -34,7 +34,7 @@ class InterleavedSource(DataSource):
         return frozenset[bytes]().union(*(source.content_digests for source in self._sources))
 
     def iter_documents(self) -> Iterator[Document]:
-        """Yield one document of each source in turn. The pieces of a document are yielded in succession."""
+        """Yield one document of each source in turn. The pieces of a document stay together."""
         streams = [source.iter_documents() for source in self._sources]
         while streams:
             for stream in tuple(streams):

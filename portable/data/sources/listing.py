@@ -1,4 +1,4 @@
-"""Listing of the files that a path, pattern or URL in ``data.source`` selects."""
+"""List the files that a path, pattern or URL in ``data.source`` selects."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def find_folder_with_file(name: str, required_file: str) -> AnyPath | None:
 
     Args:
         name: Path or URL of the folder.
-        required_file: Name of the file that must be in the folder.
+        required_file: Name of the file that the folder must contain.
 
     Returns:
-        The folder. None if there is no such folder or file, or if the name is a pattern, an invalid path or
-        the URL of a data file.
+        The folder. None if there is no such folder or file, or if the name is a pattern, an invalid
+        path, or the URL of a data file.
     """
     if glob.has_magic(name) or (is_url(name) and get_file_format(name) in FILE_FORMATS):
         return None
@@ -48,10 +48,10 @@ def list_local_files(name: str) -> list[Path] | None:
     """List the files that a path or pattern matches.
 
     Returns:
-        Sorted files. None if ``name`` does not look like a local path, as it may name a hub dataset.
+        Sorted files. None if ``name`` does not look like a local path but may be a Hub dataset.
 
     Raises:
-        UserError: If there is no readable file, or the name is invalid.
+        UserError: If there is no readable file, or if the name is invalid.
     """
     try:
         if "\0" in name:
@@ -65,10 +65,10 @@ def list_local_files(name: str) -> list[Path] | None:
 
 
 def _match_local_files(name: str) -> list[Path] | None:
-    """List the files that a path or pattern matches, without converting errors for invalid names.
+    """List the files that a path or pattern matches. Does not convert the errors for invalid names.
 
     Returns:
-        Sorted files. None if ``name`` does not look like a local path, as it may name a hub dataset.
+        Sorted files. None if ``name`` does not look like a local path but may be a Hub dataset.
 
     Raises:
         MissingDataError: If a path does not exist or a pattern does not match.
@@ -113,13 +113,12 @@ def _match_local_files(name: str) -> list[Path] | None:
 
 
 def list_remote_files(url: str) -> dict[AnyPath, ListedFile]:
-    """List the files in an object store that a URL selects.
+    """List the files in an object store that a URL selects: a single file, a folder, or a pattern.
 
-    The URL names a single file or a folder, or is a pattern. In a folder, hidden files and files with
-    unsupported formats are skipped.
+    In a folder, hidden files and files with unsupported formats are skipped.
 
     Returns:
-        Size and version of each file, keyed by URL and sorted.
+        Size and version of each file, keyed by URL, in sorted order.
 
     Raises:
         UserError: If there is no such file, or if a file or match has an unsupported format.

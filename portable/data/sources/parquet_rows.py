@@ -1,4 +1,4 @@
-"""Reader of .parquet files. It reads one row group at a time, and only the required columns."""
+"""Read .parquet files one row group at a time, and only the required columns."""
 
 from __future__ import annotations
 
@@ -22,9 +22,7 @@ _ROWS, _FEWEST, _BATCH_BYTES = 1024, 8, 128 << 20
 
 @contextmanager
 def open_parquet(raw: io.RawIOBase, name: object, *, pre_buffer: bool = False) -> Iterator[Any]:
-    """Open a ``ParquetFile`` that verifies the checksum of each page, if the page has one.
-
-    Exceptions of pyarrow within this context are converted to UserError.
+    """Open a ``ParquetFile``, and verify the checksums of its pages if they have any.
 
     Args:
         raw: The opened file.
@@ -32,7 +30,7 @@ def open_parquet(raw: io.RawIOBase, name: object, *, pre_buffer: bool = False) -
         pre_buffer: Whether to read the required bytes in a few large requests.
 
     Raises:
-        UserError: If the file is damaged, or its decompressed contents are far larger than the file.
+        UserError: If the file is damaged, or if its decompressed contents are excessively large.
     """
     import pyarrow
     from pyarrow import parquet
@@ -54,15 +52,15 @@ def open_parquet(raw: io.RawIOBase, name: object, *, pre_buffer: bool = False) -
 
 
 def _get_decompressed_bytes(group: Any) -> int:
-    """Return the size of a decompressed row group in bytes.
+    """Return the decompressed size of a row group in bytes.
 
-    Each value of a dictionary-encoded column is counted once, even if many rows contain it.
+    In dictionary-encoded columns, each distinct value counts once, even if many rows contain it.
     """
     return int(group.total_byte_size)
 
 
 def iter_parquet_rows(file: Any, groups: Iterable[int], name: object, fields: Fields) -> Iterator[LocatedRow]:
-    """Yield the rows of some row groups with their locations.
+    """Yield the rows of the given row groups, with their locations.
 
     Args:
         file: The opened ``ParquetFile``.
@@ -89,15 +87,15 @@ def iter_parquet_rows(file: Any, groups: Iterable[int], name: object, fields: Fi
 
 
 def _select_columns(names: list[str], fields: Fields) -> list[str] | None:
-    """Select the columns of a file to read.
+    """Select which columns of a file to read.
 
     Args:
         names: Columns of the file.
         fields: Names of the columns that the task uses.
 
     Returns:
-        Names of the columns. None to read all columns, because the records are not plain text, fields are
-        renamed, or a column is missing or nested.
+        Names of the columns. None if all columns must be read, because the records are not plain text,
+        fields are renamed, or a column is missing or nested.
     """
     if fields.format != "text" or fields.renamed:
         return None
@@ -109,13 +107,13 @@ def _select_columns(names: list[str], fields: Fields) -> list[str] | None:
 def _iter_batch_rows(
     batch: Any, num_rows_before: int, name: object, fields: Fields
 ) -> Iterator[dict[str, Any] | None]:
-    """Yield the rows of a batch. Yields None for a row that cannot be converted and is skipped.
+    """Yield the rows of a batch. Yields None for a bad row that is skipped.
 
     Args:
         batch: Arrow ``RecordBatch``.
-        num_rows_before: Number of rows of the file before the batch, used in error messages.
+        num_rows_before: Number of rows in the file before the batch, used in error messages.
         name: Name of the file, used in error messages.
-        fields: Settings for reading records, which determine whether bad records are skipped.
+        fields: Settings for reading records. They determine whether bad records are skipped.
 
     Raises:
         RecordError: If a row cannot be converted and bad records are not skipped.
@@ -142,11 +140,11 @@ def _iter_batch_rows(
 
 
 def drop_nested_nulls(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Remove the keys with null from the mappings inside the values of a row. Top-level nulls are kept.
+    """Remove nulls from the mappings nested in a row's values. Top-level nulls are kept.
 
-    Arrow stores nested mappings with the keys of all records, and null for the keys that a record does not
-    have. Without this function, the arguments of one tool call would have the keys of the arguments of all
-    tools.
+    Arrow stores every nested mapping with the keys of all records. Keys that a record does not have are
+    null. Without this function, the arguments of a tool call would contain the keys of all tools'
+    arguments.
     """
 
     def drop_inner_nulls(value: Any) -> Any:

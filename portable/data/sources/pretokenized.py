@@ -1,8 +1,8 @@
-"""Source of the tokens that ``portable-data`` wrote before training. They are read as a stream.
+"""Source for tokens that ``portable-data`` wrote before training, which are read as a stream.
 
-``portable-data`` writes a folder or URL with ``tokens.json``, which lists the shards with their sizes, and
-the shards ``shards/000000``, ``shards/000001`` ... Each shard is a token cache. Local shards are read without
-copying them. Remote shards are copied to the cache when they are needed.
+``portable-data`` writes a folder or URL with ``tokens.json``, which lists the shards and their
+sizes, and the shards ``shards/000000``, ``shards/000001`` ... Each shard is a token cache. Local
+shards are read in place. Remote shards are copied to the cache when they are needed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ LAST_FILE = "meta.json"
 
 
 class ShardRecord(NamedTuple):
-    """Entry of a shard in ``tokens.json``. A shard without text has 0, 0 and an empty fingerprint.
+    """Entry of a shard in ``tokens.json``. For a shard without text, it is ``(0, 0, "")``.
 
     Attributes:
         documents: Number of documents.
@@ -54,10 +54,10 @@ class TokenIndex:
     """Content of ``tokens.json``.
 
     Attributes:
-        job_digest: Digest of the settings that determine the tokens, such as the tokenizer and the template.
-            See :attr:`TokenizeJob.digest`.
-        record_format: Format of the records that were tokenized.
-        shards: Entry of each shard, in order.
+        job_digest: Digest of the settings that determine the tokens, such as the tokenizer and the
+            template. See :attr:`TokenizeJob.digest`.
+        record_format: Format of the tokenized records.
+        shards: Entries of all shards, in order.
     """
 
     job_digest: str
@@ -76,7 +76,7 @@ class TokenIndex:
 
 
 def get_shard_folder(folder: AnyPath, number: int) -> AnyPath:
-    """Return the folder or URL of the shard with this number, such as ``shards/000001`` in ``folder``."""
+    """Return the folder or URL of a shard in ``folder``, such as ``shards/000001``."""
     return folder / "shards" / f"{number:06}"
 
 
@@ -84,7 +84,7 @@ def read_index(folder: AnyPath) -> TokenIndex:
     """Read ``tokens.json`` in a folder or at a URL.
 
     Raises:
-        UserError: If the file is missing, damaged or written by a version with another format.
+        UserError: If the file is missing, damaged, or has the format of another version.
     """
     try:
         with convert_storage_errors("data.source"):
@@ -107,16 +107,16 @@ def read_index(folder: AnyPath) -> TokenIndex:
 def _build_folder_finder(file: str) -> Callable[[Path], Path | None]:
     """Build a function that returns a folder if it contains ``file``, and None otherwise.
 
-    :func:`portable.temporary_folder.open_or_build_cache_folder` needs such a function to open a folder.
+    :func:`portable.temporary_folder.open_or_build_cache_folder` uses such a function to open a folder.
     """
     return lambda folder: folder if (folder / file).exists() else None
 
 
 class PretokenizedSource(TokenSource):
-    """Source of the tokens in a folder or at a URL that ``portable-data`` has written.
+    """Source for a folder or URL of tokens that ``portable-data`` has written.
 
     Args:
-        name: Name of the source in error messages.
+        name: Name of the source, used in error messages.
         folder: Folder or URL with ``tokens.json``.
         settings: Settings of the source.
     """
@@ -129,10 +129,10 @@ class PretokenizedSource(TokenSource):
 
     @classmethod
     def from_names(cls, names: Sequence[str], settings: SourceSettings) -> PretokenizedSource | None:
-        """Open the source if ``portable-data`` has written the folder or URL.
+        """Open the source if ``portable-data`` has written one of the folders or URLs.
 
         Returns:
-            Source of the first name with a ``tokens.json``. None if there is no such name.
+            Source for the first name with a ``tokens.json``. None if there is none.
 
         Raises:
             UserError: If ``data.stream`` is not set.
@@ -154,11 +154,11 @@ class PretokenizedSource(TokenSource):
         return compute_text_digest(read_index(self._place).to_json())
 
     def _read_token_chunks(self, vocab_size: int, end: int | None) -> Iterator[TokenChunk]:
-        """Yield nothing, because only the shards from :meth:`iter_shards` contain tokens."""
+        """Yield nothing: the tokens are in the shards from :meth:`iter_shards`."""
         return iter(())
 
     def iter_shards(self, part_bytes: int) -> Iterator[SourceShard]:
-        """Yield the shards that ``portable-data`` has written. They are not divided by ``part_bytes``."""
+        """Yield the shards that ``portable-data`` has written. They are not divided further."""
         index = read_index(self._place)
         for number, (documents, tokens, fingerprint) in enumerate(index.shards):
             folder = get_shard_folder(self._place, number)
@@ -168,7 +168,7 @@ class PretokenizedSource(TokenSource):
     def find_tokenizer_folder(self) -> Path:
         """Return the folder of the tokenizer that ``portable-data`` used.
 
-        If the source is a URL, the tokenizer is copied to the cache, and the folder of the copy is returned.
+        If the source is a URL, copies the tokenizer to the cache, and returns the folder of the copy.
         """
         folder = self._place / TOKENIZER_FOLDER
         if not is_in_store(folder):
@@ -182,7 +182,7 @@ class PretokenizedSource(TokenSource):
 
 
 class PretokenizedShard(TokenSource):
-    """Source of one shard that ``portable-data`` has tokenized.
+    """Source for one shard that ``portable-data`` has tokenized.
 
     Args:
         folder: Folder or URL of the shard.
@@ -206,7 +206,7 @@ class PretokenizedShard(TokenSource):
         self._record_format = index.record_format
 
     def compute_digest(self) -> str:
-        """Compute a digest of the shard's fingerprint and of the settings with which it was tokenized."""
+        """Compute a digest of the shard's fingerprint and of the settings used to tokenize it."""
         return compute_text_digest(f"{self.job_digest} {self._fingerprint}")
 
     def _determine_record_format(self) -> RecordFormat:
@@ -221,19 +221,19 @@ class PretokenizedShard(TokenSource):
         """Do nothing, because ``tokens.json`` has already been read without an error."""
 
     def _read_token_chunks(self, vocab_size: int, end: int | None) -> Iterator[TokenChunk]:
-        """Yield nothing, because the shard is a token cache that is opened directly.
+        """Yield nothing: the shard is a token cache that is opened directly.
 
         See :meth:`find_pretokenized_folder`.
         """
         return iter(())
 
     def find_pretokenized_folder(self, copies_folder: Path, job_digest: str) -> Path:
-        """Return the folder of the shard's token cache. A remote shard is first copied to ``copies_folder``.
+        """Return the folder of the shard's token cache. Copies a remote shard to ``copies_folder`` first.
 
         See :meth:`DataSource.find_pretokenized_folder`.
 
         Raises:
-            UserError: If the shard was tokenized with different settings, or is missing.
+            UserError: If the shard is missing, or was tokenized with different settings.
             NoTextError: If the shard has no documents.
         """
         if job_digest != self.job_digest:

@@ -1,4 +1,4 @@
-"""Conversion of exceptions while reading data to UserErrors of one line that name the file."""
+"""Convert exceptions raised while reading data to one-line UserErrors that name the file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def build_unreadable_error(name: object, error: OSError) -> UserError:
-    """Build the error for a file that the operating system cannot read."""
+    """Build the error for a file that the operating system could not read."""
     return UserError(
         f"data.source: {name}: cannot be read ({to_one_line(error.strerror or error)}); check the file"
     )
@@ -26,10 +26,10 @@ def build_unreadable_error(name: object, error: OSError) -> UserError:
 def convert_read_errors(name: object) -> Iterator[None]:
     """Convert exceptions within this context to UserErrors that name the file ``name``.
 
-    Every reader runs in this context, because parsers raise many exception types for damaged data, and not
-    all of them are documented. See :meth:`portable.data.sources.source.DataSource.iter_rows`. Exceptions of
-    this program are passed on unchanged. Exceptions that only a bug can raise, such as ``NameError``, are
-    also passed on, so that they keep their traceback.
+    Every reader runs in this context, because parsers raise many types of exceptions for damaged data,
+    not all of them documented. See :meth:`portable.data.sources.source.DataSource.iter_rows`. This
+    project's own exceptions are passed on unchanged. Exceptions that only a bug can raise, such as
+    ``NameError``, are also passed on, to keep their traceback.
     """
     with convert_storage_errors("data.source"):
         try:

@@ -1,4 +1,4 @@
-"""Conversion of records to documents, and collection of the errors of records that cannot be read."""
+"""Convert records to documents, and collect the errors of records that cannot be read."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _LOCATION_PATTERN = re.compile(r"^data\.[\w.-]+: (?:.*?:\d+: |.*?: (?:row|record
 
 
 class LocatedRow(NamedTuple):
-    """Record of a source before it is converted to documents, with its location.
+    """Record of a source and its location, before conversion to documents.
 
     Attributes:
         location: Position of the record in its source, such as ``a.jsonl:3``, used in error messages.
@@ -54,9 +54,9 @@ class LocatedRow(NamedTuple):
 
 
 class CsvCell(str):
-    """Text of a cell of a .csv file that may have to be converted to a number later.
+    """Text of a .csv cell that may be converted to a number later.
 
-    A column is only known to contain numbers or names when all of its cells have been read.
+    Whether a column contains numbers or names is known only after all of its cells have been read.
     """
 
     __slots__ = ()
@@ -66,7 +66,7 @@ class CsvCell(str):
 
         Returns:
             An int if the value has no fraction, otherwise a float. None if the cell is not a finite number,
-            or is a code with leading zeros such as 007.
+            or if it is a code with leading zeros, such as 007.
         """
         text = self.strip()
         if not _NUMBER.fullmatch(text) or _LEADING_ZERO.match(text):
@@ -87,13 +87,13 @@ _LEADING_ZERO = re.compile(r"[+-]?0\d")
 def is_whole(number: float) -> bool:
     """Return whether a float is an integer below 2**53 in absolute value.
 
-    Floats represent these integers exactly, so that the conversion to an int loses nothing.
+    Floats represent these integers exactly, so they can be converted to an int without loss.
     """
     return number.is_integer() and abs(number) < 2**53
 
 
 class BadRecords:
-    """Counter of records that are skipped because they cannot be read. The first few errors are printed."""
+    """Counter of skipped records that cannot be read. It prints the first few errors."""
 
     def __init__(self) -> None:
         self._seen: set[str] = set()  # a source is read again, for example to train its tokenizer
@@ -104,12 +104,12 @@ class BadRecords:
         return len(self._seen)
 
     def skip_record(self, error: UserError) -> None:
-        """Count a bad record, and print its error if fewer than :data:`_MAX_PRINTED` were printed.
+        """Count a bad record, and print its error unless :data:`_MAX_PRINTED` errors have been printed.
 
-        Does nothing if an equal error was counted before, because a source is read several times.
+        Does nothing if the same error was counted before, because a source is read several times.
 
         Args:
-            error: Error that names the record.
+            error: Error that contains the location of the record.
         """
         if str(error) in self._seen:
             return
@@ -120,7 +120,7 @@ class BadRecords:
             )
 
     def print_skipped_count(self, name: str) -> None:
-        """Print how many records were skipped, unless the errors of all of them were printed.
+        """Print the number of skipped records, unless the errors of all of them were printed.
 
         Args:
             name: Name of the source.
@@ -134,14 +134,13 @@ class BlankRecords:
     """Counter of records that are skipped because their text or target is blank.
 
     Attributes:
-        num_skipped: Number of blank records since the count was last reset. It is reset before each pass over
-            the source.
+        num_skipped: Number of blank records in the current pass over the source.
     """
 
     num_skipped: int = 0
 
     def describe_skipped(self, name: str, fields: Fields) -> list[str]:
-        """Describe the blank records that were skipped, for a note to the user.
+        """Describe the skipped blank records, for a note to the user.
 
         Args:
             name: Name of the source.
@@ -158,10 +157,10 @@ class BlankRecords:
 
 
 class CollectedErrors(BadRecords):
-    """Collection of the errors of a source's bad records, so that one message can list them.
+    """Collector of the errors of a source's bad records, which lists them in a single message.
 
     Args:
-        seconds: Time limit for collecting, in seconds.
+        seconds: Time limit for collecting errors, in seconds.
     """
 
     def __init__(self, seconds: float = 20.0) -> None:
@@ -171,10 +170,10 @@ class CollectedErrors(BadRecords):
         self._until = time.monotonic() + seconds
 
     def skip_record(self, error: UserError) -> None:
-        """Collect the error of a bad record, unless an equal error was collected before.
+        """Collect the error of a bad record, unless the same error was collected before.
 
         Raises:
-            EnoughErrors: If enough errors are collected, or the time limit has passed.
+            EnoughErrors: If enough errors have been collected, or if the time limit has passed.
         """
         if str(error) not in self._seen:
             self._seen.add(str(error))
@@ -182,10 +181,10 @@ class CollectedErrors(BadRecords):
         self.raise_if_enough()
 
     def raise_if_enough(self) -> None:
-        """Stop collecting if enough errors are collected or the time limit has passed.
+        """Stop collecting if there are enough errors, or if the time limit has passed.
 
         Raises:
-            EnoughErrors: If collecting stops. ``has_read_everything`` is False from then on.
+            EnoughErrors: If collecting stops. ``has_read_everything`` is then set to False.
         """
         if len(self.errors) >= _MOST_COLLECTED or time.monotonic() > self._until:
             self.has_read_everything = False
@@ -193,11 +192,11 @@ class CollectedErrors(BadRecords):
 
     @property
     def count_by_kind(self) -> Counter[str]:
-        """Number of errors, keyed by a description of the mistake."""
+        """Number of errors of each kind, keyed by a description of the mistake."""
         return Counter(_describe_error_kind(str(error)) for error in self.errors)
 
     def to_error(self, name: str) -> UserError:
-        """Build the error that lists the first records and counts all errors by kind.
+        """Build the error that lists the first bad records and counts all errors by kind.
 
         Args:
             name: Name of the source, used in the error message.
@@ -216,13 +215,14 @@ class CollectedErrors(BadRecords):
 
 
 class EnoughErrors(Exception):  # noqa: N818  (a signal)
-    """Exception that stops reading a source, because enough of its bad records are collected."""
+    """Raised to stop reading a source when enough errors have been collected."""
 
 
 def _describe_error_kind(line: str) -> str:
     """Describe the mistake in an error line, without the record's location and the remedy.
 
-    Quoted values and numbers are replaced by placeholders, so that equal mistakes have equal descriptions.
+    Placeholders replace quoted values and numbers, so that errors of the same kind have the same
+    description.
     """
     kind = _LOCATION_PATTERN.sub("", line).partition(";")[0]
     kind = re.sub(r"'[^']*'", "'...'", kind)
@@ -231,10 +231,10 @@ def _describe_error_kind(line: str) -> str:
 
 @dataclass(frozen=True)
 class Fields:
-    """Names of the columns of a record to read, and settings for reading them.
+    """Names of a record's columns to read, and settings for reading them.
 
-    The name of a column is None if the task does not use the column. The ``repr`` of this class is part of
-    cache keys, so that renaming or adding an attribute would invalidate all token caches.
+    The name of a column is None if the task does not use it. The ``repr`` of this class is part of
+    cache keys, so renaming or adding an attribute would invalidate all token caches.
     """
 
     text: str = "text"
@@ -263,10 +263,10 @@ class Fields:
     """Roles whose messages contribute to the loss, for conversations."""
 
     def skip_record_or_raise(self, error: UserError) -> None:
-        """Count the record that ``error`` names as skipped, or raise the error if bad records end the run.
+        """Count the bad record as skipped, or raise an error if the settings do not allow bad records.
 
         Raises:
-            RecordError: If a bad record ends the run. It has the message of ``error``.
+            RecordError: If bad records are not allowed. The message is the same as in ``error``.
         """
         if self.bad is None:
             raise RecordError(str(error)) from error.__cause__
@@ -274,9 +274,9 @@ class Fields:
 
     @property
     def cache_key(self) -> str:
-        """All settings that determine the documents of a record, as text for cache keys.
+        """Text for cache keys, with all settings that determine the documents of a record.
 
-        If the format is not detected yet, the format in the key is ``text``.
+        If the format has not been detected yet, ``text`` is used.
         """
         roles = () if self.roles == DEFAULT_TRAINED_ROLES else sorted(self.roles)
         kinds = () if self.label is None else ("whole numbers are classes",)
@@ -294,11 +294,11 @@ def parse_record(row: Mapping[str, Any], fields: Fields, location: str) -> list[
         location: Location of the record in its source, used in error messages.
 
     Returns:
-        One document. No document if the text or target is blank or the record is skipped. Two documents for a
-        preference: the chosen one and the rejected one.
+        One document, or two for a preference: the chosen one and the rejected one. Empty if the text or
+        target is blank, or if the record is skipped.
 
     Raises:
-        UserError: If the record cannot be read and ``fields`` does not skip bad records.
+        UserError: If the record cannot be read, and ``fields`` does not skip bad records.
     """
     try:
         row = rename_fields(row, fields, location)
@@ -332,13 +332,13 @@ def parse_record(row: Mapping[str, Any], fields: Fields, location: str) -> list[
 
 
 def rename_fields(row: Mapping[str, Any], fields: Fields, location: str) -> Mapping[str, Any]:
-    """Rename the fields of a record to the names that its format expects, as ``data.columns`` specifies.
+    """Rename the fields of a record to the names that its format requires, according to ``data.columns``.
 
     Returns:
-        A copy with the new names. The record itself if ``data.columns`` does not rename fields.
+        A copy with the new names, or the record itself if ``data.columns`` does not rename fields.
 
     Raises:
-        UserError: If the record does not have a field that ``data.columns`` names.
+        UserError: If a field in ``data.columns`` is missing in the record.
     """
     if not fields.renamed:
         return row
@@ -350,7 +350,7 @@ def rename_fields(row: Mapping[str, Any], fields: Fields, location: str) -> Mapp
 def _parse_text_field(
     row: Mapping[str, Any], key: str, name: str, location: str, *, pairs: bool = False
 ) -> str:
-    """Read a field that must be a string. Lone surrogates are replaced.
+    """Read a field that must be a string. Replaces lone surrogates.
 
     See :func:`_get_required_field` for the arguments.
 
@@ -373,7 +373,7 @@ def _parse_text_field(
 def _parse_number_field(row: Mapping[str, Any], name: str, location: str) -> float:
     """Read a number from an additional column of ``data.columns``.
 
-    Cells of .csv files are parsed, and booleans become 0 or 1.
+    Parses cells of .csv files, and converts booleans to 0 or 1.
 
     Raises:
         UserError: If the field is missing or is not a finite number.
@@ -394,8 +394,8 @@ def _parse_label_field(row: Mapping[str, Any], name: str, location: str) -> Labe
     """Read the label of a record.
 
     Returns:
-        A class or number, or a tuple if the field is a list. A boolean becomes an int, but a float in a list.
-        A float without a fraction becomes an int, but not in a list.
+        A class or number, or a tuple of these if the field is a list. Booleans are converted to int, or
+        to float in a list. A float without a fraction is converted to int, except in a list.
 
     Raises:
         UserError: If the field is missing or is not a label.
@@ -412,7 +412,7 @@ def _parse_label_field(row: Mapping[str, Any], name: str, location: str) -> Labe
 
 
 def _validate_label(value: Any, name: str, location: str) -> int | float | str:
-    """Check one label and convert a boolean to an integer.
+    """Check a single label, and convert booleans to integers.
 
     Args:
         value: A label, or an item of a list of labels.
@@ -447,7 +447,7 @@ def _get_required_field(
 
     Args:
         row: Values of the record, keyed by field.
-        key: Setting that names the field, without ``data.``, used in error messages.
+        key: Setting with the name of the field, without ``data.``, used in error messages.
         name: Name of the field.
         location: Location of the record in its source, used in error messages.
         pairs: Whether the error message may also suggest ``data.text_pair_field``.
@@ -470,14 +470,14 @@ def _get_required_field(
 
 
 def refuse_columns(fields: Fields, subject: str) -> None:
-    """Check that no setting names a column, for a source that has only text.
+    """Check that the settings do not refer to columns, for a source that has only text.
 
     Args:
         fields: Names of the columns to read.
         subject: Description of the source, used in the error message.
 
     Raises:
-        UserError: If the settings name a column, or a format that is not text.
+        UserError: If the settings refer to a column, or to a format other than text.
     """
     if fields.format not in (None, "text"):
         raise UserError(

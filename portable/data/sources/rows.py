@@ -1,4 +1,4 @@
-"""Readers of local files: documents of .txt files, and rows of .jsonl, .json, .parquet and .csv files."""
+"""Read local files: documents of .txt files, and rows of .jsonl, .json, .parquet and .csv files."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 
 def iter_text_documents(path: Path, name: str, split: str) -> Iterator[Document]:
-    """Yield the documents of a .txt file. Long documents are yielded in pieces.
+    """Yield the documents of a .txt file. Long documents are split into pieces.
 
     Args:
         path: Path of the local file, which may be compressed.
         name: Name of the file, used in error messages.
-        split: Unit of a document: ``file``, ``paragraph`` or ``line``.
+        split: Unit that becomes a document: ``file``, ``paragraph`` or ``line``.
     """
     with (
         convert_read_errors(name),
@@ -45,7 +45,7 @@ def iter_text_documents(path: Path, name: str, split: str) -> Iterator[Document]
 def _iter_document_pieces(file: io.TextIOBase, name: str) -> Iterator[Document]:
     """Yield the text of a file as one document.
 
-    A long text is yielded in pieces that end at line ends if possible. Yields nothing for a blank file.
+    A long text is split into pieces, at line ends if possible. Yields nothing for a blank file.
     """
     text, has_text = "", False
     piece = file.read(PIECE_CHARS)
@@ -65,9 +65,9 @@ def _iter_document_pieces(file: io.TextIOBase, name: str) -> Iterator[Document]:
 
 
 def _check_characters(text: str, name: str) -> None:
-    """Check that a text that was decoded as UTF-8 is not UTF-16 without a byte order mark.
+    """Check that text decoded as UTF-8 is not actually UTF-16 without a byte order mark.
 
-    UTF-16 text of mostly ASCII characters is also valid UTF-8, with a NUL character after each character.
+    UTF-16 text with mostly ASCII characters is also valid UTF-8, but with a NUL after each character.
 
     Raises:
         UserError: If more than a quarter of the characters are NUL.
@@ -77,9 +77,9 @@ def _check_characters(text: str, name: str) -> None:
 
 
 def _iter_split_text(file: io.TextIOBase, name: str, split: str) -> Iterator[Document]:
-    """Yield one document per line or paragraph, without its line end. Long documents are yielded in pieces.
+    """Yield one document per line or paragraph, without its line end. Splits long documents into pieces.
 
-    Blank lines separate paragraphs. Blank lines are not documents.
+    Paragraphs are separated by blank lines. A blank line is never a document.
 
     Args:
         file: The opened text file.
@@ -135,7 +135,7 @@ def iter_file_rows(path: Path, name: str, fields: Fields) -> Iterator[LocatedRow
 
 
 def _open_decompressed(path: Path) -> io.BufferedReader:
-    """Open a local file for reading its contents, decompressed if its suffix names a compression."""
+    """Open a local file for reading, and decompress it if its suffix is a compression suffix."""
     return open_decompressed(io.BufferedReader(open_file(path), 1 << 20), path)
 
 
@@ -158,13 +158,13 @@ def parse_json_row(line: bytes, location: str, fields: Fields) -> Mapping[str, A
     Args:
         line: The line, in UTF-8.
         location: Location of the line, used in error messages.
-        fields: Settings for reading records, which determine whether bad records are skipped.
+        fields: Settings for reading records. They determine whether bad records are skipped.
 
     Returns:
-        The object. None if the line is blank or is skipped as a bad record.
+        The object. None if the line is blank, or if it is skipped as a bad record.
 
     Raises:
-        RecordError: If the line is not a JSON object and bad records are not skipped.
+        RecordError: If the line is not a JSON object, and bad records are not skipped.
     """
     if not line.strip():
         return None
@@ -194,9 +194,9 @@ _INCOMPLETE_TAIL_CHARS = 16  # an error in this many last characters may be caus
 
 
 def _iter_json_rows(path: Path, name: str, fields: Fields) -> Iterator[LocatedRow]:
-    """Yield the rows of a .json file: the objects of one list, or objects one after the other.
+    """Yield the rows of a .json file, which contains a list of objects or a sequence of objects.
 
-    The file is read in blocks, so that it does not need to fit into memory.
+    Reads the file in blocks, so it does not have to fit into memory.
 
     Raises:
         UserError: If the file is not valid JSON, or if an item is not an object and bad records are not

@@ -1,7 +1,8 @@
-"""Sources of tokens in Mosaic Streaming (MDS) and litdata, and in datasets saved with ``save_to_disk``.
+"""Sources of tokens in Mosaic Streaming (MDS) and litdata shards, and in ``save_to_disk`` datasets.
 
-A shard of Mosaic Streaming or litdata starts with the number of samples, the offset of each sample and the
-offset of the end. An ``index.json`` in the same folder describes the samples. Each sample is a document.
+A Mosaic Streaming or litdata shard starts with the number of samples and the offset of each sample,
+followed by the end offset. An ``index.json`` in the same folder describes the samples. Each sample
+is a document.
 """
 
 from __future__ import annotations
@@ -59,16 +60,16 @@ _DOCUMENTS_PER_BATCH = 1000  # documents of a saved dataset that are read at a t
 
 
 class ShardedFolder(NamedTuple):
-    """Folder or URL with shards of tokens, and the content of its ``index.json``."""
+    """Folder or URL that contains token shards, and the content of its ``index.json``."""
 
     folder: AnyPath
     index_content: dict[str, Any]
 
 
 class ShardLayout(TypedDict, total=False):
-    """Description of one shard of tokens, from ``index.json``. Its ``repr`` identifies the shard.
+    """Description of one token shard in ``index.json``. Its ``repr`` identifies the shard.
 
-    The keys from ``compression`` on are present only for shards of Mosaic Streaming.
+    The keys from ``compression`` on are present only in Mosaic Streaming shards.
     """
 
     file: str
@@ -94,13 +95,13 @@ class ShardLayout(TypedDict, total=False):
 
 
 def find_sharded_folder(name: str) -> ShardedFolder | None:
-    """Find shards that Mosaic Streaming or litdata has written.
+    """Find the shards in a folder written by Mosaic Streaming or litdata.
 
     Args:
         name: Path or URL.
 
     Returns:
-        The folder with its index. None if ``name`` is not a folder with the ``index.json`` of such shards.
+        The folder and its index. None if ``name`` is not such a folder.
     """
     if (folder := find_folder_with_file(name, "index.json")) is None:
         return None
@@ -115,15 +116,15 @@ def find_sharded_folder(name: str) -> ShardedFolder | None:
 
 
 def parse_shard_layouts(index: dict[str, Any], name: str) -> list[ShardLayout]:
-    """Parse the layout of each shard from the content of ``index.json``.
+    """Parse the layouts of all shards from the content of ``index.json``.
 
     Args:
         index: Content of ``index.json``.
         name: Name of the source, used in error messages.
 
     Raises:
-        UserError: If the shards do not contain tokens, are encoded in an unsupported way, or the index is
-            damaged.
+        UserError: If the shards do not contain tokens or have an unsupported encoding, or if the index
+            is damaged.
     """
     try:
         if not index.get("shards", index.get("chunks")):
@@ -170,7 +171,7 @@ def _parse_mosaic_shard(shard: dict[str, Any], name: str) -> ShardLayout:
         name: Name of the source, used in error messages.
 
     Raises:
-        UserError: If the shard does not have a column of tokens, or its encoding or compression is not
+        UserError: If the shard has no column of tokens, or if its encoding or compression is not
             supported.
     """
     names: list[str] = shard["column_names"]
@@ -210,7 +211,7 @@ def _parse_mosaic_shard(shard: dict[str, Any], name: str) -> ShardLayout:
 
 
 class ShardedTokens(TokenSource):
-    """Source of the tokens in shards of Mosaic Streaming or litdata. The shards are read in order.
+    """Source of tokens in Mosaic Streaming or litdata shards, which are read in order.
 
     Args:
         folder: Folder or URL of the shards.
@@ -226,7 +227,7 @@ class ShardedTokens(TokenSource):
 
     @classmethod
     def from_names(cls, names: Sequence[str], settings: SourceSettings) -> ShardedTokens | None:
-        """Open the shards if the name is a folder or URL that Mosaic Streaming or litdata has written.
+        """Open the shards if the name is a folder or URL written by Mosaic Streaming or litdata.
 
         Returns:
             The source. None if the name is not such a folder, if there are several names, or if
@@ -247,7 +248,7 @@ class ShardedTokens(TokenSource):
     def compute_digest(self) -> str:
         """Compute a digest of the layouts, and of the contents or versions of the files.
 
-        For remote files, the digest contains sizes and versions instead of contents, so that nothing is
+        For remote files, the sizes and versions are digested instead of the contents, so nothing is
         downloaded.
         """
         digest = hashlib.blake2b(repr(self._pieces).encode(), digest_size=16)
@@ -261,14 +262,14 @@ class ShardedTokens(TokenSource):
         return digest.hexdigest()
 
     def iter_shards(self, part_bytes: int) -> Iterator[SourceShard]:
-        """Yield each shard of the folder as one shard of a stream. Shards are not divided."""
+        """Yield each shard of the folder as one shard of a stream. They are not divided further."""
         for piece in self._pieces:
             yield SourceShard(
                 partial(ShardedTokens, self._place, [piece]), repr(piece), int(piece["bytes"] or 0)
             )
 
     def check_readable(self) -> None:
-        """Read the first shard to check that it is intact. Does nothing if the shards are remote.
+        """Check that the first shard is intact. Does nothing if the shards are remote.
 
         Raises:
             UserError: If the shard is damaged.
@@ -330,7 +331,7 @@ class ShardedTokens(TokenSource):
 
 
 def _parse_shard_documents(data: bytes, piece: ShardLayout) -> list[npt.NDArray[Any]]:
-    """Parse the tokens of each sample of a shard.
+    """Parse the tokens of each sample in a shard.
 
     Args:
         data: Decompressed content of the shard.
@@ -375,11 +376,11 @@ def find_saved_dataset_folder(name: str, split: str) -> Path | None:
 
     Args:
         name: Path of the folder.
-        split: Split to select if the dataset was saved with several splits.
+        split: Split to select if the dataset has several splits.
 
     Returns:
-        The folder, or its subfolder for ``split`` if it has several splits. None if ``name`` is not such a
-        folder.
+        The folder, or its subfolder for ``split`` if there are several splits. None if ``name`` is not
+        the folder of a saved dataset.
 
     Raises:
         UserError: If the folder has several splits, but not ``split``.
@@ -406,10 +407,10 @@ def _build_not_saved_error(folder: object, error: Exception) -> UserError:
 
 
 def _load_saved_dataset(folder: str) -> Any:
-    """Load a dataset saved with ``save_to_disk``, after checking that its metadata names only its own files.
+    """Load a dataset saved with ``save_to_disk``, after checking that it refers only to its own files.
 
     Raises:
-        UserError: If the metadata names other files, or the dataset cannot be loaded.
+        UserError: If the metadata refers to other files, or if the dataset cannot be loaded.
     """
     datasets = import_datasets(f"reading {folder}")
     try:
@@ -442,11 +443,11 @@ class SavedDataset(HubDataset):
     def from_names(cls, names: Sequence[str], settings: SourceSettings) -> DataSource | None:  # type: ignore[override]
         """Open a dataset that was saved with ``save_to_disk``, either as records or as tokens.
 
-        It is opened as records if ``data.max_samples`` is set, or if it has columns of records and no column
-        of tokens. Columns of records have the usual names, or names in ``data.columns``.
+        It is opened as records if ``data.max_samples`` is set, or if it has record columns (with the usual
+        names or those in ``data.columns``) and no token column.
 
         Returns:
-            A source of records or tokens. None if the names are not one saved dataset.
+            A source of records or tokens. None if the names are not a single saved dataset.
 
         Raises:
             UserError: If the metadata of the dataset cannot be read.
@@ -477,7 +478,7 @@ class SavedDataset(HubDataset):
 
     @property
     def stored_bytes(self) -> int:
-        """Always 0, because the size is only used to divide a stream, and the dataset cannot be streamed."""
+        """Always 0. The size is only used to divide a stream, but the dataset cannot be streamed."""
         return 0
 
     def iter_shards(self, part_bytes: int) -> Iterator[SourceShard]:
@@ -486,7 +487,7 @@ class SavedDataset(HubDataset):
 
 
 class SavedTokenDataset(TokenSource):
-    """Source of a dataset with a column of tokens, saved with ``save_to_disk``. Each row is a document."""
+    """Source of tokens from a column of a dataset saved with ``save_to_disk``. Each row is a document."""
 
     def compute_digest(self) -> str:
         """Compute a digest of all files of the dataset."""
@@ -497,21 +498,21 @@ class SavedTokenDataset(TokenSource):
         raise _build_not_streamed_error(self)
 
     def check_readable(self) -> None:
-        """Check that the dataset can be loaded and has a column of tokens.
+        """Check that the dataset can be loaded and has a token column.
 
         Raises:
-            UserError: If it cannot be loaded or has no such column.
+            UserError: If it cannot be loaded or has no token column.
         """
         self._open_token_column()
 
     def _open_token_column(self) -> tuple[Any, str]:
-        """Open the column of tokens.
+        """Open the token column.
 
         Returns:
             The dataset with only this column, and the name of the column.
 
         Raises:
-            UserError: If there is no such column.
+            UserError: If there is no token column.
         """
         dataset = _load_saved_dataset(self.name)
         column = next(
@@ -542,5 +543,5 @@ class SavedTokenDataset(TokenSource):
 
 
 def _build_not_streamed_error(source: DataSource) -> UserError:
-    """Build the error for a saved dataset with ``data.stream``."""
+    """Build the error for using a saved dataset with ``data.stream``."""
     return UserError(f"data.stream: {source.name} was saved with save_to_disk; set data.stream to false")

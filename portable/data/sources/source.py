@@ -1,9 +1,9 @@
-"""Base classes of all sources, and the settings of a source.
+"""Base classes of all data sources, and the settings of a source.
 
 Each kind of source is a subclass of :class:`DataSource` in a separate file. Its method
-:meth:`DataSource.from_names` opens a source if the names in ``data.source`` are of this kind. The class
-yields records, documents or tokens, and computes a digest of them. To add a kind, implement a subclass and
-add it to ``list_source_classes`` in ``source_kinds.py``.
+:meth:`DataSource.from_names` opens the source if the names in ``data.source`` are of this kind. The
+source then yields records, documents or tokens, and computes their digest. To add a kind, implement
+a subclass and add it to ``list_source_classes`` in ``source_kinds.py``.
 """
 
 from __future__ import annotations
@@ -66,12 +66,12 @@ class SourceSettings:
     """Settings of one source.
 
     Attributes:
-        data: The ``data`` section of the config, with the values of this source.
+        data: The ``data`` section for this source.
         task: Task of the model, one of ``TASKS``.
         config_key: Dotted key of the source in the config, used in error messages.
-        offline: Whether nothing may be written or downloaded.
-        bad_records: Counter or collector of records that cannot be read. If None, ``data.on_bad_record``
-            determines whether such records are skipped or end the run.
+        offline: Whether to avoid all writes and downloads.
+        bad_records: Counter or collector of records that cannot be read. If None,
+            ``data.on_bad_record`` determines whether they are skipped or end the run.
     """
 
     data: DataConfig
@@ -82,7 +82,7 @@ class SourceSettings:
 
     @cached_property
     def fields(self) -> Fields:
-        """Names of the columns of a record to read, and settings for reading them."""
+        """Names of a record's columns to read, and settings for reading them."""
         data, kind = self.data, self.data.format
         labelled, translated = self.task == CLASSIFICATION, self.task == SEQ2SEQ
         return Fields(
@@ -100,9 +100,9 @@ class SourceSettings:
         )
 
     def with_format(self, kind: RecordFormat) -> SourceSettings:
-        """Return a copy of the settings in which ``data.format`` is ``kind``.
+        """Return a copy of the settings with ``data.format`` set to ``kind``.
 
-        The copy has the same counter of bad records, so that each record is printed and counted once.
+        The copy shares the counter of bad records, so each bad record is printed and counted only once.
         """
         data = self.data.model_copy(update={"format": kind})
         return replace(self, data=data, bad_records=self.fields.bad)
@@ -111,7 +111,7 @@ class SourceSettings:
     def has_conversations(self) -> bool:
         """Whether the records are conversations, completions or preferences instead of texts.
 
-        Always False if ``data.format`` is ``auto``, because the format is not detected yet.
+        Always False if ``data.format`` is ``auto``, because the format has not been detected yet.
         """
         return self.data.format not in ("auto", "text", CUSTOM_SAMPLES)
 
@@ -122,18 +122,18 @@ class SourceSettings:
 
     @property
     def split(self) -> str:
-        """Name of the split of a dataset to read, ``train`` by default."""
+        """Name of the dataset split to read. Defaults to ``train``."""
         return self.data.split or "train"
 
     @property
     def cache_folder(self) -> Path:
-        """Folder of the cache for this source. Streams use a subfolder."""
+        """Cache folder for this source. Streams use a subfolder."""
         folder = get_default_cache_dir() if self.data.cache_dir is None else Path(self.data.cache_dir)
         return folder / STREAMS_FOLDER if self.data.stream else folder
 
     @property
     def tokenizer_languages(self) -> dict[str, Any]:
-        """Keyword arguments of :func:`portable.data.tokens.tokenizer.load_tokenizer` for the languages.
+        """Language arguments for :func:`portable.data.tokens.tokenizer.load_tokenizer`, keyed by name.
 
         Empty if the task is not seq2seq.
         """
@@ -143,9 +143,9 @@ class SourceSettings:
 
     @contextmanager
     def convert_errors(self) -> Iterator[None]:
-        """Convert UserErrors within this context so that they name the settings of this source.
+        """Convert UserErrors within this context, so that they refer to the settings of this source.
 
-        For example, ``data.source`` in the message becomes ``data.sources.news.source``.
+        For example, ``data.source`` in a message becomes ``data.sources.news.source``.
         """
         try:
             yield
@@ -158,9 +158,9 @@ class SourceSettings:
             raise kind(self._replace_config_key(str(error))) from error
 
     def _replace_config_key(self, message: str) -> str:
-        """Replace ``data.`` before the name of a setting in an error message by the key of this source.
+        """Replace the prefix ``data.`` of a setting in an error message with the key of this source.
 
-        If the message then does not contain the key, the key is added in front of the message.
+        If the message then does not contain the key, the key is added at its start.
         """
         settings = "|".join(SourceConfig.model_fields)
         message = re.sub(rf"\bdata\.(?=({settings})\b)", f"{self.config_key}.", message)
@@ -172,13 +172,13 @@ class SourceShard:
     """One shard of a stream: a file, a part of a file, or pretokenized data.
 
     Attributes:
-        open_source: Function that opens the shard with given settings. Each call opens the file again, so
-            that changes of the file are detected.
-        identity: Text that identifies the content, such as name and size. It does not depend on the machine
-            and is known without reading the shard.
+        open_source: Function that opens the shard with given settings. Each call opens the file again,
+            to detect changes.
+        identity: Text that identifies the content, such as name and size. It is independent of the
+            machine, and known without reading the shard.
         size_bytes: Size of the shard in bytes.
-        num_tokens: Number of tokens. None if it is only known after tokenizing.
-        fingerprint: Fingerprint of the tokens. Empty if it is only known after tokenizing.
+        num_tokens: Number of tokens. None if not known before tokenizing.
+        fingerprint: Fingerprint of the tokens. Empty if not known before tokenizing.
     """
 
     open_source: Callable[[SourceSettings], DataSource]
@@ -192,11 +192,11 @@ class DataSource(ABC):
     """Source of documents that can be read repeatedly in a fixed order.
 
     Args:
-        name: Name of the source in error messages, such as the path in the config.
+        name: Name of the source for error messages, such as the path in the config.
         settings: Settings of the source.
 
     Raises:
-        UserError: If the settings name a column, but this kind of source has only text.
+        UserError: If the settings refer to a column, but this kind of source has only text.
     """
 
     downloads_to_open = False
@@ -212,17 +212,17 @@ class DataSource(ABC):
 
     @classmethod
     def from_names(cls, names: Sequence[str], settings: SourceSettings) -> DataSource | None:
-        """Open the source if its names are of the kind that this class reads.
+        """Open the source if this class can read sources with these names.
 
         Args:
             names: Entries of ``data.source``.
             settings: Settings of the source.
 
         Returns:
-            The source. None if the names are of another kind, so that the next class is tried.
+            The source. None if the names belong to another kind of source; the next class is then tried.
 
         Raises:
-            UserError: If the names are of this kind, but the source cannot be used.
+            UserError: If the names belong to this kind of source, but it cannot be used.
         """
         return None
 
@@ -231,10 +231,10 @@ class DataSource(ABC):
         self._apply_settings(settings)
 
     def _apply_settings(self, settings: SourceSettings) -> None:
-        """Store the settings and reset the cache key, which depends on them.
+        """Store the settings, and reset the cache key, which depends on them.
 
         Raises:
-            UserError: If the settings name a column, but this kind of source has only text.
+            UserError: If the settings refer to a column, but this kind of source has only text.
         """
         if self.only_text:
             refuse_columns(settings.fields, self.only_text)
@@ -243,20 +243,20 @@ class DataSource(ABC):
 
     @property
     def fields(self) -> Fields:
-        """Names of the columns of a record to read, and settings for reading them."""
+        """Names of a record's columns to read, and settings for reading them."""
         return self.settings.fields
 
     @property
     def description(self) -> str:
-        """Name of the source, and facts such as its size that are known without reading it."""
+        """Name of the source, with facts that are known without reading it, such as its size."""
         return self.name
 
     @property
     def cache_key(self) -> str:
         """Digest that identifies the source in the cache.
 
-        :meth:`compute_digest` computes the digest on the first access. It is then kept until the settings
-        change, even if the files change.
+        It is computed by :meth:`compute_digest` on the first access, and kept until the settings change,
+        even if the files change.
         """
         if self._cache_key is None:
             self._cache_key = self.compute_digest()
@@ -267,15 +267,15 @@ class DataSource(ABC):
         """Compute a digest of the current content and of the settings for reading it."""
 
     def detect_and_set_format(self) -> RecordFormat:
-        """Detect the format of the records from the first record, and store it in the settings.
+        """Detect the format of the first record, and store it in the settings.
 
-        If the settings already define the format, nothing is read.
+        Reads nothing if the settings already define the format.
 
         Returns:
             The format. ``text`` if there are no records.
 
         Raises:
-            UserError: If several formats fit the record, or it cannot be read.
+            UserError: If several formats fit the record, or if it cannot be read.
         """
         try:
             kind = self._determine_record_format()
@@ -286,9 +286,9 @@ class DataSource(ABC):
         return kind
 
     def _determine_record_format(self) -> RecordFormat:
-        """Detect the format of the records from the first valid record, without changing the settings.
+        """Detect the format of the first valid record, without changing the settings.
 
-        Returns the format of the settings if they define it, and ``text`` if there are no records.
+        Returns the format in the settings if it is defined there, and ``text`` if there are no records.
         """
         if self.fields.format is not None:
             return self.fields.format
@@ -306,7 +306,7 @@ class DataSource(ABC):
     def iter_rows(self) -> Iterator[LocatedRow]:
         """Yield each record with its location. Yields nothing for plain text, which has no records.
 
-        Subclasses implement :meth:`_read_rows`. This method converts exceptions while reading to UserError.
+        Subclasses implement :meth:`_read_rows`. This method converts its exceptions to UserError.
 
         Raises:
             UserError: If a file is damaged.
@@ -315,14 +315,15 @@ class DataSource(ABC):
             yield from self._read_rows()
 
     def _read_rows(self) -> Iterator[LocatedRow]:
-        """Yield each record with its location. Subclasses with records override this method."""
+        """Yield each record with its location. Overridden by subclasses that have records."""
         return iter(())
 
     def iter_documents(self) -> Iterator[Document]:
         """Yield the nonempty documents in a fixed order.
 
         Raises:
-            UserError: If the source or some of its records cannot be read. The message lists bad records.
+            UserError: If the source or some of its records cannot be read. The message lists the bad
+                records.
         """
         try:
             with convert_read_errors(self.name):
@@ -336,15 +337,15 @@ class DataSource(ABC):
             yield from parse_record(row, self.fields, location)
 
     def collect_record_errors(self, first: RecordError) -> UserError:
-        """Read the source again from its start and build the error that lists its bad records.
+        """Read the source again from the start, and build an error that lists its bad records.
 
         Args:
             first: Error of the first bad record.
 
         Returns:
-            Error that lists the bad records. ``first`` if they are no longer found, or if no record can be
-            read and all have the same mistake, because a setting is then probably wrong. The error of the
-            source if the source itself cannot be read.
+            The error. Returns ``first`` if the bad records are no longer found. Also returns ``first`` if
+            no record can be read and all have the same mistake, which suggests that a setting is wrong.
+            Returns the error of the source if the source itself cannot be read.
         """
         collected = CollectedErrors()
         reader = copy.copy(self)
@@ -370,8 +371,8 @@ class DataSource(ABC):
     def check_unchanged(self) -> Iterator[None]:
         """Check that the source does not change within this context.
 
-        On exit, the digest of the source is computed again and compared with :attr:`cache_key`. Results of
-        reading the source must be written to a cache only after the check.
+        On exit, recomputes the digest of the source, and compares it with :attr:`cache_key`. Data that was
+        read from the source must not be written to a cache before this check.
 
         Raises:
             UserError: On exit, if another program has changed the source.
@@ -389,7 +390,7 @@ class DataSource(ABC):
     def _has_changed(self, old_digest: str) -> bool:
         """Return whether the current digest of the source differs from ``old_digest``.
 
-        Returns False if the digest cannot be computed, because the source cannot be read anymore.
+        Returns False if the digest cannot be computed because the source is no longer readable.
         """
         try:
             return self.compute_digest() != old_digest
@@ -398,23 +399,23 @@ class DataSource(ABC):
 
     @property
     def class_names(self) -> tuple[str, ...] | None:
-        """Names of the classes if the source declares them. Its labels are then indices into these names.
+        """Class names that the source declares. Its labels are then indices into these names.
 
-        None if the source does not declare class names.
+        None if the source declares no class names.
         """
         return None
 
     @property
     def content_digests(self) -> frozenset[bytes]:
-        """Digests of the contents of the local files that the source reads. Empty if there are none.
+        """Digests of the contents of all local files of the source. Empty if there are none.
 
-        They are compared to detect whether a training file is also an evaluation file.
+        They are used to detect training files that are also evaluation files.
         """
         return frozenset()
 
     @property
     def stored_bytes(self) -> int:
-        """Size of the source's files in bytes, from which a stream computes the size of its shards."""
+        """Total size of the source's files in bytes, used to compute the sizes of a stream's shards."""
         return 0
 
     @property
@@ -423,11 +424,11 @@ class DataSource(ABC):
         return None
 
     def remove_local_copies(self) -> None:
-        """Remove local copies of remote files. They are downloaded again if they are needed."""
+        """Remove the local copies of remote files. They are downloaded again when needed."""
         return
 
     def check_readable(self) -> None:
-        """Read the first document, without writing any file. Does nothing if reading would download data.
+        """Check that the first document can be read. Does nothing if reading would download data.
 
         Raises:
             UserError: If the source cannot be read or contains no text.
@@ -436,7 +437,7 @@ class DataSource(ABC):
             raise self.build_no_text_error()
 
     def build_no_text_error(self) -> NoTextError:
-        """Build the error for a source without text."""
+        """Build the error for a source that contains no text."""
         return NoTextError(
             f"data.source: {self.name} contains no text; choose a source with at least one document"
         )
@@ -445,7 +446,7 @@ class DataSource(ABC):
         """Yield the files of the source as shards of a stream. Long files are divided into parts.
 
         Args:
-            part_bytes: Approximate size of a part in bytes.
+            part_bytes: Approximate size of each part in bytes.
 
         Raises:
             UserError: If the source has no files.
@@ -459,13 +460,13 @@ class DataSource(ABC):
 
         Args:
             copies_folder: Folder for copies of remote tokens.
-            job_digest: Digest of the tokenizer and other settings that determine the tokens.
+            job_digest: Digest of the tokenizer and of other settings that determine the tokens.
 
         Returns:
-            Folder of the token cache, or of a local copy of it. None if the source has to be tokenized.
+            Folder of the token cache or of its local copy. None if the source has to be tokenized.
 
         Raises:
-            UserError: If the tokens are missing, or were made with other settings.
+            UserError: If the tokens are missing, or were created with different settings.
             NoTextError: If there are no tokens.
         """
         return None
@@ -474,18 +475,19 @@ class DataSource(ABC):
         """Return the folder of the tokenizer that was used to tokenize the source.
 
         Returns:
-            The folder. None if the source is not tokenized, or its tokenizer is not stored with the tokens.
+            The folder. None if the source is not tokenized, or if its tokenizer is not stored with the
+            tokens.
         """
         return None
 
 
 class TokenChunk(NamedTuple):
-    """Consecutive tokens of a source that another program has tokenized.
+    """Consecutive tokens of an already tokenized source.
 
     Attributes:
-        tokens: Token ids, an array of integers ``[tokens]``.
-        lengths: For each document that ends in the chunk, the number of its tokens in the chunk. Tokens after
-            the end of the last document belong to a document that continues in the next chunk.
+        tokens: Token ids, an integer array ``[tokens]``.
+        lengths: Number of tokens in the chunk for each document that ends in it. Any remaining tokens
+            belong to a document that continues in the next chunk.
     """
 
     tokens: npt.NDArray[Any]
@@ -493,14 +495,14 @@ class TokenChunk(NamedTuple):
 
 
 class TokenSource(DataSource):
-    """Base class of sources that contain tokens instead of text, because they were tokenized before."""
+    """Base class of sources that contain tokens instead of text."""
 
     has_tokens = True
     only_text = "files of tokens"
     must_stream_alone = True
 
     def iter_documents(self) -> Iterator[Document]:
-        """Raise UserError, because documents are read to train a tokenizer, and the source has no text."""
+        """Raise UserError: documents are read to train a tokenizer, but this source contains no text."""
         raise UserError(
             f"data.tokenizer: {self.name} contains tokens, not text; set data.tokenizer to the tokenizer "
             "that created the tokens"
@@ -510,11 +512,11 @@ class TokenSource(DataSource):
         """Yield the tokens of the source in order.
 
         Args:
-            vocab_size: Number of tokens of the tokenizer. Larger ids are an error.
-            document_separator: Token that ends a document, for files without document boundaries.
+            vocab_size: Vocabulary size of the tokenizer. Larger token ids are an error.
+            document_separator: Token that ends each document, for files without document boundaries.
 
         Raises:
-            UserError: If a file is damaged, or a token is outside the vocabulary.
+            UserError: If a file is damaged, or if a token is outside the vocabulary.
         """
         with convert_read_errors(self.name):
             yield from self._read_token_chunks(vocab_size, document_separator)

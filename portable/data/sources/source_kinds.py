@@ -1,4 +1,4 @@
-"""Functions that open the sources that ``data.source`` names, and detect the format of a run's records."""
+"""Open the sources in ``data.source``, and detect the format of a run's records."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _MAX_PARTS = 1 << 17
 
 
 def open_source(settings: SourceSettings) -> DataSource:
-    """Open the source that ``data.source`` names, without reading its contents.
+    """Open the source in ``data.source``, without reading its contents.
 
     Returns:
         The source. A :class:`StandardLibrarySource` if ``data.source`` is not set, and a
@@ -81,14 +81,14 @@ def open_source(settings: SourceSettings) -> DataSource:
 def _open_named_source(names: Sequence[str], settings: SourceSettings) -> DataSource:
     """Open a source with the first source class that accepts the names.
 
-    The last class, :class:`HubDataset`, accepts any name.
+    The last class, :class:`HubDataset`, accepts all names.
     """
     candidates = (kind.from_names(names, settings) for kind in list_source_classes())
     return next(source for source in candidates if source is not None)
 
 
 def list_source_classes() -> tuple[type[DataSource], ...]:
-    """List the source classes that may open the names in ``data.source``, in the order they are tried."""
+    """List the source classes that can open the names in ``data.source``, in the order they are tried."""
     from portable.data.sources.custom_records import CustomRecords
     from portable.data.sources.files import RecordFiles
     from portable.data.sources.hub_dataset import HubDataset
@@ -108,7 +108,7 @@ def list_source_classes() -> tuple[type[DataSource], ...]:
 
 
 class StreamSource(DataSource):
-    """Source of a stream, whose files are read and tokenized one at a time during training.
+    """Source for a stream: its files are read and tokenized one at a time during training.
 
     Opening the source only lists the files.
 
@@ -117,7 +117,7 @@ class StreamSource(DataSource):
         settings: Settings of the source.
 
     Raises:
-        UserError: If there are no files, or if files of tokens are mixed with other files.
+        UserError: If there are no files, or if token files are mixed with other files.
     """
 
     def __init__(self, names: Sequence[str], settings: SourceSettings) -> None:
@@ -145,7 +145,7 @@ class StreamSource(DataSource):
 
     @cached_property
     def _shard_identities(self) -> list[str]:
-        """Attribute ``identity`` of each shard, in order."""
+        """The ``identity`` of each shard, in order."""
         return [shard.identity for shard in self.shards]
 
     def compute_digest(self) -> str:
@@ -154,13 +154,13 @@ class StreamSource(DataSource):
 
     @property
     def description(self) -> str:
-        """Name, number of shards and size of the stream, as text."""
+        """Name, number of shards and size of the stream."""
         size = format_bytes(self.size_bytes)
         return f"{self.name} (a stream of {format_count(len(self.shards), 'part')}, {size})"
 
     @property
     def size_bytes(self) -> int:
-        """Size of all shards in bytes."""
+        """Total size of the shards in bytes."""
         return sum(shard.size_bytes for shard in self.shards)
 
     def _determine_record_format(self) -> RecordFormat:
@@ -168,7 +168,7 @@ class StreamSource(DataSource):
         return first.detect_and_set_format() if first.has_tokens else super()._determine_record_format()
 
     def iter_documents(self) -> Iterator[Document]:
-        """Yield the documents of all shards, in the order of the files.
+        """Yield the documents of all shards, in file order.
 
         This reads the complete stream, for example to train a tokenizer.
         """
@@ -176,12 +176,12 @@ class StreamSource(DataSource):
             yield from shard.open_source(self.settings).iter_documents()
 
     def iter_rows(self) -> Iterator[LocatedRow]:
-        """Yield the records of all shards, in the order of the files."""
+        """Yield the records of all shards, in file order."""
         for shard in self.shards:
             yield from shard.open_source(self.settings).iter_rows()
 
     def check_readable(self) -> None:
-        """Read the first document of the stream. If the stream contains tokens, check the first shard.
+        """Check that the first document of the stream can be read, or the first shard if it contains tokens.
 
         Raises:
             UserError: If the source cannot be read or contains no text.
@@ -192,10 +192,10 @@ class StreamSource(DataSource):
             super().check_readable()
 
     def find_tokenizer_folder(self) -> Path | None:
-        """Return the folder of the tokenizer that ``portable-data`` has saved with the tokens.
+        """Return the folder of the tokenizer that ``portable-data`` saved with the tokens.
 
         Returns:
-            The folder. None if ``portable-data`` has not written any source of the stream.
+            The folder. None if ``portable-data`` has written none of the stream's sources.
         """
         return next(
             (
@@ -213,7 +213,7 @@ class StreamSource(DataSource):
 def build_training_settings(
     data: DataConfig, task: str, *, offline: bool = False
 ) -> dict[str, SourceSettings]:
-    """Build the settings of each training source, keyed by the name of the source."""
+    """Build the settings of all training sources, keyed by source name."""
     configs = get_training_sources(data).items()
     return {
         name: SourceSettings(config, task, format_training_source_key(name), offline)
@@ -224,7 +224,7 @@ def build_training_settings(
 def build_evaluation_settings(
     data: DataConfig, task: str, *, offline: bool = False
 ) -> dict[str, SourceSettings]:
-    """Build the settings of each evaluation source, keyed by the name of the source."""
+    """Build the settings of all evaluation sources, keyed by source name."""
     configs = get_evaluation_sources(data).items()
     return {
         name: SourceSettings(config, task, format_eval_source_key(name), offline) for name, config in configs
@@ -232,22 +232,22 @@ def build_evaluation_settings(
 
 
 def detect_run_format(data: DataConfig, task: str, *, downloads: bool = True) -> str:
-    """Detect the common format of a run's records, if ``data.format`` is ``auto``.
+    """Detect the common format of a run's records if ``data.format`` is ``auto``.
 
-    If some training sources have conversations and others have texts, the common format is the format of the
+    If some training sources contain conversations and others texts, the result is the format of the
     conversations.
 
     Args:
         data: The ``data`` section of the config.
         task: Task of the model, one of ``TASKS``.
-        downloads: Whether a source may be downloaded.
+        downloads: Whether sources may be downloaded.
 
     Returns:
-        A format, or ``auto`` if detecting it needs a download that is not allowed.
+        The format, or ``auto`` if detecting it requires a download that is not allowed.
 
     Raises:
-        UserError: If no format or several formats fit the first record, or only some sources have preference
-            pairs.
+        UserError: If no format or several formats fit the first record of a source, or if only some
+            sources contain preference pairs.
     """
     training = build_training_settings(data, task, offline=True)
     evaluated = build_evaluation_settings(data, task, offline=True)
@@ -278,11 +278,11 @@ def _detect_source_format(settings: SourceSettings, *, downloads: bool) -> str:
         downloads: Whether the source may be downloaded.
 
     Returns:
-        The format. ``auto`` if the source would have to be downloaded and ``downloads`` is False.
+        The format. ``auto`` if the source would have to be downloaded, but ``downloads`` is False.
 
     Raises:
-        UserError: If the format cannot be detected. Also if the first text cannot be read, but only if a
-            setting for conversations is set.
+        UserError: If the format cannot be detected. If a setting for conversations is set, also if the
+            first text cannot be read.
     """
     data = settings.data
     if settings.fields.format is not None or data.source is None:
@@ -358,14 +358,15 @@ _STDLIB_SKIPS = re.compile(
 
 
 class StandardLibrarySource(DataSource):
-    """Source of the Python files in the interpreter's standard library: real text without a download.
+    """Source for the Python files of the interpreter's standard library: real text without a download.
 
-    Each file is one document. Tests and tables are excluded. Files are sorted by a hash of their names, so
-    that every part of the data is a representative sample, including the evaluation part at the end.
+    Each file is one document. Tests and tables are excluded. The files are sorted by a hash of their
+    names, so every part of the data, including the evaluation part at the end, is a representative
+    sample.
 
     Args:
         settings: Settings of the source.
-        root: Folder of the library. None means the folder of this interpreter.
+        root: Folder of the library. None uses the folder of this interpreter.
     """
 
     only_text = "the standard library's sources"
@@ -376,7 +377,7 @@ class StandardLibrarySource(DataSource):
         super().__init__(self.only_text, settings)
 
     def compute_digest(self) -> str:
-        """Compute a digest of all documents, which are read completely."""
+        """Compute a digest of all documents, after reading them completely."""
         digest, self._size_bytes = hashlib.blake2b(b"stdlib", digest_size=16), 0
         for document in self.iter_documents():
             content = document.text.encode()
@@ -386,13 +387,13 @@ class StandardLibrarySource(DataSource):
 
     @property
     def size_bytes(self) -> int | None:
-        """Size of all documents in bytes. The first access reads the documents to compute the digest."""
+        """Total size of the documents in bytes. The first access reads them to compute the digest."""
         return self._size_bytes if self.cache_key else None
 
     def iter_documents(self) -> Iterator[Document]:
-        """Yield the files up to a total of about 10 MB, at most ``data.max_samples``.
+        """Yield up to ``data.max_samples`` files, with a total size of at most about 10 MB.
 
-        Blank files and files that are not UTF-8 are skipped.
+        Skips blank files and files that are not UTF-8.
 
         Raises:
             UserError: If no file could be read.
@@ -418,7 +419,7 @@ class StandardLibrarySource(DataSource):
     def _list_files(self) -> list[Path]:
         """List the Python files of the library, without tests and large files.
 
-        They are sorted by a hash of their paths relative to the folder of the library.
+        They are sorted by a hash of their paths relative to the library folder.
         """
         files = []
         for folder, subfolders, names in os.walk(self._root):

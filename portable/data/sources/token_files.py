@@ -1,8 +1,8 @@
-"""Source of token files written by nanoGPT, llm.c or Megatron-LM (.bin files with an .idx file).
+"""Source for token files written by nanoGPT, llm.c or Megatron-LM (.bin files with an .idx file).
 
-The tokens are copied into the token cache once, with their document boundaries, so that every token that a
-run reads has a checksum. A .bin file without an .idx file does not store boundaries. Each end token is then
-assumed to end a document.
+The tokens are copied into the token cache once, with their document boundaries, so that all tokens
+of a run have checksums. A .bin file without an .idx file does not store boundaries, so each end
+token is assumed to end a document.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _MEGATRON_TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 
 
 def is_token_file(name: str) -> bool:
-    """Return whether a local path or pattern names token files."""
+    """Return whether a local path or pattern refers to token files."""
     return name.endswith(".bin") and "://" not in name
 
 
@@ -49,9 +49,10 @@ class _TokenFileLayout:
 
     Attributes:
         dtype: Data type of the tokens.
-        start_byte: Offset of the first token in bytes.
+        start_byte: Byte offset of the first token.
         num_tokens: Number of tokens.
-        document_lengths: Number of tokens of each document, int64. None if the file has no boundaries.
+        document_lengths: Number of tokens in each document, int64. None if the file stores no
+            boundaries.
     """
 
     dtype: np.dtype[Any]
@@ -61,10 +62,10 @@ class _TokenFileLayout:
 
 
 class TokenFilesSource(TokenSource):
-    """Source of token files, which are read in order.
+    """Source for token files, which are read in order.
 
     Args:
-        name: Name of the source in error messages.
+        name: Name of the source, used in error messages.
         files: Paths of the ``.bin`` files.
         settings: Settings of the source.
     """
@@ -106,19 +107,19 @@ class TokenFilesSource(TokenSource):
 
     @property
     def size_bytes(self) -> int:
-        """Number of tokens of all files. It is not in bytes, because the progress bar counts tokens here."""
+        """Total number of tokens. Not in bytes, because the progress bar counts tokens for this source."""
         return sum(_read_layout(path).num_tokens for path in self._files)
 
     @property
     def stored_bytes(self) -> int:
-        """Size of all files in bytes."""
+        """Total size of the files in bytes."""
         return sum(path.stat().st_size for path in self._files)
 
     def check_readable(self) -> None:
-        """Read the layout of each file.
+        """Check that the layout of each file can be read.
 
         Raises:
-            UserError: If a file cannot be read, or its size does not match its layout.
+            UserError: If a file cannot be read, or if its size does not match its layout.
         """
         for path in self._files:
             _read_layout(path)
@@ -128,18 +129,18 @@ class TokenFilesSource(TokenSource):
             yield from _iter_file_chunks(path, vocab_size, end)
 
     def iter_shards(self, part_bytes: int) -> Iterator[SourceShard]:
-        """Yield each file as one shard of a stream. Files are not divided."""
+        """Yield each file as one shard of a stream. Files are not divided further."""
         for path in self._files:
             size = path.stat().st_size
             yield SourceShard(partial(TokenFilesSource, str(path), [path]), f"{path.name} {size}", size)
 
 
 def check_token_ids(tokens: npt.NDArray[Any], vocab_size: int, path: object) -> None:
-    """Check that all tokens are ids of the tokenizer.
+    """Check that all token ids are in the vocabulary of the tokenizer.
 
     Args:
         tokens: Token ids. The array must not be empty.
-        vocab_size: Number of tokens of the tokenizer.
+        vocab_size: Vocabulary size of the tokenizer.
         path: Name of the file, used in the error message.
 
     Raises:
@@ -161,7 +162,7 @@ def list_token_files(name: str) -> list[Path]:
     """List the files that a path or pattern matches, sorted by name.
 
     Raises:
-        MissingDataError: If there is no such file.
+        MissingDataError: If there are none.
     """
     files = [Path(name)] if Path(name).is_file() else sorted(map(Path, glob.glob(name, recursive=True)))  # noqa: PTH207
     if not files:
@@ -170,14 +171,14 @@ def list_token_files(name: str) -> list[Path]:
 
 
 def _get_index_path(path: Path) -> Path:
-    """Return the path of Megatron-LM's index of a token file. The index may not exist."""
+    """Return the path of the Megatron-LM index of a token file. It may not exist."""
     return path.with_suffix(".idx")
 
 
 def _read_layout(path: Path) -> _TokenFileLayout:
     """Read the layout of a token file from its Megatron-LM index or its llm.c header.
 
-    A file with neither is read like nanoGPT's files, which contain only 16-bit tokens.
+    A file with neither is assumed to be a nanoGPT file, which contains only 16-bit tokens.
 
     Raises:
         UserError: If the file cannot be read, or if its size does not match the layout.
@@ -211,7 +212,7 @@ def _read_megatron_layout(path: Path, size: int) -> _TokenFileLayout:
         size: Size of the token file in bytes.
 
     Raises:
-        UserError: If the index is damaged, or does not match the size of the token file.
+        UserError: If the index is damaged, or if it does not match the size of the token file.
     """
     index = _get_index_path(path)
     with open_file(index) as file:
@@ -243,16 +244,16 @@ def _read_megatron_layout(path: Path, size: int) -> _TokenFileLayout:
 def _iter_file_chunks(path: Path, vocab_size: int, end: int | None) -> Iterator[TokenChunk]:
     """Yield the tokens of a file in chunks. Yields nothing for an empty file.
 
-    Documents end as in the index. If there is no index, a document ends after each ``end`` token and at the
-    end of the file.
+    Document boundaries are read from the index. Without an index, a document ends after each ``end``
+    token and at the end of the file.
 
     Args:
         path: Path of the file.
-        vocab_size: Number of tokens of the tokenizer. Larger ids are an error.
-        end: Token that ends a document. None if only the end of the file ends a document.
+        vocab_size: Vocabulary size of the tokenizer. Larger token ids are an error.
+        end: Token that ends each document. None if the whole file is one document.
 
     Raises:
-        UserError: If the file is damaged, or a token is outside the vocabulary.
+        UserError: If the file is damaged, or if a token is outside the vocabulary.
     """
     layout = _read_layout(path)
     if not layout.num_tokens:

@@ -1,4 +1,4 @@
-"""Tokenization of the next shards of a stream in other processes during training."""
+"""Tokenize the next shards of a stream in other processes during training."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ if TYPE_CHECKING:
 
 
 class BackgroundTokenizer:
-    """Manager of processes that tokenize shards. One thread per process sends shards to the process.
+    """Pool of processes that tokenize shards. Each process receives its shards from a separate thread.
 
-    Errors are ignored, because they occur again and are reported when training needs the shard.
+    Errors are ignored here: when training needs the shard, they occur again and are reported.
 
     Args:
         job: Job that tokenizes a shard.
-        on_shard_done: Function that one of the threads calls after each shard, with the folder of its tokens.
+        on_shard_done: Function to call after each shard, from one of the threads, with the folder of
+            its tokens.
         num_processes: Maximum number of processes.
     """
 
@@ -43,9 +44,10 @@ class BackgroundTokenizer:
         self._workers: set[WorkerProcess] = set()
 
     def request_shards(self, shards: Sequence[SourceShard]) -> None:
-        """Tokenize these shards next, in order, and return immediately.
+        """Tokenize these shards next, in order. Returns immediately.
 
-        Shards of previous calls that no process has started are dropped if they are not requested again.
+        Previously requested shards that no process has started are dropped, unless they are requested
+        again.
         """
         with self._condition:
             self._requested = list(shards)
@@ -57,7 +59,7 @@ class BackgroundTokenizer:
             self._condition.notify_all()
 
     def close(self) -> None:
-        """Kill the processes, even if they are tokenizing a shard. Nothing is written afterwards."""
+        """Kill the processes, even while they tokenize a shard. Nothing is written afterwards."""
         with self._condition:
             self._closed = True
             self._condition.notify_all()
@@ -68,7 +70,7 @@ class BackgroundTokenizer:
                 thread.join(timeout=5)
 
     def _run_worker(self) -> None:
-        """Send shards to a worker process until :meth:`close` is called. Each thread runs this method."""
+        """Send shards to a worker process until :meth:`close` is called. Runs in each thread."""
         while (shard := self._wait_for_shard()) is not None:
             # A process that died is replaced when there are more shards.
             with suppress(OSError), WorkerProcess(self._job) as worker:
@@ -83,7 +85,7 @@ class BackgroundTokenizer:
                 self._workers.discard(worker)
 
     def _wait_for_shard(self) -> SourceShard | None:
-        """Wait for a requested shard that is not started, and mark it as started.
+        """Wait for a requested shard that has not been started, and mark it as started.
 
         Returns:
             The shard. None after :meth:`close`.
@@ -97,5 +99,5 @@ class BackgroundTokenizer:
             return shard
 
     def _find_unstarted(self) -> SourceShard | None:
-        """Return the first requested shard that no process has started. None if there is no such shard."""
+        """Return the first requested shard that no process has started, or None if there is none."""
         return next((shard for shard in self._requested if id(shard) not in self._started), None)

@@ -1,9 +1,9 @@
-"""Calls of a tokenizer within limits of time and memory, because its files may be malicious.
+"""Call tokenizers with time and memory limits, because their files may be malicious.
 
-A pipeline in ``tokenizer.json`` can double a text at every step, and a regular expression in it can backtrack
-for hours. Each call therefore runs in a thread, and the calling thread raises an error if the call exceeds a
-limit. It can do so because the tokenizers library releases the GIL while it encodes or decodes a batch. The
-calling thread cannot stop the call, which continues until the process ends.
+A pipeline in ``tokenizer.json`` can double a text at every step, and a regular expression in it can
+backtrack for hours. Each call therefore runs in a separate thread, and the calling thread raises an
+error if a limit is exceeded. This works because the tokenizers library releases the GIL while it
+encodes or decodes a batch. The call itself cannot be stopped, and continues until the process ends.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ _INTERVAL = 0.05
 
 
 def encode_text(tokenizer: Any, text: Any, pair: Any = None, **options: Any) -> Any:
-    """Encode one text or several texts, as ``tokenizer(text, ...)`` does.
+    """Encode one or several texts, like ``tokenizer(text, ...)``.
 
     Args:
-        tokenizer: Tokenizer of transformers.
-        text: Text, or list of texts.
-        pair: Second text of a pair. None if ``text`` is not the first text of a pair.
+        tokenizer: Transformers tokenizer.
+        text: A text or a list of texts.
+        pair: Second text, if ``text`` is the first text of a pair. None otherwise.
         options: Further arguments of the tokenizer.
 
     Returns:
         The ``BatchEncoding`` of the tokenizer.
 
     Raises:
-        UserError: If the tokenizer cannot encode the text, or takes too much time or memory.
+        UserError: If the tokenizer cannot encode the text, or exceeds the time or memory limit.
     """
     texts = [text] if isinstance(text, str) else text
     characters = sum(map(len, texts)) + len(pair or "")
@@ -66,9 +66,9 @@ def encode_text(tokenizer: Any, text: Any, pair: Any = None, **options: Any) -> 
 
 
 def encode_targets(tokenizer: Any, text: Any, **options: Any) -> Any:
-    """Encode target texts of seq2seq, as ``tokenizer(text_target=text, ...)`` does.
+    """Encode target texts of seq2seq, like ``tokenizer(text_target=text, ...)``.
 
-    Otherwise, this is like :func:`encode_text`.
+    Otherwise the same as :func:`encode_text`.
     """
     characters = sum(map(len, [text] if isinstance(text, str) else text))
     return _call_within_limits(
@@ -77,10 +77,10 @@ def encode_targets(tokenizer: Any, text: Any, **options: Any) -> Any:
 
 
 def decode(tokenizer: Any, tokens: Sequence[int], **options: Any) -> str:
-    """Decode tokens, as ``tokenizer.decode(tokens, ...)`` does.
+    """Decode tokens, like ``tokenizer.decode(tokens, ...)``.
 
     Raises:
-        UserError: If the tokenizer cannot decode the tokens, or takes too much time or memory.
+        UserError: If the tokenizer cannot decode the tokens, or exceeds the time or memory limit.
     """
 
     def run() -> str:
@@ -95,12 +95,12 @@ def decode(tokenizer: Any, tokens: Sequence[int], **options: Any) -> str:
 
 @contextmanager
 def convert_tokenizer_errors(tokenizer: Any, action: str) -> Iterator[None]:
-    """Convert exceptions of a tokenizer within this context, including Rust panics, to UserError.
+    """Convert the exceptions of a tokenizer within this context, including Rust panics, to UserError.
 
     MemoryError is passed on unchanged.
 
     Args:
-        tokenizer: Tokenizer whose folder or hub ID the message contains.
+        tokenizer: Tokenizer. The message contains its folder or Hub id.
         action: Verb phrase for the error message, such as "encode a text".
     """
     try:
@@ -114,7 +114,7 @@ def convert_tokenizer_errors(tokenizer: Any, action: str) -> Iterator[None]:
 
 
 def _build_tokenizer_error(tokenizer: Any, reason: str) -> UserError:
-    """Build an error that consists of the name of the tokenizer, the reason and a remedy."""
+    """Build an error from the name of the tokenizer, the reason and a remedy."""
     name = getattr(tokenizer, "name_or_path", None)
     subject = repr(str(name)) if name else "the tokenizer"
     return UserError(
@@ -124,20 +124,20 @@ def _build_tokenizer_error(tokenizer: Any, reason: str) -> UserError:
 
 
 def _call_within_limits(tokenizer: Any, function: Callable[[], Any], characters: int, action: str) -> Any:
-    """Call ``function`` in a daemon thread, and wait for it within limits of time and memory.
+    """Call ``function`` in a daemon thread, and wait for it with a time and memory limit.
 
     Args:
-        tokenizer: Tokenizer that ``function`` calls. Slow tokenizers have more time.
+        tokenizer: Tokenizer that ``function`` calls. The time limit is higher for slow tokenizers.
         function: Function to call.
-        characters: Number of characters of the text, which determines the limits.
+        characters: Number of characters in the text. The limits increase with it.
         action: Verb phrase, such as "encode a text", used in error messages.
 
     Returns:
         The result of ``function``.
 
     Raises:
-        UserError: If the call exceeds a limit, or if it raises. After a limit, the thread keeps running until
-            the process ends.
+        UserError: If the call exceeds a limit or raises an exception. If it exceeds a limit, the thread
+            keeps running until the process ends.
     """
     results: list[Any] = []
     errors: list[BaseException] = []

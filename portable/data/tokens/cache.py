@@ -2,26 +2,27 @@
 
 A cache is a folder with these files:
 
-- ``<field>.bin`` for each field (``text``, and ``target`` for seq2seq or ``pair`` for pairs of texts): the
-  concatenated tokens of all documents, little-endian uint16 or uint32.
+- ``<field>.bin`` for each field (``text``, and ``target`` for seq2seq or ``pair`` for text pairs):
+  the concatenated tokens of all documents, little-endian uint16 or uint32.
 - ``<field>.idx``: uint64 offsets. Document *d* spans the tokens ``[idx[d], idx[d + 1])``.
-- ``trained.bin`` if only some tokens contribute to the loss: one bit per token, starting with the highest
-  bit of each byte.
-- ``labels.bin`` for classification: one int64 per document, or several with ``labels.idx``. Numeric labels
-  are in ``values.bin`` instead, as float64.
+- ``trained.bin`` if only some tokens contribute to the loss: one bit per token, starting with the
+  highest bit of each byte.
+- ``labels.bin`` for classification: one int64 per document, or several with ``labels.idx``. Numeric
+  labels are in ``values.bin`` instead, as float64.
 - ``columns.bin`` for the additional columns of ``data.columns``: float64 ``[documents, columns]``.
-- ``images.bin`` for conversations with images: the image files, each one once. ``image_rows.bin`` has a row
-  of :data:`IMAGE_FIELDS` for each image of each document, and ``images.idx`` the first row of each document.
-  ``image_files.jsonl`` has a line with the state of each local image file, so that changes are detected.
-- ``blocks.crc``: a CRC-32 of each block of 64 KiB of these files.
+- ``images.bin`` for conversations with images: the image files, without duplicates.
+  ``image_rows.bin`` contains a row of :data:`IMAGE_FIELDS` for each image of each document, and
+  ``images.idx`` the first row of each document. ``image_files.jsonl`` contains the state of each
+  local image file, to detect changes.
+- ``blocks.crc``: CRC-32 of each 64 KiB block of these files.
 - ``meta.json``: sizes, names and fingerprint, with a digest of these entries.
 
-The folder is written under a temporary name and then renamed. One process writes, and other processes wait on
-a file lock. The kernel releases the lock if the writer dies.
+The folder is written under a temporary name and then renamed. One process writes it, and other
+processes wait on a file lock, which the kernel releases if the writer dies.
 
-Every read is verified, because the CRC-32 of a block is checked on the first access to the block. The check
-takes a few microseconds in addition to the page fault. Small files are checked completely when the cache is
-opened.
+All data is verified before use: the CRC-32 of a block is checked when the block is first accessed,
+which takes a few microseconds in addition to the page fault. Small files are checked completely
+when the cache is opened.
 """
 
 from __future__ import annotations
@@ -95,14 +96,14 @@ LabelKind = Literal["classes", "sets", "values"]
 
 
 class CacheDamagedError(Exception):
-    """Error for a folder that is not a complete cache and has to be rebuilt."""
+    """Raised if a folder is not a complete cache and has to be rebuilt."""
 
 
 # --- writing ------------------------------------------------------------------------------------------------
 
 
 class _BlockChecksums:
-    """Calculator of the CRC-32 of each block of a stream of bytes."""
+    """Accumulator for the CRC-32 of each block in a byte stream."""
 
     def __init__(self) -> None:
         self._finished = array("I")  # 4 bytes per block, compared to 36 in a list
@@ -131,8 +132,8 @@ class ChecksummedFile:
     Args:
         path: Path of the file.
         dtype: Data type of the values.
-        saved: State that :meth:`flush_and_get_state` returned in an earlier process. The existing file is
-            continued after this state. None to write a new file.
+        saved: State from :meth:`flush_and_get_state` in an earlier process, from which to continue the
+            existing file. None writes a new file.
 
     Raises:
         CacheDamagedError: If the existing file does not match the saved state.
@@ -148,10 +149,10 @@ class ChecksummedFile:
             self._resume_writing(int(saved["bytes"]), saved["digest"])
 
     def _resume_writing(self, size: int, digest: object) -> None:
-        """Read the first ``size`` bytes to compute their checksums, and truncate the file after them.
+        """Compute the checksums of the first ``size`` bytes, and truncate the file after them.
 
         Raises:
-            CacheDamagedError: If the bytes do not have this digest.
+            CacheDamagedError: If the digest of these bytes is not ``digest``.
         """
         remaining = size
         while remaining and (data := self._file.read(min(remaining, _READ_BYTES))):
@@ -165,10 +166,10 @@ class ChecksummedFile:
         self._file.truncate()
 
     def flush_and_get_state(self) -> dict[str, Any]:
-        """Flush the file to the disk and return the state with which a later process can continue the file.
+        """Flush the file to disk, and return the state that a later process needs to continue it.
 
         Returns:
-            Size ``bytes`` and ``digest`` of the content so far.
+            The size (``bytes``) and ``digest`` of the content so far.
         """
         self._file.flush()
         os.fsync(self._file.fileno())
@@ -186,10 +187,11 @@ class ChecksummedFile:
         self._file.close()
 
     def close_and_summarize(self) -> dict[str, Any]:
-        """Close the file and return its entry in ``meta.json``.
+        """Close the file, and return its entry for ``meta.json``.
 
         Returns:
-            Size ``bytes``, checksum ``probe`` of the first and last bytes, and ``digest`` of the content.
+            The size (``bytes``), a checksum of the first and last bytes (``probe``), and the ``digest`` of
+            the content.
         """
         self._file.close()
         size = self.path.stat().st_size
@@ -197,7 +199,7 @@ class ChecksummedFile:
 
 
 def _compute_probe(path: Path, size: int) -> int:
-    """Compute a CRC-32 of the first and last :data:`_PROBE_BYTES` of a file with ``size`` bytes."""
+    """Compute a CRC-32 of the first and last :data:`_PROBE_BYTES` bytes of a file."""
     with path.open("rb") as file:
         crc = zlib.crc32(file.read(_PROBE_BYTES))
         file.seek(max(0, size - _PROBE_BYTES))
@@ -210,13 +212,13 @@ class TokenCacheWriter:
     Args:
         folder: Folder to write into.
         fields: Fields of a document, such as ``text``. Every document has the first field.
-        vocab_size: Number of tokens of the tokenizer, which determines the data type.
+        vocab_size: Vocabulary size of the tokenizer, which determines the data type.
         labels: Whether documents have labels.
         masked: Whether only some tokens of the texts contribute to the loss.
-        images: Whether documents may have images.
+        images: Whether documents may contain images.
         columns: Names of the additional columns of ``data.columns``.
-        progress: Progress that :meth:`save_progress` has saved in the folder in an earlier process. The cache
-            is continued after it. None to write a new cache.
+        progress: Progress that :meth:`save_progress` saved in an earlier process, from which to
+            continue the cache in the folder. None writes a new cache.
 
     Raises:
         CacheDamagedError: If the files in the folder do not match the progress.
@@ -261,19 +263,19 @@ class TokenCacheWriter:
             self._bits = np.array(progress["bits"], dtype=bool)
 
     def _open_file(self, name: str, dtype: np.dtype[Any], first: Sequence[int] = ()) -> None:
-        """Open a file of the cache. A new file starts with the values ``first``."""
+        """Open a file of the cache. If the file is new, it starts with the values ``first``."""
         saved = None if self._saved_files is None else self._saved_files[name]
         self._streams[name] = ChecksummedFile(self._folder / name, dtype, saved)
         if saved is None and first:
             self._streams[name].write(first)
 
     def save_progress(self, **facts: Any) -> None:
-        """Flush the files and save the progress, so that a later process can continue if this one is killed.
+        """Flush the files, and save the progress so that a later process can continue the cache.
 
         The progress file is replaced atomically.
 
         Args:
-            facts: JSON values that the caller of the writer needs to continue, keyed by name.
+            facts: JSON values that the caller needs to continue, keyed by name.
         """
         progress: dict[str, Any] = {
             "format": CACHE_FORMAT,
@@ -302,8 +304,8 @@ class TokenCacheWriter:
         Args:
             field: Field of the documents, such as ``text``.
             tokens: Tokens of all documents, concatenated.
-            lengths: Number of tokens of each document that ends in ``tokens``. Tokens after the last document
-                belong to a document that continues with the next call.
+            lengths: Number of tokens in each document that ends in ``tokens``. Any remaining tokens belong
+                to a document that continues in the next call.
             trained: Loss mask, bool ``[tokens]``. Required for the field ``text`` if the cache was opened
                 with ``masked``, and ignored otherwise.
         """
@@ -323,7 +325,7 @@ class TokenCacheWriter:
             self.num_documents += len(ends)
 
     def count_tokens(self, field: str) -> int:
-        """Return the number of tokens of a field that are written so far."""
+        """Return the number of tokens of a field written so far."""
         return self._counts[field]
 
     def add_labels(self, labels: Sequence[Label | None], *, write: bool = True) -> None:
@@ -331,8 +333,8 @@ class TokenCacheWriter:
 
         Args:
             labels: Label of each document.
-            write: Whether to write the labels. False for documents whose labels an earlier process has
-                written, so that only their kinds and classes are registered.
+            write: Whether to write the labels. If False, because an earlier process has written them, only
+                their kinds and classes are registered.
         """
         if self._labels is not None:
             for label in labels:
@@ -340,7 +342,7 @@ class TokenCacheWriter:
                 self._labels.add_label(label, write=write)
 
     def add_columns(self, rows: Sequence[Sequence[float]]) -> None:
-        """Add the numbers in the additional columns of documents. Does nothing if there are no columns.
+        """Add the numbers from the additional columns of documents. Does nothing if there are no columns.
 
         Args:
             rows: Numbers of each document, in the order of the columns.
@@ -351,7 +353,7 @@ class TokenCacheWriter:
                 self._integer_columns[name] &= all(isinstance(row[index], int) for row in rows)
 
     def add_images(self, images: Sequence[Sequence[PlacedImage]]) -> None:
-        """Add the images of documents. Does nothing if documents have no images.
+        """Add the images of documents. Does nothing if the cache was opened without images.
 
         Args:
             images: Images of each document.
@@ -360,18 +362,16 @@ class TokenCacheWriter:
             self._images.add_images(images)
 
     def add_image_files(self, states: Sequence[ImageFileState]) -> None:
-        """Add the states of local image files. Does nothing if documents have no images.
+        """Add the states of local image files. Does nothing if the cache was opened without images.
 
         Args:
-            states: States of the files. A file that was added before is ignored.
+            states: States of the files. Files that were added before are ignored.
         """
         if self._images is not None:
             self._images.add_files(states)
 
     def write_metadata(self, **extra: Any) -> None:
-        """Finish the files, renumber the classes in sorted order, and write ``meta.json``.
-
-        The cache is complete afterwards.
+        """Complete the cache: finish all files, sort the class numbers, and write ``meta.json``.
 
         Args:
             extra: Additional entries of ``meta.json``.
@@ -419,12 +419,12 @@ class TokenCacheWriter:
 
 
 class _ImageWriter:
-    """Writer of the images of documents. A file that several documents use is written once.
+    """Writer for the images of documents. It writes a file only once, even if several documents use it.
 
     Args:
         folder: Folder of the cache.
-        open_file: Function that opens a file of the cache, or continues it.
-        streams: Files of the cache by name.
+        open_file: Function that opens a new or continued file of the cache.
+        streams: Files of the cache, keyed by name.
     """
 
     def __init__(
@@ -443,7 +443,7 @@ class _ImageWriter:
         self._num_bytes = int((rows[:, 0] + rows[:, 1]).max()) if len(rows) else 0
 
     def add_files(self, states: Sequence[ImageFileState]) -> None:
-        """Add the states of local image files, except those that were added before."""
+        """Add the states of local image files, except files that were added before."""
         lines = []
         for state in states:
             if state.path not in self._file_paths:
@@ -472,9 +472,9 @@ def _parse_image_files(content: bytes) -> list[ImageFileState]:
 
 
 class OpenedWriter(NamedTuple):
-    """Writer of a token cache, and the facts that an earlier process has saved with its progress.
+    """Writer of a token cache, and the facts that an earlier process saved with its progress.
 
-    If no cache is continued, these are the facts that were passed to :func:`open_or_resume_writer`.
+    For a new cache, the facts are those passed to :func:`open_or_resume_writer`.
     """
 
     writer: TokenCacheWriter
@@ -484,19 +484,20 @@ class OpenedWriter(NamedTuple):
 def open_or_resume_writer(
     folder: Path, facts: Mapping[str, Any], *arguments: Any, **options: Any
 ) -> OpenedWriter:
-    """Open a writer that continues the incomplete cache of a killed process, if there is one in the folder.
+    """Open a token cache writer that continues the incomplete cache of a killed process if possible.
 
-    If the folder has no progress, or the progress does not match, all files in the folder are removed and a
-    new cache is begun.
+    If the folder contains no saved progress, or if the progress does not match, all files in the folder
+    are removed and a new cache is started.
 
     Args:
         folder: Folder to write into.
-        facts: Facts that must equal those saved by the killed process, otherwise its cache is not continued.
+        facts: Facts that the killed process must also have saved. If one differs, its cache is not
+            continued.
         arguments: Further arguments of :class:`TokenCacheWriter`.
         options: Keyword arguments of :class:`TokenCacheWriter`.
 
     Returns:
-        The writer, and all facts that the killed process has saved, or ``facts`` if nothing is continued.
+        The writer, and all facts that the killed process saved, or ``facts`` for a new cache.
     """
     with suppress(CacheDamagedError, OSError, ValueError, LookupError, TypeError, RecursionError):
         progress = json.loads((folder / _PROGRESS_FILE).read_text(encoding="utf-8"))
@@ -517,7 +518,7 @@ _MISSING_NUMBER_WORDS = frozenset({"na", "n/a", "<na>", "null", "nan", "none", "
 
 
 class _LabelSummary(NamedTuple):
-    """Kind of the labels of a cache.
+    """Summary of the labels in a cache.
 
     Attributes:
         kind: Kind of the labels.
@@ -531,10 +532,10 @@ class _LabelSummary(NamedTuple):
 
 
 class _LabelWriter:
-    """Writer of labels whose kind is detected while they are written.
+    """Writer for labels. It detects the kind of labels while they are written.
 
-    Even the last label may change the kind. The files for classes and the file for numbers are therefore both
-    written, and the files that the kind does not need are deleted at the end.
+    Even the last label may change the kind. Therefore, the files for classes and the file for numbers
+    are all written, and the files that the kind does not require are deleted at the end.
     """
 
     def __init__(self, streams: dict[str, ChecksummedFile]) -> None:
@@ -551,11 +552,11 @@ class _LabelWriter:
         self._fractions, self._fraction = 0, 0.0  # number of labels with a fraction, and the first
 
     def add_label(self, label: Label, *, write: bool = True) -> None:
-        """Add the label of a document: a class, a number, or a tuple of them.
+        """Add the label of a document: a class, a number, or a tuple of these.
 
         Args:
             label: The label.
-            write: Whether to write the label. False if another process has written it.
+            write: Whether to write the label. False if an earlier process has written it.
 
         Raises:
             UserError: If lists and single labels, or names and numbers, are mixed.
@@ -598,19 +599,18 @@ class _LabelWriter:
     def fraction_facts(self) -> dict[str, Any]:
         """Entries of ``meta.json`` about single labels with a fraction. Empty if there are none.
 
-        ``fractions`` is the number of these labels, and ``fraction`` is the first of them.
+        ``fractions`` is the number of such labels, and ``fraction`` is the first of them.
         """
         return {"fractions": self._fractions, "fraction": self._fraction} if self._fractions else {}
 
     def _resolve_cell_names(self) -> None:
-        """Determine the final class names, now that all labels are known, and store them in ``_names``.
+        """Determine the final class names after all labels are known, and store them in ``_names``.
 
         Cells of a .csv file become integers if all labels are numbers, and strings otherwise. If all labels
-        are numbers and some have a fraction, they are not classes, and ``_class_numbers`` becomes None.
+        are numbers and some have a fraction, they are not classes, and ``_class_numbers`` is set to None.
 
         Raises:
-            UserError: If some labels are numbers with a fraction, and all others are words for a missing
-                number.
+            UserError: If some labels are numbers with a fraction, and all others are words such as ``NA``.
         """
         assert self._class_numbers is not None
         cells = [name for name in self._class_numbers if isinstance(name, CsvCell)]
@@ -630,10 +630,10 @@ class _LabelWriter:
             self._names |= {cell: str(cell) for cell in cells}
 
     def finish_labels(self) -> _LabelSummary:
-        """Renumber the classes, delete the files that the kind does not need, and describe the labels.
+        """Renumber the classes, delete the files that are not needed, and return a summary of the labels.
 
         Raises:
-            UserError: If the labels do not have a common kind, or lists of labels are not valid.
+            UserError: If the labels are of different kinds, or if lists of labels are not valid.
         """
         width = min(self._widths, default=1)
         if self._class_numbers is not None:
@@ -656,17 +656,17 @@ class _LabelWriter:
         return _LabelSummary("sets", 0, names) if self._are_lists else _LabelSummary("classes", 1, names)
 
     def _delete_files(self, *names: str) -> None:
-        """Close and delete the files with these names."""
+        """Close and delete the given files."""
         for name in names:
             stream = self._streams.pop(name)
             stream.close()
             stream.path.unlink()
 
     def _renumber_in_sorted_order(self, class_numbers: dict[Any, int]) -> list[int | str]:
-        """Sort the class names, and replace the class numbers in the file by indices into the sorted names.
+        """Sort the class names, and replace the class numbers in the file with indices into the sorted names.
 
         Args:
-            class_numbers: Class number that the file contains for each label.
+            class_numbers: Class numbers in the file, keyed by label.
 
         Returns:
             The sorted names.
@@ -697,7 +697,7 @@ class _LabelWriter:
 
 
 def _compute_json_digest(content: Any) -> str:
-    """Compute a digest of a JSON value, as hexadecimal digits. The order of keys does not matter."""
+    """Compute a hexadecimal digest of a JSON value. The order of keys does not matter."""
     return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
@@ -711,13 +711,13 @@ def _build_mixed_labels_error() -> UserError:
 
 
 class CheckedArray:
-    """Memory-mapped array that verifies the CRC-32 of each block on its first access.
+    """Memory-mapped array that verifies the CRC-32 of each block when it is first accessed.
 
     Args:
         path: Path of the file.
         dtype: Data type of the values.
         sums: CRC-32 of each block.
-        width: Number of values per row. None if the array is 1-d.
+        width: Number of values per row. None for a 1-d array.
     """
 
     def __init__(
@@ -746,13 +746,12 @@ class CheckedArray:
         return self._values.shape
 
     def __getitem__(self, key: Any) -> Any:
-        """Return a value, a slice, or the values at a list of indices, after checking their blocks.
+        """Return a value, a slice, or the values at a list of indices, after verifying their blocks.
 
-        A slice shares the memory of the file. Values at a list of indices are a copy.
+        A slice shares the memory of the file. A list of indices returns a copy.
 
         Raises:
-            RunError: If a block of the values is damaged. The cache is then invalidated, so that the next
-                launch rebuilds it.
+            RunError: If a block is damaged. The cache is then invalidated, and the next launch rebuilds it.
         """
         if isinstance(key, slice):
             start, stop, _ = key.indices(len(self._values))
@@ -769,16 +768,16 @@ class CheckedArray:
         return np.asarray(self[:], dtype=dtype)
 
     def tolist(self) -> list[Any]:
-        """Return all values as a list, after checking all blocks."""
+        """Return all values as a list, after verifying all blocks."""
         values: list[Any] = self[:].tolist()
         return values
 
     def find_damaged_block(self, first: int = 0, last: int | None = None) -> int | None:
-        """Find the first damaged block in ``[first, last)``. Blocks that were verified before are skipped.
+        """Find the first damaged block in ``[first, last)``. Skips blocks that have been verified before.
 
         Args:
             first: Index of the first block to check.
-            last: Index after the last block to check. None means the end of the file.
+            last: Exclusive end of the blocks to check. None checks to the end of the file.
 
         Returns:
             Index of the block. None if all blocks are intact.
@@ -795,7 +794,7 @@ class CheckedArray:
     def _check_items(self, start: int, stop: int) -> None:
         """Verify the blocks of the items ``[start, stop)``. An item is a value, or a row of a 2-d array.
 
-        If a block is damaged, the metadata file of the cache is deleted, so that the next launch rebuilds the
+        If a block is damaged, deletes the metadata file of the cache, so that the next launch rebuilds the
         cache.
 
         Raises:
@@ -816,16 +815,16 @@ class CheckedArray:
 def _open_checksums(path: Path, digest: str) -> npt.NDArray[Any]:
     """Open ``blocks.crc``, and return the checksums of all blocks.
 
-    The file of a large cache is memory-mapped and not compared with its digest, because every rank would have
-    to read the complete file. A damaged checksum is still detected later, because it then differs from the
-    checksum of its block.
+    The file of a large cache is memory-mapped and not compared with its digest, because every rank
+    would have to read the whole file. A damaged checksum is still detected later, because it does not
+    match its block.
 
     Args:
         path: Path of the file.
         digest: Expected digest of the file.
 
     Raises:
-        CacheDamagedError: If a small file does not have this digest.
+        CacheDamagedError: If the digest of a small file differs.
     """
     if path.stat().st_size > _MAX_CHECKED_SUMS_BYTES:
         return np.memmap(path, dtype=_CRC, mode="r")
@@ -836,14 +835,14 @@ def _open_checksums(path: Path, digest: str) -> npt.NDArray[Any]:
 
 
 class CachedImage(NamedTuple):
-    """Image of a document.
+    """Image in a document.
 
     Attributes:
-        start: Position of its file in ``images.bin``, in bytes.
-        num_bytes: Size of its file in bytes.
-        size: Size as the processor of the model receives the image.
-        first_token: Index of its first token in the document.
-        num_tokens: Number of its tokens.
+        start: Byte offset of the image file in ``images.bin``.
+        num_bytes: Size of the image file in bytes.
+        size: Size at which the image is passed to the model's processor.
+        first_token: Index of the image's first token in the document.
+        num_tokens: Number of image tokens.
     """
 
     start: int
@@ -855,7 +854,7 @@ class CachedImage(NamedTuple):
 
 @dataclass(frozen=True)
 class TokenCache:
-    """Token cache that is open for reading. Its pickle contains only the path, and unpickling opens it again.
+    """Token cache opened for reading. Its pickle contains only the path, and unpickling opens it again.
 
     Attributes:
         folder: Folder of the cache.
@@ -915,7 +914,7 @@ class TokenCache:
 
     @staticmethod
     def open_if_intact(folder: Path) -> TokenCache | None:
-        """Open a cache like :meth:`open`, but without an error if it is damaged.
+        """Open a cache like :meth:`open`, but return None instead of raising an error.
 
         Returns:
             The cache. None if it does not exist or is damaged.
@@ -933,13 +932,13 @@ class TokenCache:
     def offsets(self) -> dict[str, CheckedArray]:
         """Offsets of the documents in ``tokens``, uint64 ``[documents + 1]``, keyed by field.
 
-        Document *d* consists of the tokens ``[offsets[d], offsets[d + 1])``.
+        Document *d* contains the tokens ``[offsets[d], offsets[d + 1])``.
         """
         return {name: self.arrays[f"{name}.idx"] for name in self.meta["tokens"]}
 
     @property
     def labels(self) -> CheckedArray | None:
-        """Class numbers, int64: one per document, or several as ``label_offsets`` specifies.
+        """Class numbers, int64: one per document, or several according to ``label_offsets``.
 
         None if there are no labels, or if the labels are numeric.
         """
@@ -947,7 +946,7 @@ class TokenCache:
 
     @property
     def label_offsets(self) -> CheckedArray | None:
-        """Offset in ``labels`` of the first class of each document, and the number of all classes.
+        """Offset in ``labels`` of each document's first class, followed by the total number of classes.
 
         None unless the kind of labels is ``sets``.
         """
@@ -976,12 +975,12 @@ class TokenCache:
 
     @property
     def num_tokens(self) -> int:
-        """Total number of tokens of all fields."""
+        """Total number of tokens in all fields."""
         return sum(self.meta["tokens"].values())
 
     @property
     def fingerprint(self) -> str:
-        """Digest of all tokens and labels, independent of the machine and of the source's format."""
+        """Digest of all tokens and labels, independent of the machine and of the source's file format."""
         return str(self.meta["fingerprint"])
 
     @property
@@ -991,12 +990,12 @@ class TokenCache:
 
     @property
     def label_kind(self) -> LabelKind:
-        """Kind of the labels. It is ``classes`` if there are no labels."""
+        """Kind of the labels. ``classes`` if there are no labels."""
         kind: LabelKind = self.meta.get("label_kind", "classes")
         return kind
 
     def read_document(self, field: str, number: int) -> npt.NDArray[Any]:
-        """Read the tokens of one field of the document ``number``, including special tokens."""
+        """Read the tokens of one field of document ``number``, including special tokens."""
         offsets = self.offsets[field]
         tokens: npt.NDArray[Any] = self.tokens[field][int(offsets[number]) : int(offsets[number + 1])]
         return tokens
@@ -1007,13 +1006,13 @@ class TokenCache:
         return COLUMNS in self.arrays
 
     def read_extra_columns(self, numbers: Sequence[int]) -> dict[str, npt.NDArray[Any]]:
-        """Read the numbers in the additional columns of some documents.
+        """Read the numbers from the additional columns of the given documents.
 
         Args:
             numbers: Indices of the documents.
 
         Returns:
-            Arrays of int64 or float32 ``[len(numbers)]``, keyed by column.
+            Arrays, int64 or float32 ``[len(numbers)]``, keyed by column.
         """
         rows = self.arrays[COLUMNS][list(numbers)]
         kinds: dict[str, str] = self.meta["columns"]
@@ -1021,25 +1020,25 @@ class TokenCache:
 
     @property
     def has_images(self) -> bool:
-        """Whether documents may have images."""
+        """Whether documents may contain images."""
         return IMAGE_ROWS in self.arrays
 
     @property
     def num_images(self) -> int:
-        """Number of images of all documents."""
+        """Total number of images in all documents."""
         return int(self.meta.get("images", 0))
 
     @property
     def num_image_tokens(self) -> int:
-        """Number of tokens of all images."""
+        """Total number of image tokens."""
         return int(self.count_image_tokens().sum())
 
     def count_image_tokens(self, max_tokens: int | None = None) -> npt.NDArray[np.int64]:
-        """Count the tokens of the images of each document, int64 ``[documents]``.
+        """Count the image tokens in each document, int64 ``[documents]``.
 
         Args:
-            max_tokens: Number of the first tokens of a document, outside of which images do not count. None
-                to count all images.
+            max_tokens: Number of tokens at the start of a document. Images that do not end within them are
+                not counted. None counts all images.
         """
         counts = np.zeros(self.num_documents, dtype=np.int64)
         if not self.has_images:
@@ -1056,14 +1055,14 @@ class TokenCache:
     def find_changed_image_file(self, root: Path | None) -> str | None:
         """Find a local image file that has changed since the cache was written.
 
-        If only sizes or times have changed, because the files were copied, their current values are stored,
-        so that the contents are not compared again.
+        If only sizes or times have changed, for example because the files were copied, a digest of the new
+        values is stored, so that the contents are not compared again.
 
         Args:
-            root: Folder of the images.
+            root: Image folder.
 
         Returns:
-            Path of the file in its record. None if no file has changed.
+            Path of the file, as in the record. None if no file has changed.
         """
         states = _parse_image_files(self.arrays[IMAGE_FILES][:].tobytes())
         verified_file, verified_digest = self.folder / _VERIFIED_FILE, ""
@@ -1076,7 +1075,7 @@ class TokenCache:
         return comparison.changed_path
 
     def list_images(self, number: int) -> list[CachedImage]:
-        """List the images of a document, in the order of its tokens, without reading their files."""
+        """List the images of a document in token order, without reading their files."""
         if not self.has_images:
             return []
         first, last = (int(self.arrays[IMAGE_ENDS][index]) for index in (number, number + 1))
@@ -1088,11 +1087,11 @@ class TokenCache:
         ]
 
     def read_image_files(self, number: int, num_tokens: int) -> list[ImageFile]:
-        """Read the image files of the first tokens of a document, in the order of its tokens.
+        """Read the files of the images among the first ``num_tokens`` tokens of a document, in token order.
 
         Args:
             number: Number of the document.
-            num_tokens: Number of its first tokens.
+            num_tokens: Number of tokens at the start of the document.
         """
         return [
             ImageFile(self.arrays[IMAGES][image.start : image.start + image.num_bytes].tobytes(), image.size)
@@ -1101,11 +1100,11 @@ class TokenCache:
         ]
 
     def read_trained_mask(self, field: str, number: int) -> npt.NDArray[np.bool_] | None:
-        """Read the loss mask of one field of the document ``number``.
+        """Read the loss mask of one field of document ``number``.
 
         Returns:
-            Loss mask, bool ``[tokens]``. None if all tokens contribute to the loss, as in all fields except
-            ``text``.
+            Loss mask, bool ``[tokens]``. None if all tokens contribute to the loss, which is always the
+            case for fields other than ``text``.
         """
         if self.trained_bits is None or field != "text":
             return None
@@ -1113,7 +1112,7 @@ class TokenCache:
         return self.read_trained_range(int(offsets[number]), int(offsets[number + 1]))
 
     def read_trained_range(self, start: int, stop: int) -> npt.NDArray[np.bool_] | None:
-        """Read the loss mask of the tokens ``[start, stop)`` of all texts.
+        """Read the loss mask of the tokens ``[start, stop)`` of the concatenated texts.
 
         Returns:
             Loss mask, bool ``[stop - start]``. None if all tokens contribute to the loss.
@@ -1125,9 +1124,9 @@ class TokenCache:
         return bits[start - 8 * first : stop - 8 * first].view(bool)
 
     def find_documents_of_tokens(self, field: str, start: int, stop: int) -> range:
-        """Return the range of indices of the documents that contain the tokens ``[start, stop)`` of a field.
+        """Return the index range of the documents that contain the tokens ``[start, stop)`` of a field.
 
-        Empty documents in between are included.
+        The range includes empty documents in between.
         """
         offsets = self.offsets[field]
         return range(bisect_right(offsets, start) - 1, bisect_right(offsets, stop - 1))

@@ -1,19 +1,20 @@
-"""Encoding of conversations with a chat template: tokens and the loss mask.
+"""Encode conversations with a chat template, and compute their loss masks.
 
-The template renders a conversation as one text. The part of the text that the assistant wrote is determined
-in one of two ways:
+The template renders a conversation as one text. The assistant's answers in this text are located in
+one of two ways:
 
-- The template marks it with ``{% generation %}``.
-- Otherwise, prefixes of the text determine it. The messages before an answer are rendered with the generation
-  prompt: this prefix ends at the start of the answer. The messages up to and including the answer are
-  rendered: this prefix ends at the end of the answer. Some templates render previous turns differently from
-  the last turn. For example, Qwen3 removes the reasoning of previous turns. The complete text then does not
-  begin with these renderings, and each answer becomes a separate sample, in the context that the model sees
-  at inference.
+- The template marks them with ``{% generation %}``.
+- Otherwise, prefixes of the conversation are rendered. The messages before an answer, rendered with
+  the generation prompt, determine its start. The messages up to and including the answer determine
+  its end.
 
-After the last answer, a template may write tokens that it writes at no other position, such as Phi-3's end of
-text, or GPT-OSS's return token instead of its end token. A prefix may therefore differ from the complete text
-in special tokens at its end.
+Some templates render previous turns differently from the last turn. For example, Qwen3 removes the
+reasoning of previous turns. The complete text then does not begin with the rendered prefixes. In
+this case, each answer becomes a separate sample, in the context that the model sees at inference.
+
+After the last answer, a template may write tokens that it writes nowhere else, such as Phi-3's end
+of text, or GPT-OSS's return token instead of its end token. The special tokens at the end of a
+rendered prefix may therefore differ from the complete text.
 """
 
 from __future__ import annotations
@@ -61,14 +62,14 @@ _SPECIAL_TOKEN_PATTERN = re.compile(r"<\|[^\s<>|'\"]+\|>")
 
 
 class PlacedImage(NamedTuple):
-    """Image of a sample.
+    """Image in a sample.
 
     Attributes:
-        data: Content of the file.
-        digest: BLAKE2b digest of the file, 16 bytes.
-        size: Size as the processor of the model receives the image.
-        first_token: Index of its first token in the sample.
-        num_tokens: Number of its tokens, including tokens around its rows and crops.
+        data: Content of the image file.
+        digest: BLAKE2b digest of the image file (16 bytes).
+        size: Size at which the image is passed to the model's processor.
+        first_token: Index of the image's first token in the sample.
+        num_tokens: Number of image tokens, including those around rows and crops.
     """
 
     data: bytes
@@ -80,27 +81,30 @@ class PlacedImage(NamedTuple):
 
 @dataclass
 class EncodedConversations:
-    """Tokens of several conversations, sample after sample, and counts for notes and checks.
+    """Encoded samples of several conversations, and counts for notes and checks.
 
     Attributes:
         tokens: Tokens of each sample, int64 ``[tokens]``.
         trained_masks: Loss mask of each sample, bool ``[tokens]``.
         images: Images of each sample.
-        image_files: States of the local image files of all documents, including files that cannot be read.
-        num_stopping: Number of samples whose loss mask includes the token that ends the last answer.
-        end_token_counts: Number of samples whose last answer ends with a token, keyed by token ID.
-        unstopped_example: Example of a sample whose loss mask does not include the token that ends the last
-            answer, as text: the last tokens in the mask, and the tokens after them. Empty if there is none.
-        unmatched_prompt: End of the generation prompt that the rendered conversations do not have before
-            answers. Empty if there is none.
+        image_files: States of the local image files of all documents, including files that cannot be
+            read.
+        num_stopping: Number of samples whose loss mask includes the end token of the last answer.
+        end_token_counts: Number of samples per end token of the last answer, keyed by token id.
+        unstopped_example: Text of a sample whose loss mask does not include the end token of the last
+            answer: the last tokens in the mask, and the tokens after them. Empty if there is no such
+            sample.
+        unmatched_prompt: Suffix of the generation prompt that does not occur before answers in the
+            rendered conversations. Empty if there is none.
         samples_per_document: Number of samples of each document.
-        refused_records: Errors of the records that cannot be rendered or masked. They have no samples.
-        counts: Counts keyed by name:
+        refused_records: Errors of the records that cannot be rendered or masked. These records have no
+            samples.
+        counts: Counts, keyed by name:
 
             - ``records``: documents with samples.
-            - ``apart``: documents that became one sample per answer, because the template changes previous
-              turns.
-            - ``turns``: samples of these documents.
+            - ``apart``: documents split into one sample per answer, because the template changes
+              previous turns.
+            - ``turns``: samples of the documents counted in ``apart``.
             - ``think``: documents with reasoning.
             - ``thoughts``: answers with reasoning.
             - ``lost``: answers whose reasoning the template drops.
@@ -121,16 +125,16 @@ class EncodedConversations:
 
 
 def load_chat_template(tokenizer: Any, setting: str | None) -> str | dict[str, str]:
-    """Load the template that ``data.chat_template`` selects.
+    """Load the chat template that ``data.chat_template`` selects.
 
     Args:
-        tokenizer: Tokenizer of transformers.
-        setting: Path of a file, name of one of the tokenizer's templates, or name of a built-in template.
-            None selects the template or templates of the tokenizer.
+        tokenizer: Transformers tokenizer.
+        setting: Path of a file, name of one of the tokenizer's templates, or name of a built-in
+            template. None selects the tokenizer's own template or templates.
 
     Returns:
-        Text of the template. If ``setting`` is None and the tokenizer has several templates, their texts
-        keyed by name. Only ``default`` and ``tool_use`` are used.
+        Text of the template. If ``setting`` is None and the tokenizer has several templates, their
+        texts, keyed by name. Only ``default`` and ``tool_use`` are used.
 
     Raises:
         UserError: If there is no such template.
@@ -166,7 +170,7 @@ def load_chat_template(tokenizer: Any, setting: str | None) -> str | dict[str, s
 
 
 class _MaskedDrafts(NamedTuple):
-    """Rendered samples of one document, their encodings, and their loss masks, one of each per sample."""
+    """Rendered samples of a document, with the encoding and loss mask of each sample."""
 
     drafts: list[RenderedConversation]
     encodings: Sequence[Any]
@@ -175,11 +179,11 @@ class _MaskedDrafts(NamedTuple):
 
 
 class _TokenMatch(NamedTuple):
-    """Comparison of the tokens of a text with the first tokens of the complete conversation.
+    """Result of comparing the tokens of a text with the first tokens of the complete conversation.
 
     Attributes:
-        num_equal: Number of tokens at the start of the text that equal the tokens of the conversation.
-        rest: Tokens of the text after the equal tokens.
+        num_equal: Number of leading tokens that are equal.
+        rest: Remaining tokens of the text.
     """
 
     num_equal: int
@@ -190,19 +194,19 @@ class ConversationEncoder:
     """Encoder that renders conversations, tokenizes them and computes their loss masks.
 
     Args:
-        tokenizer: Fast tokenizer of transformers. Slow tokenizers do not provide the positions of tokens in
-            the text.
-        templates: Templates from :func:`load_chat_template`. None if there is no template, which is only
-            possible for completions of plain text.
-        frame: Special tokens around a completion of plain text.
+        tokenizer: Fast transformers tokenizer. Slow tokenizers do not provide the positions of tokens
+            in the text.
+        templates: Templates from :func:`load_chat_template`. None if there is no template, which is
+            only supported for plain-text completions.
+        frame: Special tokens to put around plain-text completions.
         train_on: Value of ``data.train_on``, which selects the tokens that contribute to the loss. None
-            selects the completion of a record with a prompt, and the assistant's messages of other records.
+            selects the completion if a record has a prompt, and otherwise the assistant's messages.
         split_turns: Whether each answer becomes a separate sample, with the messages before it.
-        pairs: Whether two successive documents are the chosen and the rejected completion of a prompt. The
-            loss masks of both then begin at the same token.
-        kwargs: Additional variables of the template.
-        image_reader: Reader of the images of records. None if the records may not have images.
-        image_processor: Processor of the model for images. None if the records may not have images.
+        pairs: Whether consecutive documents are pairs of a chosen and a rejected completion. Both loss
+            masks then begin at the same token.
+        kwargs: Additional variables for the template.
+        image_reader: Image reader. None if records cannot contain images.
+        image_processor: Image processor of the model. None if records cannot contain images.
 
     Raises:
         UserError: If the template or the tokenizer cannot be used.
@@ -242,7 +246,7 @@ class ConversationEncoder:
 
     @property
     def cache_key(self) -> str:
-        """Text for cache keys with all settings that determine the tokens and masks, except the tokenizer."""
+        """Text for cache keys, with all settings (except the tokenizer) that determine tokens and masks."""
         renderer = self._renderer
         content = [
             CONVERSION_VERSION,
@@ -259,12 +263,12 @@ class ConversationEncoder:
 
     @property
     def image_reader(self) -> ImageReader | None:
-        """Reader of the images of records. None if the records may not have images."""
+        """Image reader. None if records cannot contain images."""
         return self._image_reader
 
     @property
     def missing_tokens(self) -> list[str]:
-        """Tokens such as ``<|im_start|>`` that the template writes but the tokenizer does not have."""
+        """Tokens such as ``<|im_start|>`` that the template writes but the tokenizer lacks."""
         templates = self._renderer.templates
         texts = templates.values() if isinstance(templates, dict) else [templates or ""]
         written = dict.fromkeys(_SPECIAL_TOKEN_PATTERN.findall(" ".join(texts)))
@@ -277,15 +281,16 @@ class ConversationEncoder:
         """Tokenize conversations and completions, and compute their loss masks.
 
         Args:
-            documents: Conversations and completions. If ``pairs`` is set, two documents per record.
+            documents: Conversations and completions. If ``pairs`` is set, there are two documents per
+                record.
             collect: Whether to skip records that cannot be rendered or masked, and collect their errors.
 
         Returns:
-            Tokens and masks of all samples. A document may have several samples.
+            The tokens and loss masks of all samples. A document may have several samples.
 
         Raises:
-            RecordError: If a record cannot be rendered or masked and ``collect`` is False. The error names
-                the record.
+            RecordError: If a record cannot be rendered or masked, and ``collect`` is False. The message
+                contains the location of the record.
         """
         drafts: list[list[RenderedConversation] | RecordError] = limited_calls.call_within_limits(
             partial(self._renderer.render_documents, collect=collect), [*map(_remove_images, documents)]
@@ -356,22 +361,22 @@ class ConversationEncoder:
     ) -> _MaskedDrafts:
         """Compute the loss masks of a document's rendered samples.
 
-        If an answer cannot be found in the text of the conversation, the document is rendered and encoded
-        again with one sample per answer.
+        If an answer cannot be found in the text of the conversation, renders and encodes the document again
+        with one sample per answer.
 
         Args:
             document: The document.
             drafts: Its rendered samples.
-            encodings: Encoding of each rendered sample.
+            encodings: Encodings of the rendered samples.
             images: Images of the document.
-            encoded: Result to which counts and the unmatched prompt are added.
+            encoded: Result. Counts and the unmatched prompt are added to it.
 
         Returns:
-            Rendered samples, encodings and masks.
+            The final rendered samples, encodings and masks.
 
         Raises:
-            AnswerNotFoundError: If an answer cannot be found, even in a separate sample.
-            RecordError: If the template drops a part of an answer.
+            AnswerNotFoundError: If an answer cannot be found even in a separate sample.
+            RecordError: If the template drops part of an answer.
         """
         try:
             return _MaskedDrafts(drafts, encodings, self._build_masks(drafts, encodings, encoded), images)
@@ -392,7 +397,7 @@ class ConversationEncoder:
 
         Args:
             document: The document.
-            states: List to which the states of local image files are added.
+            states: List to which the states of local image files are appended.
 
         Raises:
             RecordError: If an image cannot be read.
@@ -402,8 +407,8 @@ class ConversationEncoder:
             return []
         if self._image_reader is None:
             raise RecordError(
-                f"data.images: {conversation.location}: the record has an image, but data.images is not true; "
-                "set data.images: true and use a model that accepts images, or remove the images"
+                f"data.images: {conversation.location}: the record has an image, but data.images is "
+                "not true; set data.images: true and use a model that accepts images, or remove the images"
             )
         return [
             self._image_reader.load_image(reference, conversation.location, states)
@@ -413,15 +418,15 @@ class ConversationEncoder:
     def _expand_images(
         self, drafts: list[RenderedConversation], images: list[LoadedImage]
     ) -> list[RenderedConversation]:
-        """Replace the placeholders of images in rendered samples of one document.
+        """Expand the image placeholders in the rendered samples of a document.
 
         Args:
             drafts: Rendered samples.
             images: Images of the document.
 
         Raises:
-            RecordError: If the processor does not support the size of an image, or the numbers of
-                placeholders and images differ.
+            RecordError: If the processor does not support the size of an image, or if the number of
+                placeholders differs from the number of images.
         """
         processor = self._image_processor
         if processor is None or drafts[0].conversation is None:
@@ -446,7 +451,7 @@ class ConversationEncoder:
         images: Sequence[LoadedImage],
         encoded: EncodedConversations,
     ) -> None:
-        """Append the samples of a document to ``encoded``, with the special tokens around completions.
+        """Append the samples of a document to ``encoded``, with special tokens around completions.
 
         Also updates the counts in ``encoded``.
         """
@@ -476,14 +481,14 @@ class ConversationEncoder:
         )
 
     def _find_image_tokens(self, draft: RenderedConversation, encoding: Any) -> list[tuple[int, int]]:
-        """Find the tokens of each image of a rendered sample.
+        """Find the token range of each image in a rendered sample.
 
         Returns:
-            First token and end of each image.
+            Start and exclusive end of each range.
 
         Raises:
-            RecordError: If there are image tokens outside of the images, because the text of the record
-                contains one. The model would take it for a part of an image.
+            RecordError: If there are image tokens outside these ranges, because the record's text contains
+                some. The model would interpret them as part of an image.
         """
         if self._image_processor is None:
             return []
@@ -521,7 +526,7 @@ class ConversationEncoder:
     def _build_masks(
         self, drafts: list[RenderedConversation], encodings: Sequence[Any], encoded: EncodedConversations
     ) -> list[npt.NDArray[np.bool_]]:
-        """Build the loss mask of each rendered sample. See :meth:`_build_mask`."""
+        """Build the loss masks of the rendered samples. See :meth:`_build_mask`."""
         return [
             self._build_mask(draft, encoding, encoded)
             for draft, encoding in zip(drafts, encodings, strict=True)
@@ -535,12 +540,12 @@ class ConversationEncoder:
         Args:
             draft: Rendered sample.
             encoding: Encoding of its text.
-            encoded: Result in which the unmatched part of the generation prompt is recorded.
+            encoded: Result in which to record the unmatched part of the generation prompt.
 
         Raises:
             AnswerNotFoundError: If the start or end of an answer cannot be determined, or if the template
-                drops the reasoning of only some answers.
-            RecordError: If the template drops a part of an answer.
+                drops the reasoning of some answers but not of others.
+            RecordError: If the template drops part of an answer.
         """
         if draft.separable_answers and len(set(draft.reasoning_shown)) > 1 and draft.conversation is not None:
             # Use one sample per answer, because the template drops the reasoning of previous answers.
@@ -588,9 +593,9 @@ class ConversationEncoder:
             draft: Rendered sample.
             conversation: Conversation of ``draft``.
             encoding: Encoding of the text of ``draft``.
-            index: Index of the message.
-            opened: Start of the answer in characters, or the rendered messages before the answer.
-            encoded: Result in which the unmatched part of the generation prompt is recorded.
+            index: Index of the answer's message.
+            opened: Character index of the answer's start, or the rendered messages before the answer.
+            encoded: Result in which to record the unmatched part of the generation prompt.
 
         Raises:
             AnswerNotFoundError: If the start of the answer cannot be determined.
@@ -627,18 +632,19 @@ class ConversationEncoder:
         index: int,
         closed: int | str,
     ) -> int:
-        """Return the index of the token after an answer.
+        """Return the index of the first token after an answer.
 
         Args:
             draft: Rendered sample.
             conversation: Conversation of ``draft``.
             encoding: Encoding of the text of ``draft``.
-            index: Index of the message.
-            closed: End of the answer in characters, or the rendered messages up to and including the answer.
+            index: Index of the answer's message.
+            closed: Character index of the answer's end, or the rendered messages up to and including the
+                answer.
 
         Raises:
-            AnswerNotFoundError: If ``closed`` is a text that differs from the start of the complete text in
-                more than special tokens at its end.
+            AnswerNotFoundError: If ``closed`` is a text, and the complete text does not start with it,
+                apart from special tokens at its end.
         """
         if isinstance(closed, int):
             return _find_token_after_char(encoding, closed, len(draft.text))
@@ -648,7 +654,7 @@ class ConversationEncoder:
         return last
 
     def _match_tokens(self, encoding: Any, text: str) -> _TokenMatch:
-        """Encode ``text`` and compare its tokens with the first tokens of ``encoding``."""
+        """Encode ``text``, and compare its tokens with the first tokens of ``encoding``."""
         ids: list[int] = self._encode_texts([text])[0].ids
         count = next(
             (
@@ -676,11 +682,11 @@ class ConversationEncoder:
 
     @cached_property
     def _blank_tokens(self) -> dict[int, bool]:
-        """Cache of the results of :meth:`_is_blank`, keyed by token. It is empty at first."""
+        """Cache for the results of :meth:`_is_blank`, keyed by token. Initially empty."""
         return {}
 
     def _is_blank(self, token: int) -> bool:
-        """Return whether the text of a token is empty or consists of whitespace."""
+        """Return whether the text of a token is empty or only whitespace."""
         if token not in self._blank_tokens:
             self._blank_tokens[token] = not bounded_tokenizer.decode(self._tokenizer, [token]).strip()
         return self._blank_tokens[token]
@@ -696,17 +702,17 @@ class ConversationEncoder:
         trained: npt.NDArray[np.bool_],
         encoded: EncodedConversations,
     ) -> None:
-        """Find the token that ends the last answer of a sample, and update the counts in ``encoded``.
+        """Find the end token of a sample's last answer, and update the counts in ``encoded``.
 
-        This token is the first special token after the last words of the answer. If there is no special
-        token, it is an added token at the end.
+        The end token is the first special token after the last words of the answer. If there is none, it is
+        an added token at the end.
 
         Args:
             draft: Rendered sample.
             tokens: Tokens of the sample, int64 ``[tokens]``.
             trained: Loss mask, bool ``[tokens]``.
-            encoded: Result whose ``end_token_counts``, ``num_stopping`` and ``unstopped_example`` are
-                updated.
+            encoded: Result in which to update ``end_token_counts``, ``num_stopping`` and
+                ``unstopped_example``.
         """
         last = int(np.flatnonzero(trained)[-1]) if trained.any() else -1
         untrained = np.flatnonzero(~trained[: last + 1])
@@ -736,7 +742,7 @@ class ConversationEncoder:
 
 
 def _remove_images(document: Document) -> Document:
-    """Return a document without the contents of its images, which its template does not need."""
+    """Return a document without the contents of its images, which the template does not need."""
     if document.conversation is None or not document.conversation.images:
         return document
     return replace(document, conversation=replace(document.conversation, images=()))
@@ -746,8 +752,8 @@ def build_template_notes(counts: Counter[str], unmatched_prompt: str) -> list[st
     """Build notes about unexpected effects of a template, one line each.
 
     Args:
-        counts: Counts of all records. See :class:`EncodedConversations`.
-        unmatched_prompt: End of the generation prompt that the conversations do not have before answers.
+        counts: Total counts over all records. See :class:`EncodedConversations`.
+        unmatched_prompt: Suffix of the generation prompt that does not occur before answers.
 
     Raises:
         UserError: If more than half of the records have reasoning, and the template drops all of it.
@@ -785,7 +791,7 @@ def build_template_notes(counts: Counter[str], unmatched_prompt: str) -> list[st
 
 
 def _join_trained_text(text: str, encoding: Any, trained: npt.NDArray[np.bool_]) -> str:
-    """Return the parts of a text whose tokens contribute to the loss, joined with line breaks.
+    """Join the parts of a text that contribute to the loss, separated by line breaks.
 
     Args:
         text: The text.
@@ -804,7 +810,8 @@ def _join_trained_text(text: str, encoding: Any, trained: npt.NDArray[np.bool_])
 def _find_token_at_char(encoding: Any, char: int) -> int:
     """Return the index of the token that contains a character.
 
-    If no token contains it, this is the index of the next token, or the number of tokens at the end.
+    If no token contains it, return the index of the next token. At the end, this is the number of
+    tokens.
     """
     # The tokenizer removes some characters, such as spaces.
     if (token_index := encoding.char_to_token(char)) is None:
@@ -814,12 +821,12 @@ def _find_token_at_char(encoding: Any, char: int) -> int:
 
 
 def _find_token_after_char(encoding: Any, char: int, length: int) -> int:
-    """Return the index of the first token that begins at a character or later.
+    """Return the index of the first token that starts at or after a character.
 
     Args:
         encoding: Encoding of a text.
         char: Index of the character in the text.
-        length: Number of characters of the text.
+        length: Number of characters in the text.
     """
     if char >= length:
         return len(encoding.ids)

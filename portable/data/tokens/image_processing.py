@@ -1,8 +1,9 @@
-"""Images as tokens and tensors, by the processor that transformers publishes with a model.
+"""Convert images to tokens and tensors with the model's Hugging Face processor.
 
-A chat template writes one placeholder per image. The processor replaces it by a text whose number of image
-tokens depends only on the size of the image. The tensors of an image, such as its patches, are made when a
-batch is built. No code here depends on a family of models: :class:`ImageProcessor` only calls the processor.
+A chat template writes one placeholder per image. The processor replaces the placeholder with text
+whose number of image tokens depends only on the size of the image. The tensors of an image, such as
+its patches, are computed when a batch is built. This module contains no code for specific model
+families: :class:`ImageProcessor` only calls the processor.
 """
 
 from __future__ import annotations
@@ -63,26 +64,26 @@ class ImageProcessor:
 
     @property
     def cache_key(self) -> str:
-        """Text that contains all settings of the processor."""
+        """Text for cache keys, with all settings of the processor."""
         return str(self._processor.to_json_string())
 
     @property
     def placeholder(self) -> str:
-        """Text that a chat template writes for an image."""
+        """Text that a chat template writes for each image."""
         return str(self._processor.image_token)
 
     @property
     def image_token_ids(self) -> list[int]:
-        """Ids of the tokens that an image consists of."""
+        """Ids of all tokens that can represent an image."""
         return [int(token) for token in self._processor.image_token_ids if token is not None]
 
     @property
     def chat_template(self) -> Any:
-        """Chat template of the processor. None if it has none."""
+        """Chat template of the processor, or None if it has none."""
         return getattr(self._processor, "chat_template", None)
 
     def list_missing_tokens(self, tokenizer: Any) -> list[str]:
-        """List the tokens of images that another tokenizer lacks, or that have other ids there."""
+        """List the image tokens that another tokenizer lacks or maps to different ids."""
         texts = self._processor.tokenizer.convert_ids_to_tokens(self.image_token_ids)
         ids = tokenizer.convert_tokens_to_ids(texts)
         return [
@@ -92,10 +93,10 @@ class ImageProcessor:
         ]
 
     def compute_replacement(self, size: ImageSize) -> str:
-        """Return the text that replaces the placeholder of an image with this size.
+        """Return the text that replaces the placeholder of an image of the given size.
 
         Raises:
-            Exception: The processors raise several types of exceptions for sizes that they do not support.
+            Exception: If the processor does not support the size. The type depends on the processor.
         """
         return self._compute_replacement(size)
 
@@ -107,17 +108,17 @@ class ImageProcessor:
     def build_columns(
         self, files: Sequence[ImageFile], input_ids: npt.NDArray[np.int64]
     ) -> dict[str, npt.NDArray[Any]]:
-        """Build the columns of a batch that the images of its rows add.
+        """Build the image columns of a batch.
 
         Args:
-            files: Content and size of each image file, in the order of the rows and of their image tokens.
+            files: Content and size of each image file, ordered by row and then by token position.
             input_ids: Tokens of the batch, int64 ``[batch, tokens]``.
 
         Returns:
-            Arguments of the model, keyed by name: the tensors of the images, whose first dimension is not the
-            batch, and the column that marks image tokens, int64 ``[batch, tokens]``, if the model has one.
-            If the batch has no images, the tensors of a blank image, whose names begin with
-            :data:`BLANK_PREFIX`.
+            Model arguments, keyed by name. Contains the image tensors, whose first dimension is not the
+            batch dimension. If the batch contains no images, contains the tensors of a blank image instead,
+            with names that begin with :data:`BLANK_PREFIX`. Also contains the column that marks image
+            tokens, int64 ``[batch, tokens]``, if the model has one.
         """
         columns: dict[str, npt.NDArray[Any]] = {}
         if self._type_column is not None:
@@ -128,7 +129,7 @@ class ImageProcessor:
         return {**columns, **self._select_image_columns(outputs)}
 
     def build_blank_columns(self, sizes: Sequence[ImageSize]) -> dict[str, npt.NDArray[Any]]:
-        """Build the tensors of blank images, keyed by the name of the model's argument.
+        """Build the tensors of blank images, keyed by the name of the model argument.
 
         Args:
             sizes: Size of each image.
@@ -150,14 +151,14 @@ class ImageProcessor:
         return self.count_tokens(sizes) == sum(self.count_tokens([size]) for size in sizes)
 
     def find_largest_square(self, max_tokens: int, max_pixels: int | None = None) -> ImageSize | None:
-        """Find the approximate size of the largest square image whose tokens fit a sample.
+        """Find the approximate size of the largest square image whose tokens fit into a sample.
 
         Args:
-            max_tokens: Largest number of tokens of the image.
-            max_pixels: Largest number of pixels. None for no limit.
+            max_tokens: Maximum number of image tokens.
+            max_pixels: Maximum number of pixels. None for no limit.
 
         Returns:
-            The size. None if the tokens of no size fit.
+            The size. None if no size fits.
         """
         side = _LARGEST_SIDE if max_pixels is None else min(_LARGEST_SIDE, isqrt(max_pixels))
         while side >= _SMALLEST_SIDE:
@@ -168,14 +169,14 @@ class ImageProcessor:
         return None
 
     def _run(self, images: list[Image], **options: Any) -> Mapping[str, Any]:
-        """Run the processor on a text that only contains the placeholders of some images."""
+        """Run the processor on the images, with a text that contains only their placeholders."""
         outputs: Mapping[str, Any] = self._processor(
             text=[self.placeholder * len(images)], images=[images], return_tensors="np", **options
         )
         return outputs
 
     def _select_image_columns(self, outputs: Mapping[str, Any]) -> dict[str, npt.NDArray[Any]]:
-        """Return the outputs of the processor that belong to the images."""
+        """Select the outputs of the processor that belong to images."""
         return {
             name: np.asarray(values)
             for name, values in outputs.items()
@@ -192,18 +193,18 @@ def _make_blank_image(size: ImageSize) -> Image:
 def load_image_processor(
     name_or_path: str, *, offline: bool = False, trust_remote_code: bool = False
 ) -> ImageProcessor | None:
-    """Load the processor of a model.
+    """Load the image processor of a model.
 
     Args:
         name_or_path: Hub id or folder of the model.
         offline: Whether to use only local files.
-        trust_remote_code: Whether Python code of the processor may run.
+        trust_remote_code: Whether to run Python code that comes with the processor.
 
     Returns:
-        None if the model has no processor for images.
+        The processor. None if the model does not support images.
 
     Raises:
-        UserError: If the processor cannot be loaded, or needs a package that is not installed.
+        UserError: If the processor cannot be loaded, or if it requires a package that is not installed.
     """
     from transformers import AutoProcessor
 

@@ -1,4 +1,4 @@
-"""Replacement of the placeholders of images in a rendered conversation."""
+"""Expand the image placeholders in a rendered conversation."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 def expand_placeholders(
     draft: RenderedConversation, placeholder: str, replacements: Sequence[str]
 ) -> RenderedConversation:
-    """Replace the placeholder of each image by the text of the image, and move the trained parts.
+    """Replace each image placeholder with the text of its image, and adjust all character positions.
 
     Args:
         draft: Rendered conversation, or a rendered part of it.
-        placeholder: Text that a template writes for an image.
-        replacements: Text of each image of the complete conversation.
+        placeholder: Text that the template writes for each image.
+        replacements: Text of each image in the complete conversation.
 
     Raises:
-        RecordError: If the text does not have exactly one placeholder for each image, because the template
-            drops images, or the record contains the placeholder as text.
+        RecordError: If the number of placeholders and images differs, because the template drops images
+            or the record contains the placeholder as text.
     """
     conversation = draft.conversation
     num_images = 0 if conversation is None else count_images(conversation.messages)
@@ -50,11 +50,11 @@ def expand_placeholders(
         moved_by.append(moved_by[-1] + growth)
 
     def move(position: int) -> int:
-        """Return the position of a character that is not within a placeholder."""
+        """Return the new position of a character that is not within a placeholder."""
         return position + moved_by[bisect_right(starts, position - 1)]
 
     def expand(text: str) -> str:
-        """Expand the text of the first messages of the conversation."""
+        """Expand the placeholders in a text that starts with the first message of the conversation."""
         pieces = text.split(placeholder)
         count = min(len(pieces) - 1, num_images)
         head = "".join(piece + image for piece, image in zip(pieces, replacements[:count], strict=False))
@@ -80,7 +80,7 @@ def expand_placeholders(
 
 
 def _find_all(text: str, part: str) -> list[int]:
-    """Return the positions of a part in a text."""
+    """Return the start positions of all occurrences of ``part`` in a text."""
     positions, start = list[int](), text.find(part)
     while start >= 0:
         positions.append(start)

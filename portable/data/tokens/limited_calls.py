@@ -1,8 +1,8 @@
-"""Calls of untrusted code, such as a chat template, within limits of time and memory.
+"""Call untrusted code, such as a chat template, with time and memory limits.
 
-The calls run in a separate process, which is started at the first call and reused for later calls. In a
-worker process of :mod:`portable.data.tokens.parallel_map`, the calls run in the worker process itself,
-because it is already separate from the main process.
+The calls run in a separate process, which is started by the first call and reused. In a worker
+process of :mod:`portable.data.tokens.parallel_map`, they run in the worker itself, because it is
+already separate from the main process.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ A forked child process finds no entry for its own ID and starts another process.
 
 
 def call_within_limits(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a function within limits of time and memory, and return its result.
+    """Call a function with time and memory limits, and return its result.
 
     Args:
-        function: Function to call. It must be picklable, as must its result.
-        arguments: Arguments of the function, which must be picklable.
+        function: Function to call. The function and its result must be picklable.
+        arguments: Arguments of the function. They must be picklable.
 
     Raises:
         UserError: If the function raises a UserError, or exceeds a limit.
@@ -66,14 +66,14 @@ def call_within_limits(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _apply_limits_and_call(item: tuple[float, Callable[..., Any], tuple[Any, ...]]) -> Any:
-    """Call a function within limits, in the current process.
+    """Call a function with time and memory limits, in the current process.
 
     Args:
         item: Maximum CPU time in seconds, the function and its arguments.
 
     Raises:
-        TimeoutError: If the function takes too much CPU time.
-        MemoryError: If the function allocates too much memory.
+        TimeoutError: If the function exceeds the CPU time limit.
+        MemoryError: If the function exceeds the memory limit.
     """
     seconds, function, arguments = item
     with _limit_time(seconds), _limit_memory():
@@ -82,10 +82,10 @@ def _apply_limits_and_call(item: tuple[float, Callable[..., Any], tuple[Any, ...
 
 @contextmanager
 def _limit_time(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError within this context if the code takes more CPU time than ``seconds``.
+    """Raise TimeoutError if the code within this context takes more than ``seconds`` of CPU time.
 
-    Only Python code sees the exception. After twice the time, a timer signal therefore kills the process, in
-    case native code is running. The exception is raised by a handler of SIGPROF.
+    A SIGPROF handler raises the exception, which can only interrupt Python code. If native code is
+    running, a second timer signal kills the process after twice the time.
     """
 
     def raise_timeout(*_: object) -> None:
@@ -105,9 +105,10 @@ def _limit_time(seconds: float) -> Iterator[None]:
 
 @contextmanager
 def _limit_memory() -> Iterator[None]:
-    """Limit the memory that this process can allocate within this context to :data:`_MAX_CALL_BYTES`.
+    """Limit the memory that the code within this context can allocate to :data:`_MAX_CALL_BYTES`.
 
-    Python code that exceeds the limit raises MemoryError. There is no limit on systems other than Linux.
+    If the limit is exceeded, Python code raises MemoryError. There is no limit on systems other than
+    Linux.
     """
     status = Path("/proc/self/status")
     if not status.exists():

@@ -1,12 +1,12 @@
-"""Parallel map: a function is applied to batches in several processes, and the results are yielded in order.
+"""Parallel map: apply a function to batches in several processes, and yield the results in order.
 
-Each batch is sent to the first free process. Results are yielded in the order of the batches, so that they do
-not depend on the number of processes. Only a few batches are processed or queued at a time, to bound the
-memory.
+Each batch is sent to the first free process. Results are yielded in the order of the batches, so
+they do not depend on the number of processes. To bound the memory usage, only a few batches are
+processed or queued at a time.
 
-The processes are plain child processes that run :func:`serve`. ``multiprocessing`` is not used, because its
-processes would import the program's main module again. Each process ends when its connection closes, even if
-the parent process is killed.
+The workers are plain child processes that run :func:`serve`, because processes of
+``multiprocessing`` would import the program's main module again. Each worker ends when its
+connection closes, even if the parent process is killed.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ def map_in_order(
     """Yield ``function(item)`` for every item, in order.
 
     Args:
-        function: Function to call. If it cannot be pickled, for example because it contains the tokenizer of
-            a model with custom code, the current process calls it for all items.
+        function: Function to call. If it cannot be pickled, for example because it contains the
+            tokenizer of a model with custom code, the current process maps all items.
         items: Items to map.
-        num_processes: Number of processes to start. If it is less than two, the current process calls the
-            function for all items. A worker process also does so, because other worker processes use the
-            other cores.
+        num_processes: Number of processes to start. If it is less than two, the current process maps
+            all items. A worker process also maps all items itself, because other workers use the other
+            cores.
         num_local_items: Number of items that the current process maps before it starts other processes,
             because starting them takes seconds.
 
     Raises:
         UserError: If ``function`` raises a UserError.
-        RunError: If a process has died, or ``function`` has raised another exception in a process.
+        RunError: If a process has died, or if ``function`` has raised any other exception in a process.
     """
     rest = iter(items)
     is_local = is_worker_process or num_processes < 2
@@ -104,12 +104,10 @@ def _is_picklable(work: object) -> bool:
 
 
 class WorkerProcess:
-    """Child process that calls a function with one item at a time.
-
-    The process is killed on exit of the context.
+    """Child process that calls a function with one item at a time. It is killed when the context exits.
 
     Args:
-        work: Picklable function of one argument.
+        work: Picklable function with one argument.
     """
 
     def __init__(self, work: Callable[[Any], Any]) -> None:
@@ -135,7 +133,7 @@ class WorkerProcess:
         self._process.wait()
 
     def fileno(self) -> int:
-        """Return the file descriptor of the connection. It is readable once there is a result."""
+        """Return the file descriptor of the connection. It becomes readable when there is a result."""
         return self._connection.fileno()
 
     @property
@@ -148,7 +146,7 @@ class WorkerProcess:
         self._process.kill()
 
     def send_item(self, item: Any) -> None:
-        """Send an item to the process. Call :meth:`receive_result` before the next item is sent.
+        """Send an item to the process. Call :meth:`receive_result` before sending the next item.
 
         Raises:
             RunError: If the process has died.
@@ -159,11 +157,11 @@ class WorkerProcess:
             raise self._build_died_error() from error
 
     def receive_result(self) -> Any:
-        """Wait for the result of the item that was sent last, and return it.
+        """Wait for the result of the last item, and return it.
 
         Raises:
             UserError: If the function has raised a UserError.
-            RunError: If the process has died, or the function has raised another exception.
+            RunError: If the process has died, or if the function has raised any other exception.
         """
         try:
             result = self._connection.recv()
@@ -174,7 +172,7 @@ class WorkerProcess:
         return result
 
     def _build_died_error(self) -> RunError:
-        """Wait for the end of the process, and build the error that contains its exit code."""
+        """Wait for the process to end, and build an error that contains its exit code."""
         code = self._process.wait()
         return RunError(
             f"data.source: a process that tokenizes ended with code {code}, most likely because memory ran "
@@ -185,8 +183,8 @@ class WorkerProcess:
 def serve() -> None:
     """Run the loop of a worker process: receive the function, then receive items and send results.
 
-    If the function raises an exception, a UserError or RunError is sent as its result. The process exits when
-    the parent closes the connection.
+    If the function raises an exception, a UserError or RunError is sent as the result. The process
+    exits when the parent closes the connection.
     """
     global is_worker_process
     is_worker_process = True

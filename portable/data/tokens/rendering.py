@@ -1,7 +1,7 @@
-"""Rendering of conversations with a chat template, and search for the answers in the rendered text.
+"""Render conversations with a chat template, and find the answers in the rendered text.
 
-A template is untrusted code that runs in Jinja's sandbox. The caller therefore runs the functions of this
-module within limits of time and memory. See :mod:`portable.data.tokens.limited_calls`.
+A template is untrusted code that runs in Jinja's sandbox. Therefore, the functions of this module
+must be called with time and memory limits. See :mod:`portable.data.tokens.limited_calls`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _Span = tuple[int, int]
 
 
 class AnswerContext(NamedTuple):
-    """Rendered messages before an answer. They determine the start of the answer in the tokens.
+    """Rendered messages before an answer, used to find the first token of the answer.
 
     Attributes:
         prompted: Rendered messages, followed by the generation prompt.
@@ -60,11 +60,11 @@ class AnswerContext(NamedTuple):
 
 
 class AnswerWords(NamedTuple):
-    """Text of an answer that the rendered text must contain.
+    """Words of an answer, which the rendered text must contain.
 
     Attributes:
         message_index: Index of the message in the conversation.
-        text: Content of the message without reasoning. It may be empty if the message has tool calls.
+        text: Content of the message without reasoning. May be empty if the message has tool calls.
     """
 
     message_index: int
@@ -73,29 +73,30 @@ class AnswerWords(NamedTuple):
 
 @dataclass(frozen=True)
 class RenderedConversation:
-    """Text of a sample before it is tokenized, with the positions of the parts that contribute to the loss.
+    """Text of a sample before tokenization, with the positions of the parts that contribute to the loss.
 
     Attributes:
         text: Rendered text.
         conversation: The conversation. None if the text is a plain completion.
-        trained_spans: Start and end, in characters, of each part whose position is known and that contributes
-            to the loss.
-        searched_answers: Indices of the answers whose positions are not marked by the template. They are
-            searched by comparing the text with rendered first messages of the conversation.
-        answer_starts: Start of each of ``searched_answers`` in characters. An :class:`AnswerContext` if the
-            text does not begin with the rendered messages before the answer.
-        answer_ends: End of each of ``searched_answers`` in characters. The rendered messages up to and
-            including the answer if the text does not begin with them.
+        trained_spans: Start and end, in characters, of each part that contributes to the loss and whose
+            position is known.
+        searched_answers: Indices of the answers that the template does not mark. They are located by
+            comparing the text with rendered prefixes of the conversation.
+        answer_starts: Start of each of ``searched_answers``, in characters. If the text does not begin
+            with the rendered messages before the answer, an :class:`AnswerContext` instead.
+        answer_ends: End of each of ``searched_answers``, in characters. If the text does not begin with
+            the rendered messages up to and including the answer, these messages instead.
         trains_all: Whether all tokens contribute to the loss.
-        prefix: Special tokens before the text. They contribute to the loss only if ``trains_all`` is set.
+        prefix: Special tokens before the text. They contribute to the loss only if ``trains_all`` is
+            set.
         suffix: Special tokens after the text. They contribute to the loss.
-        reasoning_shown: For each trained answer with reasoning, whether the text contains the reasoning.
-        separable_answers: Indices of the answers that contribute to the loss. Empty if the answers must not
+        reasoning_shown: For each trained answer with reasoning, whether the text contains it.
+        separable_answers: Indices of the answers that contribute to the loss. Empty if they must not
             become separate samples.
-        answer_words: Text of each trained answer. The parts that contribute to the loss must contain it.
-        num_empty_answers: Number of answers that contribute to the loss but have no words, calls or
-            reasoning.
-        image_spans: Start and end of the text of each image, in characters.
+        answer_words: Words of each trained answer. The parts that contribute to the loss must contain
+            them.
+        num_empty_answers: Number of trained answers without words, calls and reasoning.
+        image_spans: Start and end of each image's text, in characters.
     """
 
     text: str
@@ -115,11 +116,11 @@ class RenderedConversation:
 
 
 class AnswerNotFoundError(RecordError):
-    """Error for an answer whose tokens cannot be found among the tokens of the complete conversation."""
+    """Raised if the tokens of an answer cannot be found in the tokens of the complete conversation."""
 
 
 def build_no_template_error() -> UserError:
-    """Build the error for a tokenizer without a template."""
+    """Build the error for a tokenizer without a chat template."""
     return UserError(
         "data.chat_template: the tokenizer has no template; set data.chat_template to a file with a "
         "template, or to chatml if the tokenizer has its tokens (<|im_start|> <|im_end|>)"
@@ -128,19 +129,17 @@ def build_no_template_error() -> UserError:
 
 @dataclass(frozen=True)
 class TemplateRenderer:
-    """Renderer of conversations that also determines which parts of the text contribute to the loss.
-
-    A renderer can be pickled.
+    """Picklable renderer for conversations, which also determines the parts that contribute to the loss.
 
     Attributes:
-        templates: Text of a template, or texts keyed by name. None if only completions of plain text are
+        templates: Text of a template, or texts keyed by name. None if only plain-text completions are
             rendered.
-        variables: Variables of the templates.
+        variables: Variables for the templates.
         train_on: Value of ``data.train_on``, which selects the tokens that contribute to the loss. None
-            selects the completion of a record with a prompt, and the assistant's messages of other records.
+            selects the completion if a record has a prompt, and otherwise the assistant's messages.
         split_turns: Whether each answer becomes a separate sample, with the messages before it.
-        prefix: Special tokens before a completion of plain text.
-        suffix: Special tokens after a completion of plain text.
+        prefix: Special tokens before a plain-text completion.
+        suffix: Special tokens after a plain-text completion.
         end_text: Text of the tokenizer's end token.
     """
 
@@ -158,18 +157,18 @@ class TemplateRenderer:
     def render_documents(
         self, documents: Sequence[Document], *, collect: bool = False
     ) -> list[list[RenderedConversation] | RecordError]:
-        """Render each conversation or completion.
+        """Render conversations or completions.
 
         Args:
             documents: Conversations or completions.
             collect: Whether to return the error of a record instead of raising it.
 
         Returns:
-            Rendered samples of each document, or the error of the document.
+            The rendered samples, or the error, of each document.
 
         Raises:
-            RecordError: If the template fails for a record and ``collect`` is False, or if the template
-                exceeds a limit of time or memory. The error names the record.
+            RecordError: If the template fails for a record and ``collect`` is False, or if it exceeds the
+                time or memory limit. The message contains the location of the record.
         """
         drafts: list[list[RenderedConversation] | RecordError] = []
         for document in documents:
@@ -187,7 +186,7 @@ class TemplateRenderer:
 
         Args:
             text: Content of the message.
-            location: Name of the conversation in error messages.
+            location: Name of the conversation, used in error messages.
         """
         return self.render_prompt([{"role": "user", "content": text}], location)
 
@@ -196,16 +195,16 @@ class TemplateRenderer:
 
         Args:
             messages: Messages of the conversation.
-            location: Name of the conversation in error messages.
+            location: Name of the conversation, used in error messages.
         """
         conversation = self._convert_to_text_parts(Conversation(tuple(messages), location))
         return self._render_messages(conversation, conversation.messages, prompted=True)
 
     def _render_document(self, document: Document) -> list[RenderedConversation]:
-        """Render the samples of one document.
+        """Render the samples of a document.
 
         Returns:
-            One sample. If ``split_turns`` is set, a conversation has one sample per answer.
+            One sample, or one per answer of a conversation if ``split_turns`` is set.
         """
         conversation = document.conversation
         if conversation is None:
@@ -218,7 +217,7 @@ class TemplateRenderer:
         )
 
     def render_turns(self, conversation: Conversation, answers: Sequence[int]) -> list[RenderedConversation]:
-        """Render one sample per answer. Each sample contains the messages before the answer and the answer.
+        """Render one sample per answer. It contains the messages up to and including the answer.
 
         Args:
             conversation: The conversation.
@@ -229,13 +228,13 @@ class TemplateRenderer:
         return [self._build_draft(part, "last_assistant", is_single_turn=True) for part in parts]
 
     def _build_completion_draft(self, text: str, prompt: int) -> RenderedConversation:
-        """Build the sample of a prompt and its completion without a template.
+        """Build the sample for a prompt and its completion, without a template.
 
-        The end token follows the text, unless the text already ends with it.
+        The end token is appended, unless the text already ends with it.
 
         Args:
             text: Prompt and completion, concatenated.
-            prompt: Number of characters of the prompt.
+            prompt: Number of characters in the prompt.
         """
         trains_prompt = self.train_on == "all"
         suffix = () if text.endswith(self.end_text) else self.suffix
@@ -246,16 +245,17 @@ class TemplateRenderer:
     def _build_draft(
         self, conversation: Conversation, train_on: TrainOn | None, *, is_single_turn: bool = False
     ) -> RenderedConversation:
-        """Render a conversation and determine the positions of its answers.
+        """Render a conversation, and determine the positions of its answers.
 
         Args:
             conversation: The conversation.
-            train_on: Tokens that contribute to the loss. None for the default, which the class describes.
-            is_single_turn: Whether the conversation is already the sample of a single answer, so that it must
-                not be split into such samples again.
+            train_on: Tokens that contribute to the loss. None selects the default described in the class
+                docstring.
+            is_single_turn: Whether the conversation is already the sample of a single answer. If so, it
+                must not be split again.
 
         Raises:
-            RecordError: If the template fails or drops a part of the conversation, or if no message
+            RecordError: If the template fails or drops part of the conversation, or if no message
                 contributes to the loss.
         """
         if train_on is None:
@@ -352,14 +352,15 @@ class TemplateRenderer:
         train_on: TrainOn,
         shown: tuple[bool, ...],
     ) -> RenderedConversation:
-        """Build the sample of a conversation from which all tokens after some message contribute to the loss.
+        """Build a sample in which all tokens from a given message to the end contribute to the loss.
 
         Args:
             conversation: The conversation.
             text: Rendered conversation.
-            begin: Index of the first message that contributes. None if the record does not mark a prompt.
-            train_on: ``completion``, or ``all`` if all tokens contribute, including those before ``begin``.
-            shown: For each trained answer with reasoning, whether the text contains the reasoning.
+            begin: Index of the first message that contributes to the loss. None if the record has no marked
+                prompt.
+            train_on: ``completion``, or ``all`` if the tokens before ``begin`` contribute as well.
+            shown: For each trained answer with reasoning, whether the text contains it.
 
         Raises:
             RecordError: If ``begin`` is None, or if a later message is excluded from the loss.
@@ -376,7 +377,7 @@ class TemplateRenderer:
     def _find_answer_start(
         self, conversation: Conversation, text: str, index: int, opened: str
     ) -> int | AnswerContext:
-        """Find the start of an answer in the text of a conversation.
+        """Find the start of an answer in a rendered conversation.
 
         Args:
             conversation: The conversation.
@@ -385,8 +386,8 @@ class TemplateRenderer:
             opened: Rendered messages before the answer, with the generation prompt.
 
         Returns:
-            The start in characters if the text begins with ``opened``. Otherwise the rendered messages before
-            the answer, with which the start is later searched in the tokens.
+            The start in characters if the text begins with ``opened``. Otherwise, the rendered messages
+            before the answer, which are used later to find the start in the tokens.
         """
         prefix = _measure_prefix(text, opened)
         if isinstance(prefix, int):
@@ -401,11 +402,11 @@ class TemplateRenderer:
     ) -> str:
         """Render the messages before a message as they appear in ``text``.
 
-        There are two special cases. A message that is not from the assistant has a header instead of the
-        generation prompt. A known text is therefore rendered as its content, and the result ends before this
-        text. If the first message is from the assistant, there are no messages to render, and templates do
-        not support an empty conversation. The generation prompt is then searched in ``text``, and the result
-        ends before or after it.
+        There are two special cases. A message that is not from the assistant begins with a header instead
+        of the generation prompt. To find the end of this header, the message is rendered with a known text
+        as its content, and the result ends before this text. If the first message is from the assistant,
+        there are no messages to render, and templates do not support an empty conversation. The generation
+        prompt is then located in ``text``, and the result ends before or after it.
 
         Args:
             conversation: The conversation.
@@ -440,8 +441,8 @@ class TemplateRenderer:
     def _select_template(self, conversation: Conversation) -> str:
         """Return the text of the template for a conversation.
 
-        If there are several templates, ``tool_use`` is used for conversations with tools, and ``default`` for
-        other conversations.
+        If there are several templates, conversations with tools use ``tool_use``, and others use
+        ``default``.
 
         Raises:
             UserError: If there is no template.
@@ -454,9 +455,9 @@ class TemplateRenderer:
         return self.templates[name]
 
     def _build_variables(self, conversation: Conversation) -> dict[str, Any]:
-        """Build the variables of the template. The current date is replaced by :data:`TEMPLATE_DATE`.
+        """Build the variables for the template. The current date is fixed to :data:`TEMPLATE_DATE`.
 
-        The variable ``strftime_now`` of the user or record can set another date.
+        The user or the record can set another date with the variable ``strftime_now``.
         """
         kwargs = {**self.variables, **conversation.template_kwargs}
         day = datetime.fromisoformat(str(kwargs.pop("strftime_now", TEMPLATE_DATE)))
@@ -473,12 +474,12 @@ class TemplateRenderer:
         """Render some messages of a conversation.
 
         Args:
-            conversation: The conversation, from which the tools and variables are used.
+            conversation: Conversation that provides the tools and variables.
             messages: Messages to render.
             prompted: Whether to add the generation prompt.
 
         Raises:
-            RecordError: If the template fails, or the text is far longer than the conversation.
+            RecordError: If the template fails, or if the text is excessively longer than the conversation.
         """
         total = len(conversation.messages)
         context = "" if len(messages) == total else f" with the first {len(messages)} of {total} messages"
@@ -494,11 +495,11 @@ class TemplateRenderer:
         """Render messages with a template that marks the answers with ``{% generation %}``.
 
         Returns:
-            The text, and start and end of each nonempty marked span in characters. An empty text without
-            spans if there are no messages.
+            The text, and the start and end of each nonempty marked span in characters. Both are empty if
+            there are no messages.
 
         Raises:
-            RecordError: If the template fails, or the text is far longer than the conversation.
+            RecordError: If the template fails, or if the text is excessively longer than the conversation.
         """
         if not messages:
             return "", []
@@ -512,7 +513,7 @@ class TemplateRenderer:
         return _validate_length(conversation, text), [(start, end) for start, end in spans if end > start]
 
     def _convert_to_text_parts(self, conversation: Conversation) -> Conversation:
-        """Convert the content of messages from strings to lists of parts if the template ignores strings."""
+        """Convert message contents from strings to lists of parts if the template ignores strings."""
         if not self._requires_parts(self._select_template(conversation)):
             return conversation
         messages = tuple(map(_to_text_parts, conversation.messages))
@@ -521,7 +522,7 @@ class TemplateRenderer:
     def _requires_parts(self, template: str) -> bool:
         """Return whether a template writes text only if the content of a message is a list of parts.
 
-        Templates of image models do so. The result is cached, because it takes two renderings.
+        Templates of image models often do. The result is cached, because it takes two renderings.
         """
         if template not in self._requires_parts_cache:
             message = {"role": "user", "content": _PROBE_TEXT}
@@ -531,7 +532,7 @@ class TemplateRenderer:
         return self._requires_parts_cache[template]
 
     def _is_message_shown(self, template: str, message: Message) -> bool:
-        """Return whether a template writes the content of a message whose content is ``_PROBE_TEXT``.
+        """Return whether a template writes the content of ``message``, which is ``_PROBE_TEXT``.
 
         Returns False if the template fails.
         """
@@ -544,14 +545,14 @@ class TemplateRenderer:
             return False
 
     def _convert_tool_calls(self, conversation: Conversation) -> Conversation:
-        """Convert tool calls, and the content of messages with tool calls, to forms that the template writes.
+        """Convert messages with tool calls to a format that the template supports.
 
-        If a message has tool calls and no words, its content is an empty string. Some templates, such as
-        DeepSeek R1's, write its calls only if the content is null. Null is therefore tried if the template
-        drops a call or fails.
+        By default, the content of a message with tool calls but no words is an empty string. Some
+        templates, such as DeepSeek R1's, write the calls only if the content is null, so null is tried if
+        the template fails or drops a call.
 
         Raises:
-            RecordError: If the template does not write the calls in any form.
+            RecordError: If the template writes the calls in neither format.
         """
         wordless = [
             "tool_calls" in message and not get_message_text(message).strip()
@@ -583,10 +584,10 @@ class TemplateRenderer:
     def _convert_call_arguments(self, conversation: Conversation) -> Conversation:
         """Convert the arguments of tool calls to JSON strings if the template does not support objects.
 
-        The template does not support objects if it fails, or if it writes them as Python dicts.
+        This is the case if the template fails for objects, or if it writes them as Python dicts.
 
         Raises:
-            UserError: If the template fails with objects and with strings.
+            UserError: If the template fails for both objects and strings.
         """
         calls = [
             call["function"] for message in conversation.messages for call in message.get("tool_calls", ())
@@ -610,11 +611,11 @@ class TemplateRenderer:
 
 @contextmanager
 def _convert_template_errors(conversation: Conversation, context: str = "") -> Iterator[None]:
-    """Convert all exceptions of a template within this context to a RecordError that names the record.
+    """Convert all exceptions of a template within this context to RecordErrors with the record's location.
 
     Args:
-        conversation: The conversation of the record.
-        context: Description of the rendered messages, which is inserted into the error message.
+        conversation: Conversation of the record.
+        context: Description of the rendered messages, to insert into the error message.
     """
     try:
         yield
@@ -628,7 +629,7 @@ def _convert_template_errors(conversation: Conversation, context: str = "") -> I
 
 
 def _compile_template(text: str) -> Any:
-    """Compile the text of a template, and return the Jinja template.
+    """Compile the text of a template to a Jinja template.
 
     Raises:
         UserError: If the text is not a valid template.
@@ -644,12 +645,12 @@ def _compile_template(text: str) -> Any:
 
 
 def _validate_length(conversation: Conversation, text: str) -> str:
-    """Check that a rendered text is not far longer than its conversation, and replace lone surrogates.
+    """Check that a rendered text is not excessively longer than its conversation.
 
-    A malicious template could otherwise make the run tokenize gigabytes of text.
+    Otherwise, a malicious template could make the run tokenize gigabytes of text.
 
     Returns:
-        The text with ``?`` for lone surrogates.
+        The text, with lone surrogates replaced by ``?``.
 
     Raises:
         RecordError: If the text is too long.
@@ -666,12 +667,12 @@ def _validate_length(conversation: Conversation, text: str) -> str:
 
 
 def _check_messages_shown(conversation: Conversation, text: str) -> None:
-    """Check that a rendered text contains the parts of a conversation that templates often drop.
+    """Check that a rendered text contains the parts of the conversation that templates often drop.
 
-    These parts are tool calls, messages with rare roles, and system messages after the first message.
+    These are tool calls, messages with rare roles, and system messages after the first message.
 
     Raises:
-        RecordError: If the text does not contain one of these parts.
+        RecordError: If one of these parts is missing.
     """
     for index, message in enumerate(conversation.messages):
         names = [call["function"]["name"] for call in message.get("tool_calls", ())]
@@ -691,11 +692,12 @@ def _check_messages_shown(conversation: Conversation, text: str) -> None:
 
 
 def _select_first_trained_message(conversation: Conversation, begin: int | None, train_on: TrainOn) -> int:
-    """Return ``begin`` if all messages from there on can contribute to the loss.
+    """Return ``begin``, after checking that this message and all later ones can contribute to the loss.
 
     Args:
         conversation: The conversation.
-        begin: Index of the first message that contributes to the loss. None if the record has no prompt.
+        begin: Index of the first message that contributes to the loss. None if the record has no
+            prompt.
         train_on: ``completion`` or ``all``, used in the error message.
 
     Raises:
@@ -715,12 +717,12 @@ def _select_first_trained_message(conversation: Conversation, begin: int | None,
 
 
 def build_template_error(conversation: Conversation, reason: str) -> RecordError:
-    """Build the error for a record that the template cannot render, with its location and the reason."""
+    """Build the error for a record that the template cannot render, from its location and the reason."""
     return RecordError(f"data.chat_template: {conversation.location}: {reason}")
 
 
 def build_answer_not_found_error(conversation: Conversation, index: int) -> AnswerNotFoundError:
-    """Build the error for message ``index``, whose tokens cannot be found in the complete conversation."""
+    """Build the error for an answer (message ``index``) that cannot be found in the complete conversation."""
     role = conversation.messages[index]["role"]
     subject = "an answer" if role == "assistant" else f"from {role}"
     reason = f"the beginning and the end of message {index + 1}, {subject}, cannot be found in the text"
@@ -737,7 +739,7 @@ def build_answer_not_found_error(conversation: Conversation, index: int) -> Answ
 
 
 def _count_characters(conversation: Conversation) -> int:
-    """Return the approximate number of characters of a conversation, to compare with its rendered text."""
+    """Return the approximate number of characters in a conversation, to compare with its rendered text."""
     return len(str(conversation.messages)) + len(str(conversation.tools))
 
 
@@ -747,7 +749,7 @@ def _measure_prefix(text: str, part: str) -> int | str:
 
 
 def _extract_reasoning(message: Message) -> str:
-    """Return the reasoning of a message, without whitespace around it. Empty if there is none.
+    """Return the reasoning of a message, without surrounding whitespace. Empty if there is none.
 
     The reasoning is in ``reasoning_content``, or in the content between ``<think>`` and ``</think>``.
     """
@@ -756,7 +758,7 @@ def _extract_reasoning(message: Message) -> str:
 
 
 def strip_reasoning(message: Message) -> str:
-    """Return the content of a message without the reasoning at its start and whitespace around it."""
+    """Return the content of a message without leading reasoning and surrounding whitespace."""
     content = get_message_text(message)
     return replace_surrogates(
         content[max((match.end() for match in _THOUGHT_END.finditer(content)), default=0) :].strip()
@@ -766,17 +768,17 @@ def strip_reasoning(message: Message) -> str:
 def check_answer_words(
     conversation: Conversation, answer_words: Sequence[AnswerWords], trained_text: str
 ) -> None:
-    """Check that the text that contributes to the loss contains the words and tool calls of all answers.
+    """Check that the trained text contains the words and tool calls of all answers.
 
-    Whitespace and letter case of words are ignored, because templates strip lines and may change the case.
+    Ignores whitespace and the case of words, because templates strip lines and may change the case.
 
     Args:
         conversation: The conversation, used in the error message.
-        answer_words: Text of each answer, in the order of the conversation.
+        answer_words: Words of each answer, in the order of the conversation.
         trained_text: Parts of the rendered text that contribute to the loss.
 
     Raises:
-        RecordError: If the words or the call of an answer are missing. The error names the message.
+        RecordError: If the words or a tool call of an answer are missing. The error names the message.
     """
     names = Counter(
         call["function"]["name"]
@@ -824,14 +826,14 @@ def check_answer_words(
 
 
 def _normalize_text(text: str) -> str:
-    """Remove all whitespace and convert letters to lower case, for comparisons."""
+    """Remove all whitespace and convert to lower case, for comparisons."""
     return "".join(text.split()).casefold()
 
 
 def _to_text_parts(message: Message) -> Message:
-    """Return a message whose content is a list with one text part instead of a string.
+    """Return a message with its string content converted to a list with one text part.
 
-    Returns the message itself if its content is not a string.
+    Returns the message itself if the content is not a string.
     """
     content = message.get("content")
     if not isinstance(content, str):
@@ -840,7 +842,7 @@ def _to_text_parts(message: Message) -> Message:
 
 
 def _to_text_arguments(message: Message) -> Message:
-    """Return a message whose tool call arguments are JSON strings instead of objects.
+    """Return a message with the arguments of its tool calls converted from objects to JSON strings.
 
     Returns the message itself if it has no tool calls.
     """

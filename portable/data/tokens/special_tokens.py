@@ -1,4 +1,4 @@
-"""Special tokens around a document."""
+"""Special tokens that are put around a document."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Frame:
-    """Special tokens around each document. Its ``repr`` is part of cache keys.
+    """Special tokens to put around each document. Its ``repr`` is part of cache keys.
 
     Attributes:
         prefix: Tokens before a document.
         suffix: Tokens after a document.
-        target: Special tokens around a target text. None if they are the same as around other texts.
-        once: Whether the suffix is omitted after a text that already ends with the suffix.
+        target: Special tokens to put around a target text. None if they are the same as for other
+            texts.
+        once: Whether to omit the suffix after a text that already ends with it.
     """
 
     prefix: tuple[int, ...]
@@ -31,8 +32,8 @@ class Frame:
 def build_special_token_frame(task: str, vocabulary: Vocabulary, target: Vocabulary | None = None) -> Frame:
     """Build the special tokens that a task puts around a document.
 
-    A causal document starts with the tokenizer's prefix and ends with one end token. Other tasks use the
-    tokenizer's prefix and suffix, or the end token if the tokenizer has no suffix.
+    A causal document starts with the tokenizer's prefix and ends with one end token. Other tasks use
+    the tokenizer's prefix and suffix, or the end token if the tokenizer has no suffix.
 
     Args:
         task: One of ``TASKS``.
@@ -40,7 +41,7 @@ def build_special_token_frame(task: str, vocabulary: Vocabulary, target: Vocabul
         target: Special tokens that the tokenizer adds to targets. None if the task has no targets.
 
     Raises:
-        UserError: If a document must end with an end token, and the tokenizer has none.
+        UserError: If a document must end with an end token, but the tokenizer has none.
     """
     if target is not None:
         text_frame, target_frame = (

@@ -1,4 +1,4 @@
-"""Tokenization of the documents of a source, whose tokens are written to a token cache."""
+"""Tokenize the documents of a source, and write the tokens to a token cache."""
 
 from __future__ import annotations
 
@@ -82,8 +82,7 @@ class EncodedField(NamedTuple):
 
     Attributes:
         tokens: Tokens of all documents, int64 ``[tokens]``.
-        lengths: For each document that ends in the batch, the number of its tokens in the batch, int64
-            ``[documents]``.
+        lengths: Number of tokens in the batch for each document that ends in it, int64 ``[documents]``.
     """
 
     tokens: npt.NDArray[np.int64]
@@ -94,15 +93,16 @@ class EncodedField(NamedTuple):
 class TokenizeJob:
     """Settings that determine the tokens of a source, with methods that tokenize it.
 
-    A job can be pickled, so that other processes can tokenize shards.
+    A job can be pickled, to tokenize shards in other processes.
 
     Attributes:
         settings: Settings of the source.
-        tokenizer: Tokenizer of transformers.
-        vocabulary: Special tokens and size of the tokenizer.
-        frame: Special tokens around each text.
-        cache: Folder of the cache.
-        conversation_encoder: Encoder of conversations and completions. None if the documents are plain text.
+        tokenizer: Transformers tokenizer.
+        vocabulary: Vocabulary size and special tokens of the tokenizer.
+        frame: Special tokens to put around each text.
+        cache: Cache folder.
+        conversation_encoder: Encoder for conversations and completions. None if the documents are plain
+            text.
     """
 
     settings: SourceSettings
@@ -114,9 +114,9 @@ class TokenizeJob:
 
     @cached_property
     def digest(self) -> str:
-        """Digest of the settings that determine the tokens of a text.
+        """Digest of all settings that determine the tokens of a text.
 
-        The digest is computed on the first access, which takes long for a large tokenizer.
+        It is computed on the first access, which takes long for a large tokenizer.
         """
         content = f"{CACHE_FORMAT} {compute_tokenizer_digest(self.tokenizer)} {self.frame} {PIECE_CHARS}"
         content += "" if self.frame.target is None else f" {self.frame.target}"
@@ -124,27 +124,27 @@ class TokenizeJob:
         return compute_text_digest(content)
 
     def get_cache_folder(self, source: DataSource) -> Path:
-        """Return the folder of the token cache of ``source``. It may not exist yet."""
+        """Return the folder of the source's token cache. It may not exist yet."""
         # Do not use caches of older versions: they added a second prefix to texts that begin with it.
         version = " one prefix" if self.frame.prefix else ""
         return self.cache / TOKENS_FOLDER / compute_text_digest(f"{source.cache_key} {self.digest}{version}")
 
     def __call__(self, shard: SourceShard) -> Path:
-        """Tokenize a shard and return the folder of its token cache. A worker process calls this method.
+        """Tokenize a shard, and return the folder of its token cache. Called in worker processes.
 
-        The priority of the process is lowered permanently, because training has priority.
+        Lowers the priority of the process permanently, because training has priority.
         """
         os.nice(0 if os.nice(0) >= 5 else 5)  # training has priority
         return self.tokenize_shard(shard).folder
 
     def tokenize_shard(self, shard: SourceShard) -> TokenCache:
-        """Tokenize a shard, or open its token cache if it was tokenized before.
+        """Tokenize a shard, or open its token cache if it exists.
 
-        Local copies of remote files are removed afterwards. A shard that ``portable-data`` has tokenized is
-        only opened.
+        Removes local copies of remote files afterwards. Shards tokenized by ``portable-data`` are only
+        opened.
 
         Raises:
-            UserError: If the shard cannot be read, or its tokens from ``portable-data`` are damaged.
+            UserError: If the shard cannot be read, or if its tokens from ``portable-data`` are damaged.
         """
         source = shard.open_source(self.settings)
         if (folder := source.find_pretokenized_folder(self.cache / TOKENS_FOLDER, self.digest)) is None:
@@ -158,17 +158,17 @@ class TokenizeJob:
             raise UserError(f"data.source: {to_one_line(error)}; run portable-data again") from error
 
     def tokenize_source(self, source: DataSource, *, progress: bool = False) -> TokenCache:
-        """Tokenize a source, or open its token cache if it was tokenized before. A damaged cache is rebuilt.
+        """Tokenize a source, or open its token cache if it exists. Rebuilds a damaged cache.
 
-        Only a few batches of documents are in memory at a time. If a killed process has written the first
-        batches, tokenizing continues after them.
+        Only a few batches of documents are in memory at a time. If a process was killed while it tokenized
+        the source, tokenizing continues after the batches that it had written.
 
         Args:
             source: Source to tokenize.
             progress: Whether to show a progress bar if tokenizing takes more than a second.
 
         Raises:
-            UserError: If the source cannot be read or has no text, or the cache is not writable.
+            UserError: If the source cannot be read or contains no text, or if the cache is not writable.
         """
         defect, is_written = "is damaged", False
 
@@ -197,7 +197,8 @@ class TokenizeJob:
         """Open the token cache of a source.
 
         Returns:
-            The cache. None if it does not exist, is damaged, or has images whose files have changed.
+            The cache. None if it does not exist, if it is damaged, or if image files of the source have
+            changed.
         """
         cache = TokenCache.open_if_intact(self.get_cache_folder(source))
         return None if cache is None or self._find_changed_image(cache) is not None else cache
@@ -219,11 +220,11 @@ class TokenizeJob:
     def _write_cache(self, source: DataSource, folder: Path, progress: bool) -> None:
         """Write the token cache of ``source`` into ``folder``.
 
-        If ``folder`` contains the incomplete cache of a killed process, this cache is continued.
+        Continues the incomplete cache of a killed process if ``folder`` contains one.
 
         Raises:
-            UserError: If the source cannot be read, or another program has changed it.
-            NoTextError: If the source does not have text.
+            UserError: If the source cannot be read, or if another program has changed it.
+            NoTextError: If the source contains no text.
         """
         fields = source.fields
         names = ["text"]
@@ -269,7 +270,7 @@ class TokenizeJob:
             writer.write_metadata(suffix=list(self.frame.suffix), source=source.name, **descriptions)
 
     def _report_start(self, source: DataSource, writer: TokenCacheWriter) -> None:
-        """Print a note if an incomplete cache is continued. For a large source, also suggest faster ways."""
+        """Print a note if an incomplete cache is continued. Suggest faster options for a large source."""
         if writer.num_documents:
             print_status(
                 f"note: {source.name}: continuing after {writer.num_documents:,} documents that an "
@@ -284,15 +285,15 @@ class TokenizeJob:
             )
 
     def find_end_of_turn(self, source: DataSource) -> int | None:
-        """Find the token that ends an answer by encoding the first batch of records.
+        """Find the token that ends answers, by encoding the first batch of records.
 
         Returns:
-            ID of the token that ends most answers of the batch. None if no answer ends with such a token, or
-            if the source has no conversations or no valid records.
+            Id of the token that ends most answers in the batch. None if no answer ends with such a token,
+            or if the source contains no conversations or no valid records.
 
         Raises:
-            UserError: If bad records are not skipped and the batch has some, or if no answer of the batch
-                ends with a token that contributes to the loss. Tokenizing the source would raise the same
+            UserError: If the batch contains bad records that are not skipped, or if no answer in it ends
+                with a token that contributes to the loss. Tokenizing the source would raise the same
                 errors.
         """
         if self.conversation_encoder is None:
@@ -314,11 +315,11 @@ class TokenizeJob:
 
 
 class _TokenizeProgress:
-    """Progress of writing a token cache, whose first batches an interrupted launch may have written.
+    """Progress of writing a token cache. An interrupted launch may have written the first batches.
 
     Args:
         writer: Writer of the token cache.
-        facts: Facts that the interrupted launch has saved. See :func:`open_or_resume_writer`.
+        facts: Facts that the interrupted launch saved. See :func:`open_or_resume_writer`.
         bar: Progress bar in bytes of text.
     """
 
@@ -332,9 +333,9 @@ class _TokenizeProgress:
         self._save_at = time.monotonic() + _SAVE_SECONDS
 
     def iter_unwritten(self, batches: Iterable[list[Document]]) -> Iterator[DocumentBatch]:
-        """Yield the batches that the interrupted launch has not written.
+        """Yield the batches that the interrupted launch did not write.
 
-        For the batches that it has written, only register their labels and advance the progress bar.
+        For the batches that it did write, only registers their labels and advances the progress bar.
         """
         continues = False
         for number, batch in enumerate(batches):
@@ -348,11 +349,11 @@ class _TokenizeProgress:
             continues = not batch[-1].is_last_piece
 
     def finish_batch(self, facts: Callable[[], Mapping[str, Any]] | None) -> None:
-        """Record that the first of the pending batches is written, and save the progress if this is due.
+        """Record that the first pending batch has been written, and save the progress if it is due.
 
         Args:
-            facts: Function that returns additional facts to save. None to save nothing, because the launch
-                is about to fail.
+            facts: Function that returns additional facts to save. None saves nothing, because the launch is
+                about to fail.
         """
         self._advance_bar(self.pending.popleft())
         self._batches += 1
@@ -360,7 +361,7 @@ class _TokenizeProgress:
             self.save_if_due(lambda: {**facts(), "batches": self._batches})
 
     def save_if_due(self, facts: Callable[[], Mapping[str, Any]]) -> None:
-        """Save the progress if the last save is more than :data:`_SAVE_SECONDS` ago.
+        """Save the progress if the last save was at least :data:`_SAVE_SECONDS` ago.
 
         Args:
             facts: Function that returns additional facts to save.
@@ -375,7 +376,7 @@ class _TokenizeProgress:
 
 
 def _count_processes() -> int:
-    """Return the number of processes that encode documents."""
+    """Return the number of processes to use for encoding documents."""
     return min(count_usable_cores(), _MAX_PROCESSES)
 
 
@@ -385,12 +386,12 @@ def _write_conversations(
     """Write all conversations of a source to the token cache.
 
     Returns:
-        Entries of the cache's metadata: ``end_of_turn``, the token that ends most answers or None, and
-        ``notes``, lines about unexpected effects of the template.
+        Entries for the cache's metadata: ``end_of_turn`` is the token that ends most answers (or None),
+        and ``notes`` is a list of lines about unexpected effects of the template.
 
     Raises:
-        UserError: If records cannot be encoded and are not skipped, or if no answer of the first batch ends
-            with a token that contributes to the loss.
+        UserError: If records cannot be encoded and are not skipped, or if no answer in the first batch
+            ends with a token that contributes to the loss.
     """
     from portable.data.tokens.chat_template import build_template_notes
 
@@ -462,7 +463,7 @@ def _write_conversations(
 def _find_most_frequent_token(ends: Counter[int]) -> int | None:
     """Return the most frequent token, or None if there are no tokens.
 
-    If several tokens are equally frequent, the token with the smallest ID is returned.
+    If several tokens are equally frequent, returns the smallest id.
     """
     return min(ends, key=lambda token: (-ends[token], token)) if ends else None
 
@@ -492,7 +493,7 @@ def _build_never_stops_error(chat: ConversationEncoder, unstopped: str) -> UserE
 def _copy_tokens(source: TokenSource, vocabulary: Vocabulary, progress: _TokenizeProgress) -> None:
     """Copy the tokens of a source to the token cache.
 
-    Tokens that an interrupted launch has already copied are read again but not written again.
+    Tokens that an interrupted launch has already copied are read again, but not written again.
     """
     writer = progress.writer
     written = writer.count_tokens("text")
@@ -510,7 +511,7 @@ def _copy_tokens(source: TokenSource, vocabulary: Vocabulary, progress: _Tokeniz
 
 
 def _write_texts(source: DataSource, job: TokenizeJob, progress: _TokenizeProgress) -> None:
-    """Encode the documents of a source of plain texts and write them to the token cache."""
+    """Encode the documents of a plain-text source, and write them to the token cache."""
     writer = progress.writer
     items = progress.iter_unwritten(_iter_batches(source.iter_documents()))
     encode = partial(_encode_document_batch, job.tokenizer, job.frame)
@@ -529,12 +530,13 @@ def _encode_document_batch(tokenizer: Any, frame: Frame, item: DocumentBatch) ->
     """Encode a batch of documents.
 
     Args:
-        tokenizer: Tokenizer of transformers.
-        frame: Special tokens around each text.
+        tokenizer: Transformers tokenizer.
+        frame: Special tokens to put around each text.
         item: Batch of documents.
 
     Returns:
-        Tokens and lengths, keyed by field: ``text``, and ``target`` or ``pair`` if the documents have one.
+        Tokens and lengths, keyed by field: ``text``, and ``target`` or ``pair`` if the documents have
+        them.
     """
     batch, continues = item
     tokens: list[int] = []
@@ -594,8 +596,8 @@ def _iter_batches(documents: Iterator[Document], *, keep_whole: bool = False) ->
 
     Args:
         documents: Documents of a source.
-        keep_whole: Whether to yield complete documents instead of pieces of long texts, and to keep two
-            successive documents, which may be a pair of preferences, in one batch.
+        keep_whole: Whether to leave long texts unsplit, and to keep both documents of a preference pair
+            in the same batch.
     """
     batch: list[Document] = []
     num_chars = 0
@@ -615,7 +617,7 @@ def _iter_batches(documents: Iterator[Document], *, keep_whole: bool = False) ->
 
 
 def _iter_pieces(documents: Iterator[Document]) -> Iterator[Document]:
-    """Split very long texts, at line ends if possible, to limit the memory of a call of the tokenizer.
+    """Split very long texts, to limit the memory of a tokenizer call. Splits at line ends if possible.
 
     Yields shorter documents unchanged.
     """
@@ -630,6 +632,6 @@ def _iter_pieces(documents: Iterator[Document]) -> Iterator[Document]:
 
 
 def _count_bytes(document: Document) -> int:
-    """Count the bytes of all texts of a document in UTF-8."""
+    """Count the UTF-8 bytes of all texts in a document."""
     texts = (document.text, document.target or "", document.pair_text or "")
     return sum(len(text) if text.isascii() else len(text.encode(errors="replace")) for text in texts)

@@ -1,7 +1,7 @@
-"""Tokenizer of a run. It is loaded from the hub or a folder, or trained on the sources as a byte-level BPE.
+"""Load a run's tokenizer from the Hub or a folder, or train a byte-level BPE on the sources.
 
-A trained tokenizer is a normal ``PreTrainedTokenizerFast`` that can be saved with ``save_pretrained`` and
-loaded with ``AutoTokenizer``. Decoding its tokens restores the text byte for byte.
+A trained tokenizer is an ordinary ``PreTrainedTokenizerFast``: ``save_pretrained`` saves it, and
+``AutoTokenizer`` loads it. Decoding its tokens restores the text byte for byte.
 """
 
 from __future__ import annotations
@@ -59,15 +59,16 @@ def load_tokenizer(
     target_language: str | None = None,
     key: str = "data.tokenizer",
 ) -> Any:
-    """Load a tokenizer from the hub or a local folder.
+    """Load a tokenizer from the Hub or a local folder.
 
     Args:
         name_or_path: Hub id or folder.
         offline: Whether to use only local files.
-        trust_remote_code: Whether Python code of the tokenizer may run. Otherwise, such code is an error.
+        trust_remote_code: Whether to run Python code that comes with the tokenizer. If not, such code
+            is an error.
         source_language: Language code of the texts, for a multilingual tokenizer.
         target_language: Language code of the targets, for a multilingual tokenizer.
-        key: Setting that names the tokenizer, used in error messages.
+        key: Setting that refers to the tokenizer, used in error messages.
 
     Returns:
         The ``PreTrainedTokenizerBase``.
@@ -108,7 +109,7 @@ def load_tokenizer(
 
 
 def add_tokens(tokenizer: Any, tokens: Sequence[str]) -> None:
-    """Add special tokens to a tokenizer, in place. Tokens that its vocabulary contains are unchanged."""
+    """Add special tokens to a tokenizer in place. Tokens that are already in its vocabulary do not change."""
     from transformers import AddedToken
 
     vocabulary = tokenizer.get_vocab()
@@ -131,7 +132,7 @@ def check_languages(tokenizer: Any, *, source: str | None, target: str | None) -
     """Check that languages are set if and only if the tokenizer is multilingual.
 
     Args:
-        tokenizer: Tokenizer of transformers.
+        tokenizer: Transformers tokenizer.
         source: Value of ``data.source_language``. None if it is not set.
         target: Value of ``data.target_language``. None if it is not set.
 
@@ -169,7 +170,7 @@ def check_languages(tokenizer: Any, *, source: str | None, target: str | None) -
 
 
 def _list_languages(tokenizer: Any) -> list[str]:
-    """List the language codes of a multilingual tokenizer, sorted."""
+    """List the language codes of a multilingual tokenizer in sorted order."""
     codes = getattr(tokenizer, "lang_code_to_id", None) or ()
     codes = codes or [str(token) for token in getattr(tokenizer, "extra_special_tokens", None) or ()]
     codes = codes or getattr(tokenizer, "additional_special_tokens", None) or ()
@@ -177,10 +178,10 @@ def _list_languages(tokenizer: Any) -> list[str]:
 
 
 def resolve_trained_vocab_size(vocab_size: int | None, *, mask: bool = False) -> int:
-    """Return the vocabulary size with which to train a tokenizer.
+    """Return the vocabulary size for training a tokenizer.
 
     Args:
-        vocab_size: Requested size. None means :data:`DEFAULT_VOCAB_SIZE`.
+        vocab_size: Requested size. None selects :data:`DEFAULT_VOCAB_SIZE`.
         mask: Whether the tokenizer will have a mask token.
 
     Raises:
@@ -210,9 +211,9 @@ def get_trained_tokenizer_folder(
     ends: bool = False,
     chat: bool = False,
 ) -> Path:
-    """Return the cache folder of the tokenizer that is trained on ``source``. The folder may not exist yet.
+    """Return the cache folder of the tokenizer that is trained on ``source``. It may not exist yet.
 
-    The folder's name is a digest of the source and of the other arguments. See :func:`train_tokenizer`.
+    Its name is a digest of the source and of the other arguments. See :func:`train_tokenizer`.
     """
     content = f"{_FORMAT} {vocab_size} {mask} {_TRAIN_CHARS} {source.cache_key}{' ends' if ends else ''}"
     content += f" {CHATML}" if chat else ""
@@ -220,9 +221,10 @@ def get_trained_tokenizer_folder(
 
 
 def has_trained_tokenizer(folder: Path) -> bool:
-    """Return whether ``folder`` contains a trained tokenizer whose files match the digests in its manifest.
+    """Return whether ``folder`` contains an intact trained tokenizer.
 
-    The digests are compared, because a damaged tokenizer might load without an error.
+    Compares the files with the digests in the manifest, because a damaged tokenizer might load without
+    an error.
     """
     try:
         return check_manifest(folder) is not None
@@ -239,22 +241,23 @@ def train_tokenizer(
     ends: bool = False,
     chat: bool = False,
 ) -> Any:
-    """Train a byte-level BPE on the start of ``source``, or load it from the cache.
+    """Train a byte-level BPE tokenizer on the start of ``source``, or load it from the cache.
 
     Args:
         source: Source of the training text.
-        vocab_size: Size including the special tokens. A small source may yield fewer tokens. None means the
-            default.
-        cache: Folder of the cache.
+        vocab_size: Vocabulary size, including special tokens. The result may be smaller if the source
+            is small. None selects the default.
+        cache: Cache folder.
         mask: Whether to add a mask token.
         ends: Whether the tokenizer appends the end token to each text.
-        chat: Whether to add the template ChatML and its special tokens.
+        chat: Whether to add the ChatML template and its special tokens.
 
     Returns:
         The ``PreTrainedTokenizerFast``.
 
     Raises:
-        UserError: If the vocabulary size is not supported, or the source has no text or cannot be read.
+        UserError: If the vocabulary size is not supported, or if the source contains no text or cannot
+            be read.
     """
     size = resolve_trained_vocab_size(vocab_size, mask=mask)
     folder = get_trained_tokenizer_folder(source, size, cache, mask=mask, ends=ends, chat=chat)
@@ -267,7 +270,7 @@ def train_tokenizer(
 
 
 def _load_trained_tokenizer(folder: Path) -> Any:
-    """Load a trained tokenizer from the cache. Returns None if it does not exist or is damaged."""
+    """Load a trained tokenizer from the cache. Returns None if it is missing or damaged."""
     if not has_trained_tokenizer(folder):
         return None
     try:
@@ -277,7 +280,7 @@ def _load_trained_tokenizer(folder: Path) -> Any:
 
 
 def _train_bpe(source: DataSource, vocab_size: int, mask: bool, ends: bool, chat: bool) -> Any:
-    """Train a byte-level BPE. See :func:`train_tokenizer`."""
+    """Train a byte-level BPE tokenizer. See :func:`train_tokenizer`."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -312,12 +315,12 @@ def _train_bpe(source: DataSource, vocab_size: int, mask: bool, ends: bool, chat
 
 
 def _iter_training_texts(source: DataSource) -> Iterator[str]:
-    """Yield the texts and targets of the source up to a total of :data:`_TRAIN_CHARS` characters.
+    """Yield the texts and targets of the source, at most :data:`_TRAIN_CHARS` characters in total.
 
     The last text may be truncated.
 
     Raises:
-        NoTextError: If the source does not have documents.
+        NoTextError: If the source contains no documents.
     """
     remaining = _TRAIN_CHARS
     has_documents = False
@@ -338,11 +341,11 @@ _parallelism_is_ours = False
 
 @contextmanager
 def enable_tokenizer_threads() -> Iterator[None]:
-    """Enable the threads of the tokenizers library within this context, and disable them on exit.
+    """Enable the threads of the tokenizers library within this context.
 
-    Threads are disabled on exit, because the library would otherwise print a warning in every process that is
-    forked later. The function sets the environment variable ``TOKENIZERS_PARALLELISM``. It does nothing if
-    the user has set this variable.
+    They are disabled on exit, because otherwise the library would print a warning in every process that
+    is forked later. This sets the environment variable ``TOKENIZERS_PARALLELISM``. Does nothing if the
+    user has set it.
     """
     global _parallelism_is_ours
     if "TOKENIZERS_PARALLELISM" in os.environ and not _parallelism_is_ours:
@@ -358,14 +361,14 @@ def enable_tokenizer_threads() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Special tokens and size of a tokenizer.
+    """Vocabulary size and special tokens of a tokenizer.
 
     Attributes:
-        size: Largest token id plus one: the minimum number of rows of a model's embedding.
-        end_token: Token that ends a document: the end-of-sequence token, or else the separator, as in BERT.
-            None if the tokenizer has neither.
-        pad_token: Padding token. If the tokenizer has no padding token, the end token or else 0.
-        mask_token: Mask token. None if the tokenizer has no mask token.
+        size: Largest token id plus one, which is the minimum number of rows in a model's embedding.
+        end_token: Token that ends a document: the end-of-sequence token, or the separator if there is
+            none, as in BERT. None if the tokenizer has neither.
+        pad_token: Padding token. Falls back to the end token, and then to 0.
+        mask_token: Mask token, or None if the tokenizer has none.
         special_tokens: All special tokens, sorted.
         prefix: Tokens that the tokenizer adds before a text, such as ``[CLS]``.
         suffix: Tokens that the tokenizer adds after a text, such as ``[SEP]``.
@@ -381,11 +384,12 @@ class Vocabulary:
 
     @staticmethod
     def from_tokenizer(tokenizer: Any, *, targets: bool = False) -> Vocabulary:
-        """Find the special tokens and the size of a tokenizer. The tokenizer encodes a short text for this.
+        """Determine the vocabulary size and special tokens of a tokenizer, by encoding a short text.
 
         Args:
-            tokenizer: Tokenizer of transformers.
-            targets: Whether to encode the text as a target of seq2seq, which may have other special tokens.
+            tokenizer: Transformers tokenizer.
+            targets: Whether to encode the text as a seq2seq target, which may have different special
+                tokens.
 
         Raises:
             UserError: If the tokenizer cannot encode or decode the text.
@@ -410,13 +414,13 @@ class Vocabulary:
 
 
 class PairTokenTypes(NamedTuple):
-    """Token types (``token_type_ids``) of an encoded pair of texts.
+    """Token types (``token_type_ids``) of an encoded text pair.
 
     Attributes:
         before: Type of each special token before the first text.
-        first: Type of all tokens of the first text.
+        first: Type of all tokens in the first text.
         between: Type of each special token between the texts.
-        second: Type of all tokens of the second text.
+        second: Type of all tokens in the second text.
         after: Type of each special token after the second text.
         padding: Type of padding tokens.
     """
@@ -431,7 +435,7 @@ class PairTokenTypes(NamedTuple):
 
 @dataclass(frozen=True)
 class PairFrame:
-    """Special tokens that a tokenizer adds before, between and after two texts.
+    """Special tokens that a tokenizer adds before, between and after the two texts of a pair.
 
     Attributes:
         before: Special tokens before the first text.
@@ -447,7 +451,7 @@ class PairFrame:
 
     @staticmethod
     def from_tokenizer(tokenizer: Any) -> PairFrame:
-        """Find the special tokens that a tokenizer adds to a pair of texts, by encoding a short pair.
+        """Determine the special tokens that a tokenizer adds to text pairs, by encoding a short pair.
 
         Raises:
             UserError: If the tokenizer does not concatenate the texts.
@@ -477,19 +481,19 @@ class PairFrame:
 
     @property
     def num_special_tokens(self) -> int:
-        """Number of special tokens of an encoded pair."""
+        """Number of special tokens in an encoded pair."""
         return len(self.before) + len(self.between) + len(self.after)
 
 
 def _find_subsequence(tokens: list[int], part: list[int], start: int) -> int:
-    """Return the first index at or after ``start`` at which ``tokens`` contains ``part``, or -1."""
+    """Return the first index at or after ``start`` where ``part`` occurs in ``tokens``, or -1."""
     return next(
         (index for index in range(start, len(tokens)) if tokens[index : index + len(part)] == part), -1
     )
 
 
 def compute_tokenizer_digest(tokenizer: Any) -> str:
-    """Compute a digest of everything that determines the token ids of a text."""
+    """Compute a digest of everything in a tokenizer that determines the token ids of a text."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
         state = json.loads(backend.to_str())
@@ -508,8 +512,8 @@ def compute_tokenizer_digest(tokenizer: Any) -> str:
 def _compute_files_digest(tokenizer: Any) -> str:
     """Compute a digest of the files of a Python tokenizer, such as Marian's two sentencepiece models.
 
-    The tokenizer writes its files to a temporary folder. If it cannot write files, this is the digest of no
-    files.
+    The tokenizer writes its files to a temporary folder. If it does not support this, the result is the
+    digest of no files.
     """
     hasher = hashlib.blake2b(digest_size=16)
     with create_scratch_folder("portable-vocabulary") as folder:
@@ -525,12 +529,13 @@ def _compute_files_digest(tokenizer: Any) -> str:
 
 
 def starts_with_prefix(ids: Sequence[int], prefix: Sequence[int]) -> bool:
-    """Return whether a text already starts with the special tokens that precede a text.
+    """Return whether a text already starts with the special tokens that are added before texts.
 
-    The text of a rendered chat template may already contain them. Always True if there are no such tokens.
+    For example, the text of a rendered chat template may contain them. Always True if there are no such
+    tokens.
 
     Args:
         ids: Tokens of the text.
-        prefix: Special tokens before a text, such as the BOS token.
+        prefix: Special tokens that are added before texts, such as the BOS token.
     """
     return tuple(ids[: len(prefix)]) == tuple(prefix)

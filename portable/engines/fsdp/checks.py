@@ -1,4 +1,4 @@
-"""Rules about the settings of offloading and sharding with FSDP2 and DDP, for a resolved config."""
+"""Validate the offloading and sharding settings for FSDP2 and DDP, in a resolved config."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def check_memory(config: RunConfig) -> Iterator[SettingProblem]:
-    """Yield the settings of section ``memory`` that FSDP2 or DDP does not support."""
+    """Yield a problem for each setting in the section ``memory`` that FSDP2 or DDP does not support."""
     for key in ("memory.offload_optimizer", "memory.offload_params"):
         if config.get(key) == "nvme":
             yield SettingProblem(
@@ -30,7 +30,7 @@ def check_memory(config: RunConfig) -> Iterator[SettingProblem]:
 
 
 def check_fsdp(config: RunConfig) -> Iterator[SettingProblem]:
-    """Yield the settings of section ``fsdp`` that have no effect with DDP."""
+    """Yield a problem for each setting in the section ``fsdp`` that has no effect with DDP."""
     for name, value in config.fsdp if config.strategy == "no_shard" else ():
         if value is not None:
             key = f"fsdp.{name}"

@@ -1,4 +1,4 @@
-"""Search for the fp16 loss scale on the device, without host-device syncs."""
+"""Dynamic fp16 loss scaling on the device, without host-device syncs."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 class DeviceLossScale(LossScaleSearch):
-    """Search for the loss scale whose state consists of device tensors.
+    """Dynamic loss scale whose state consists of device tensors.
 
     Args:
-        settings: Settings of the search.
+        settings: Settings of the loss scale search.
         device: Device of the tensors.
     """
 
@@ -36,13 +36,13 @@ class DeviceLossScale(LossScaleSearch):
         """Factor of the loss, an fp32 scalar on the device."""
 
     def update(self, overflow: Tensor) -> Tensor:
-        """Advance the search by one update. Does not trigger a host-device sync.
+        """Update the loss scale after an optimizer step. Does not trigger a host-device sync.
 
         Args:
-            overflow: Whether gradients of any rank were not finite, a bool scalar on the device.
+            overflow: Whether gradients on any rank were not finite, as a bool scalar on the device.
 
         Returns:
-            Whether gradients overflowed at the lowest scale, a bool scalar on the device.
+            Whether gradients overflowed at the minimum scale, as a bool scalar on the device.
         """
         scale, count, last, patience = self._state
         lower = overflow & (patience <= 1)

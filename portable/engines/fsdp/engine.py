@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 def build_engine(
     model: nn.Module, config: RunConfig, rank_info: RankInfo, at_stop: ExitStack
 ) -> EngineWithMetrics:
-    """Shard a model over the ranks and build its optimizer.
+    """Build the engine: shard or replicate the model over the ranks, and create its optimizer.
 
     Args:
         model: Model on the meta device.
@@ -69,7 +69,7 @@ def build_engine(
         at_stop: Exit stack that the backend closes before destroying the process group.
 
     Returns:
-        The engine. Its weights are still uninitialized.
+        Engine whose weights are still uninitialized.
     """
     # The trial runs on the plain model, before any transform.
     all_parameters_used = uses_ddp(config, rank_info) and gives_all_parameters_gradients(model)
@@ -155,16 +155,16 @@ class TorchEngine:
         is_last_micro_batch: bool,
         with_token_metrics: bool = False,
     ) -> StepSums:
-        """Run the forward and backward pass of one micro-batch, which adds to the gradients.
+        """Run the forward and backward pass of one micro-batch and accumulate its gradients.
 
         Args:
             batch: Micro-batch on the device.
-            global_weight: Weight of the global batch, by which the loss is divided, a scalar on the device.
+            global_weight: Weight of the global batch, a scalar on the device. The loss is divided by it.
             is_last_micro_batch: Whether the optimizer step follows.
             with_token_metrics: Whether to also compute the token accuracy and the entropy.
 
         Returns:
-            The contribution of the micro-batch to the loss and to the logged values.
+            Contribution of the micro-batch to the loss and the logged metrics.
         """
         if self._cuda_graph_memory is not None:
             self._cuda_graph_memory.begin_pass()
@@ -190,17 +190,17 @@ class TorchEngine:
         return sums
 
     def take_optimizer_step(self, learning_rate: float, max_grad_norm: float, loss: Tensor) -> Tensor:
-        """Clip the gradients, take an optimizer step, and remove the gradients.
+        """Clip the gradients, take an optimizer step, and set the gradients to None.
 
         The update is skipped on the device if the gradient norm or the loss is not finite.
 
         Args:
             learning_rate: Learning rate of this step.
-            max_grad_norm: Norm to which gradients are clipped. 0 to only measure the norm.
+            max_grad_norm: Maximum gradient norm. If 0, the norm is only measured.
             loss: Loss of the step, a scalar on the device.
 
         Returns:
-            The norm of the gradients of all ranks before clipping, a scalar on the device.
+            Global gradient norm before clipping, a scalar on the device.
         """
         if self._fused_backward is not None:
             return self._end_fused_step(self._fused_backward.compute_grad_norm(), loss)
@@ -276,10 +276,10 @@ class TorchEngine:
         return [name for name, gradient in gradients.items() if not torch.isfinite(gradient).all()]
 
     def find_nonfinite_state(self) -> list[str]:
-        """Return the trained parameters with a non-finite weight or optimizer state on this rank, by name.
+        """Return the names of trained parameters with non-finite weights or optimizer state on this rank.
 
-        Triggers a host-device sync. The state of a custom optimizer is not checked, because it may start from
-        infinity.
+        Triggers a host-device sync. The state of a custom optimizer is not checked, because its initial
+        values may be infinite.
         """
         self._reshard_parameters()
         # A custom optimizer may start from infinity.
@@ -292,7 +292,7 @@ class TorchEngine:
         )
 
     def get_metrics(self) -> dict[str, float]:
-        """Return the metrics ``overflows`` and ``loss_scale`` in fp16, otherwise an empty dict.
+        """Return ``overflows`` and ``loss_scale`` in fp16, or an empty dict in other precisions.
 
         Triggers a host-device sync in fp16.
         """
@@ -302,15 +302,15 @@ class TorchEngine:
     def evaluate_batch(
         self, batch: Batch, metric_accumulator: MicroBatchMeasure, totals: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
-        """Run the forward pass of an evaluation micro-batch, and add its sums to the totals.
+        """Run the forward pass of an evaluation micro-batch and return the updated totals.
 
         Args:
             batch: Micro-batch on the device.
             metric_accumulator: Function that computes the metric sums of a micro-batch.
-            totals: Sums of the previous micro-batches. They do not change.
+            totals: Sums of the previous micro-batches, keyed by name. They are not modified.
 
         Returns:
-            New totals by name.
+            New totals, keyed by name.
         """
         self.model.eval()
         if self._cuda_graph_memory is not None:
@@ -345,10 +345,10 @@ class TorchEngine:
     # -- Weights and checkpoints -------------------------------------------------------------------------
 
     def _reshard_parameters(self) -> None:
-        """Reshard all parameters of FSDP modules, so that this rank's shards can be read and written.
+        """Reshard the parameters of all FSDP modules, so that this rank's shards can be read and written.
 
-        This is necessary because a forward pass without a backward pass leaves the parameters of the root
-        module unsharded, and with ``shard_grad_op`` all parameters. Does nothing without FSDP.
+        After a forward pass without a backward pass, the root module is still unsharded. With
+        ``shard_grad_op``, all modules are still unsharded. Does nothing without FSDP.
         """
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
@@ -367,7 +367,7 @@ class TorchEngine:
         Tensors that ``weights`` does not contain keep their values.
 
         Args:
-            weights: Lazily read tensors by the model's names.
+            weights: Lazily read tensors, keyed by the model's parameter and buffer names.
         """
         self._reshard_parameters()
         for name, tensor in get_state_tensors(self.model).items():
@@ -377,10 +377,10 @@ class TorchEngine:
             self._host_copies.copy_from_device(weights)
 
     def load_checkpoint(self, checkpoint: Checkpoint) -> None:
-        """Load the model weights, the optimizer state, and in fp16 the loss scale from a checkpoint.
+        """Load the weights, the optimizer state and, in fp16, the loss scale from a checkpoint.
 
         Raises:
-            CheckpointError: If state is missing, or if its shape does not match.
+            CheckpointError: If state is missing or has the wrong shape.
         """
         stored = match_checkpoint_to_model(checkpoint, self.model)
         self.load_weights(stored.weights)
@@ -397,7 +397,7 @@ class TorchEngine:
 
         Args:
             folder: Existing folder.
-            background: Whether to write in a thread, after copying the state to host memory.
+            background: Whether to copy the state to host memory and write it in a background thread.
 
         Returns:
             Handle of the write.

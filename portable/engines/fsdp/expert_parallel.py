@@ -1,8 +1,8 @@
 """Expert parallelism (``expert_parallel_size``) with FSDP2.
 
-The expert-parallel groups consist of ranks that also share the data: each rank has its own tokens. The ranks
-of a group divide the experts of each layer among them. FSDP2 shards the experts of a rank over the ranks with
-the same experts, and all other parameters over all ranks.
+Expert-parallel ranks are also data-parallel ranks: each of them processes different tokens. The
+experts of each layer are distributed over the ranks of an expert-parallel group. FSDP2 shards a
+rank's experts over all ranks with the same experts, and shards all other parameters over all ranks.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Memory and traffic of DDP and FSDP2 for the planner, computed from the shapes of a model.
+"""Estimate the memory and traffic per device under DDP and FSDP2, for the planner.
 
-``tests/gpu/test_footprint.py`` checks that the sizes of parameters, gradients and optimizer state equal the
-sizes in real engines exactly. See docs/planning.md.
+The estimates are computed from the shapes of the model. ``tests/gpu/test_footprint.py`` checks that
+the sizes of parameters, gradients and optimizer state match real engines exactly. See
+docs/planning.md.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ STRATEGIES_KEPT_AFTER_FORWARD = ("shard_grad_op", "hybrid_shard_zero2")
 
 
 class PassMemory(NamedTuple):
-    """Bytes of gathered parameters, unreduced gradients and buffers at three points of a backward pass."""
+    """Memory that gathered parameters, unreduced gradients and buffers occupy in a backward pass.
+
+    Each field contains the bytes at one point of the pass.
+    """
 
     before_layers: int
     """Before the pass reaches the transformer layers."""
@@ -38,14 +42,14 @@ class PassMemory(NamedTuple):
 
 
 def check_expert_groups(config: RunConfig, shard_group_size: int) -> None:
-    """Check that the ranks that share a copy of the parameters form expert-parallel groups.
+    """Check that the ranks of a sharding group can be divided into expert-parallel groups.
 
     Args:
         config: Config of the run.
-        shard_group_size: Number of ranks that a copy of the parameters is sharded over.
+        shard_group_size: Number of ranks over which one copy of the parameters is sharded.
 
     Raises:
-        UserError: If the number of ranks is not a multiple of ``expert_parallel_size``.
+        UserError: If ``shard_group_size`` is not a multiple of ``expert_parallel_size``.
     """
     size = config.expert_parallel_size
     if shard_group_size % size:
@@ -65,16 +69,16 @@ def choose_expert_shard_dim(shape: Sequence[int], ranks: int) -> int:
 
     Args:
         shape: Shape of the stack on an expert-parallel rank, ``[experts, ...]``.
-        ranks: Number of ranks with the same experts.
+        ranks: Number of ranks over which the stack is sharded.
 
     Returns:
-        1 if there are fewer experts than ranks and the ranks can divide dimension 1 equally, otherwise 0.
+        1 if there are fewer experts than ranks and ``ranks`` divides dimension 1, otherwise 0.
     """
     return int(shape[0] < ranks and shape[1] % ranks == 0)
 
 
 def compute_replicated_footprint(model: ModelInventory, config: RunConfig, cluster: Cluster) -> Footprint:
-    """Compute the memory and traffic of a device with DDP (``no_shard``), or of a single device."""
+    """Compute the memory and traffic per device under DDP (``no_shard``) or on a single device."""
     gradients = MASTER_BYTES[config.train.master_dtype] * sum_elements(model.trained_weights)
     moments = model.compute_optimizer_state_bytes(config.train)
     if config.train.fused_backward:
@@ -103,10 +107,12 @@ def compute_replicated_footprint(model: ModelInventory, config: RunConfig, clust
 
 
 def compute_sharded_footprint(model: ModelInventory, config: RunConfig, cluster: Cluster) -> Footprint:
-    """Compute the memory and traffic of a device with FSDP2, on rank 0, whose shards are the largest.
+    """Compute the memory and traffic per device under FSDP2.
+
+    The result is for rank 0, which has the largest shards.
 
     Raises:
-        UserError: If the units of the model could not be determined.
+        UserError: If the FSDP units of the model could not be determined.
     """
     tensor_parallel_size = config.tensor_parallel_size
     tensor_parallel_traffic = _compute_tensor_parallel_traffic(model, config)
@@ -201,8 +207,8 @@ def _compute_sharding_traffic(
 
     Args:
         weights: The parameters.
-        gathered_bytes: Bytes per element, times the number of gathers.
-        group_size: Number of ranks that the parameters are sharded over.
+        gathered_bytes: Bytes per gathered element, times the number of gathers per pass.
+        group_size: Number of ranks over which the parameters are sharded.
     """
     trained = sum_elements(w for w in weights if w.is_trained)
     total = gathered_bytes * sum_elements(weights) + FP32_BYTES * trained
@@ -210,7 +216,10 @@ def _compute_sharding_traffic(
 
 
 class _ExpertExchange(NamedTuple):
-    """Exchange of tokens between expert-parallel ranks, if each expert receives equally many tokens."""
+    """Memory and traffic of the token exchange between expert-parallel ranks.
+
+    Assumes that all experts receive the same number of tokens.
+    """
 
     buffers: int
     """Bytes of the sent and received tokens of a layer."""
@@ -219,10 +228,10 @@ class _ExpertExchange(NamedTuple):
 
 
 def _compute_expert_exchange(model: ModelInventory, config: RunConfig) -> _ExpertExchange:
-    """Compute the memory and traffic of the exchange of tokens between expert-parallel ranks.
+    """Compute the memory and traffic of the token exchange between expert-parallel ranks.
 
-    A rank sends tokens and results in the forward pass, again if layers are recomputed, and gradients in the
-    backward pass.
+    Each rank sends tokens and results in the forward pass, and their gradients in the backward pass.
+    With activation checkpointing, tokens and results are sent a second time.
 
     Args:
         model: Weights of the model.
@@ -271,20 +280,20 @@ def _compute_pass_memory(
 ) -> PassMemory:
     """Compute the memory of gathered parameters and unreduced gradients during a backward pass.
 
-    While a unit runs, its parameters are gathered, and FSDP2 prefetches the parameters of the next unit. In
-    the backward pass, there are also the unsharded gradients of the unit, an fp32 copy of them, and the shard
-    to which the copy is reduced. Parameters outside of units stay gathered. Their gradients are reduced at
-    the end of the pass, so that the gradients of the head, which are computed first, exist during the
-    complete pass.
+    While a unit runs, its parameters are gathered, and FSDP2 prefetches the parameters of the next
+    unit. The backward pass also allocates the unit's unsharded gradients, an fp32 copy of them, and the
+    shard into which the copy is reduced. Parameters outside of units stay gathered, and their gradients
+    are reduced only at the end of the pass. The gradients of the head are computed first, so they
+    occupy memory during the complete pass.
 
     Args:
         model: Weights of the model or, with tensor parallelism, the shards of one tensor-parallel rank.
         config: Config of the run.
-        group_size: Number of ranks over which a copy of the parameters is sharded.
-        compute_bytes: Bytes of an element in the compute dtype.
+        group_size: Number of ranks over which one copy of the parameters is sharded.
+        compute_bytes: Bytes per element in the compute dtype.
 
     Raises:
-        UserError: If the units of the model could not be determined.
+        UserError: If the FSDP units of the model could not be determined.
     """
     if model.unit_error is not None:
         raise UserError(model.unit_error)

@@ -1,4 +1,4 @@
-"""Optimizer state and optimizer step in host memory (``memory.offload_optimizer: cpu``)."""
+"""Keep the optimizer state and run the optimizer step in host memory (``memory.offload_optimizer: cpu``)."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
 
 
 class HostParameterCopies:
-    """Copies in host memory of this rank's shards of the trained parameters, which the optimizer updates.
+    """Host copies of this rank's shards of the trained parameters. The optimizer updates the copies.
 
-    Each step calls :meth:`move_gradients_to_host`, then the optimizer, then :meth:`copy_to_device`. The copy
-    of a DTensor is a DTensor, so that optimizers and checkpoints need no special case. The copies are
-    uninitialized until :meth:`copy_from_device`.
+    Each step calls :meth:`move_gradients_to_host`, then the optimizer, then :meth:`copy_to_device`. The
+    copy of a DTensor is also a DTensor, so that optimizers and checkpoints need no special case. The
+    copies are uninitialized until :meth:`copy_from_device` is called.
 
     Args:
         parameters: Parameters on the device, keyed by name. Frozen parameters are ignored.
 
     Attributes:
-        copies: Copies by parameter name.
+        copies: Host copies, keyed by parameter name.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -37,18 +37,22 @@ class HostParameterCopies:
         self._gradients: dict[str, Tensor] = {}
 
     def map_copies_to_parameters(self) -> dict[Tensor, nn.Parameter]:
-        """Return a dict from each copy in host memory to its parameter on the device."""
+        """Return a dict that maps each host copy to its parameter on the device."""
         return {self.copies[name]: parameter for name, parameter in self._parameters.items()}
 
     @torch.no_grad()
     def copy_from_device(self, names: Iterable[str]) -> None:
-        """Copy the values of some parameters from the device to host memory. Unknown names are ignored."""
+        """Copy the values of some parameters from the device to host memory.
+
+        Args:
+            names: Names of the parameters. Names without a host copy are ignored.
+        """
         for name in self._parameters.keys() & set(names):
             to_local(self.copies[name]).copy_(to_local(self._parameters[name]))
 
     @torch.no_grad()
     def move_gradients_to_host(self) -> None:
-        """Move all gradients from the device to the ``grad`` of the copies, and wait for the transfer.
+        """Move all gradients to the ``grad`` attributes of the host copies, and wait for the transfer.
 
         The parameters on the device have no gradients afterwards.
         """
@@ -65,7 +69,7 @@ class HostParameterCopies:
 
     @torch.no_grad()
     def copy_to_device(self) -> None:
-        """Enqueue the copy of all parameters from host memory to the device, on its current stream."""
+        """Enqueue copies of all parameters from host memory to the device, on the device's current stream."""
         for name, parameter in self._parameters.items():
             to_local(parameter).copy_(to_local(self.copies[name]), non_blocking=True)
 

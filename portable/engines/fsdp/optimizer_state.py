@@ -1,4 +1,4 @@
-"""Optimizer state of DDP and FSDP2 in checkpoints: how it is saved and restored."""
+"""Save and restore the optimizer state of DDP and FSDP2 engines."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ def restore_optimizer_state(
     stored: StoredState,
     checkpoint_state: OptimizerState | None,
 ) -> None:
-    """Fill the state of an optimizer from a checkpoint. Each rank reads only the slices of its shards.
+    """Restore the state of an optimizer from a checkpoint. Each rank reads only its shards.
 
     Args:
         optimizer: An :class:`portable.optim.optimizers.EngineOptimizer`. Its state is replaced.
-        trained_parameters: Parameters of the optimizer, keyed by name. They already have the values of the
-            checkpoint.
-        stored: State of the checkpoint, matched to the parameters.
-        checkpoint_state: Optimizer state of the checkpoint, with its parameter groups. None if the checkpoint
-            has no optimizer state.
+        trained_parameters: Parameters of the optimizer, keyed by name. They must already be loaded from
+            the checkpoint.
+        stored: Stored state, already matched to the parameters.
+        checkpoint_state: Optimizer state of the checkpoint, including its parameter groups. None if the
+            checkpoint has no optimizer state.
 
     Raises:
-        CheckpointError: If state is missing or its shape does not match.
+        CheckpointError: If state is missing or has the wrong shape.
     """
     custom_optimizer = optimizer if isinstance(optimizer, CustomOptimizer) else None
     if custom_optimizer is None:
@@ -69,8 +69,8 @@ def build_optimizer_state_dict(optimizer: Any, trained_parameters: Mapping[str, 
         trained_parameters: Parameters of the optimizer, keyed by name.
 
     Returns:
-        Mapping with ``state`` by parameter name and ``param_groups``. The tensors are not copied. The groups
-        of a custom optimizer are reduced to values that a checkpoint can store.
+        Dict with ``state``, keyed by parameter name, and ``param_groups``. The tensors are not copied.
+        The groups of a custom optimizer contain only the values that a checkpoint can store.
     """
     names: dict[Tensor, str] = {parameter: name for name, parameter in trained_parameters.items()}
     groups = [{**group, "params": [names[p] for p in group["params"]]} for group in optimizer.param_groups]
@@ -87,15 +87,17 @@ def _fill_state_entry(target: Any, value: Any, entry_name: str) -> Any:
     """Restore one entry of a parameter's optimizer state.
 
     Args:
-        target: Tensor that is filled in place, or a number or scalar tensor that determines the type.
-        value: Stored tensor or number. None if the checkpoint has no value, which is an error.
+        target: Current value of the entry. A tensor with dimensions is filled in place. A number or
+            scalar tensor only determines the type of the result.
+        value: Stored tensor or number. None if the checkpoint does not contain the entry.
         entry_name: Description of the entry, used in error messages.
 
     Returns:
-        ``target`` if it is a tensor with dimensions, otherwise the stored number with the type of ``target``.
+        ``target`` if it has dimensions, otherwise the stored number, converted to the type of
+        ``target``.
 
     Raises:
-        CheckpointError: If the value is missing or its shape does not match.
+        CheckpointError: If the value is missing or has the wrong shape.
     """
     shape = getattr(target, "shape", ())
     check_state_entry(value, shape, entry_name)

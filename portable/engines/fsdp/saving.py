@@ -1,10 +1,10 @@
-"""Writer of checkpoints in the format of torch.distributed.checkpoint (DCP), also in the background.
+"""Write checkpoints in the format of torch.distributed.checkpoint (DCP), optionally in the background.
 
-DCP's function ``save`` gathers the plans and the results of all ranks on rank 0, whose work grows with the
-number of ranks times the number of tensors. This module uses DCP's planner and writer, but each rank decides
-by itself which items it writes, and describes them in a table
-(:mod:`portable.converters.writers.dcp_tables`). Rank 0 first receives a small record of each table. It then
-receives the content of the tables from one rank after the other, and assembles ``.metadata`` from them.
+DCP's own ``save`` gathers the plans and results of all ranks on rank 0. The work of rank 0
+therefore grows with the number of ranks times the number of tensors. This module uses DCP's planner
+and writer, but each rank decides by itself which items it writes, and describes them in a table
+(:mod:`portable.converters.writers.dcp_tables`). Rank 0 first gathers a small record of each table.
+It then receives the tables from one rank at a time and assembles ``.metadata`` from them.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ tensors in its own file.
 
 
 class DcpSaver:
-    """Writer of state dicts as DCP folders. It caches which items each rank writes.
+    """Writer of state dicts in DCP format. It caches the list of items that this rank writes.
 
     Args:
-        planner: Class of the DCP planner for a state with custom types in host memory. None for states that
+        planner: DCP planner class for a state with custom types in host memory. None for states that
             consist of plain tensors and DTensors on any device.
     """
 
@@ -162,7 +162,9 @@ def write_dcp_checkpoint(
     writer_process: WriterProcess | None = None,
     items_by_digest: dict[bytes, list[PlannedItem]] | None = None,
 ) -> None:
-    """Write this rank's shard file and table. Rank 0 also writes ``.metadata``. All ranks have to call this.
+    """Write this rank's shard file and table and, on rank 0, ``.metadata``.
+
+    All ranks have to call this function.
 
     Args:
         state: Nested state dict.
@@ -170,8 +172,9 @@ def write_dcp_checkpoint(
         planner: DCP's planner.
         group: Process group of all ranks. None in a single process.
         writer_process: Process that writes large shard files. None to write all files in this process.
-        items_by_digest: Cache of the items of the previous save of the same engine, by a digest of the state
-            dict's keys. It is updated. None to plan the items at each save.
+        items_by_digest: Cache of the items that this rank wrote in the engine's previous save, keyed by
+            a digest of the state dict's keys. It is updated in place. None to plan the items of each
+            save again.
 
     Raises:
         OSError: On every rank, if any rank could not write its files.
@@ -238,7 +241,7 @@ def write_dcp_checkpoint(
 
 
 class _SaveCollectives:
-    """Collectives of a save, which run on the host.
+    """Host-side collectives of a save.
 
     Args:
         group: Process group of all ranks. None in a single process.
@@ -253,14 +256,14 @@ class _SaveCollectives:
         """Call a function on every rank, and raise an error on all ranks if it fails on any rank.
 
         Args:
-            function: Function of this rank. Its results have a small, fixed size.
+            function: Function that this rank calls. Its result must have a small, fixed size.
 
         Returns:
             On rank 0, the results of all ranks in rank order. None on the other ranks.
 
         Raises:
-            OSError: If the function failed on another rank. If it failed on this rank, the exception of the
-                function is raised instead.
+            OSError: If the function failed only on other ranks. A rank on which it failed raises the
+                original exception instead.
         """
         result: T | None = None
         failure: Exception | None = None
@@ -278,7 +281,7 @@ class _SaveCollectives:
         return None if results is None else [result for _, result in results]
 
     def _gather_to_rank_0(self, value: Any) -> list[Any] | None:
-        """Gather a picklable value of every rank on rank 0.
+        """Gather a picklable value from every rank on rank 0.
 
         Returns:
             On rank 0, the values in rank order. None on the other ranks.
@@ -290,30 +293,33 @@ class _SaveCollectives:
         return values
 
     def all_gather_values(self, value: T) -> list[T]:
-        """Return the values of all ranks, in rank order, on every rank. The values are pickled."""
+        """Gather a picklable value from every rank, and return the values in rank order on all ranks."""
         values = [value] * self.world_size
         if self._group is not None:
             dist.all_gather_object(values, value, group=self._group)
         return values
 
     def broadcast_from_rank_0(self, value: T) -> T:
-        """Return the value of rank 0 on every rank. The value is pickled."""
+        """Broadcast the value of rank 0 to all ranks and return it. The value must be picklable."""
         values = [value]
         if self._group is not None:
             dist.broadcast_object_list(values, src=0, group=self._group)
         return values[0]
 
     def send_to_rank_0(self, content: bytes) -> None:
-        """Send bytes to rank 0, which calls :meth:`receive_from_rank`. An empty content is not sent."""
+        """Send bytes to rank 0, which has to call :meth:`receive_from_rank`.
+
+        Does nothing if ``content`` is empty.
+        """
         if content:
             dist.send(torch.frombuffer(bytearray(content), dtype=torch.uint8), dst=0, group=self._group)
 
     def receive_from_rank(self, rank: int, nbytes: int) -> bytes:
-        """Receive the bytes that a rank sends with :meth:`send_to_rank_0`.
+        """Receive the bytes that a rank sends with :meth:`send_to_rank_0`. Called only on rank 0.
 
         Args:
             rank: Rank that sends.
-            nbytes: Number of bytes. Returns immediately if it is 0.
+            nbytes: Number of bytes to receive. If it is 0, nothing is received.
         """
         buffer = torch.empty(nbytes, dtype=torch.uint8)
         if nbytes:
@@ -322,10 +328,10 @@ class _SaveCollectives:
 
 
 def _build_key_entries(planner: DefaultSavePlanner) -> list[KeyEntry]:
-    """Describe every key of a planner's flattened state dict, with the dtype and shape of tensors.
+    """List the keys of a planner's flattened state dict, with the dtype and shape of each tensor.
 
     Raises:
-        OSError: If a dtype cannot be saved.
+        OSError: If a tensor has a dtype that cannot be saved.
     """
     keys = []
     for key, value in planner.state_dict.items():
@@ -341,7 +347,7 @@ def _build_key_entries(planner: DefaultSavePlanner) -> list[KeyEntry]:
 
 
 class _MergedKeys(NamedTuple):
-    """Keys of the state dicts of all ranks."""
+    """Union of the state dict keys of all ranks."""
 
     keys: list[KeyEntry]
     holders: Mapping[str, tuple[int, ...]]
@@ -349,10 +355,10 @@ class _MergedKeys(NamedTuple):
 
 
 def _merge_keys(keys_by_rank: Sequence[list[KeyEntry]]) -> _MergedKeys:
-    """Merge the keys of all ranks, in the order in which the ranks have them.
+    """Merge the state dict keys of all ranks, in order of first occurrence.
 
     Args:
-        keys_by_rank: Keys of every rank.
+        keys_by_rank: List of keys of each rank.
 
     Raises:
         OSError: If a key has different shapes or dtypes on two ranks.
@@ -374,15 +380,17 @@ def _merge_keys(keys_by_rank: Sequence[list[KeyEntry]]) -> _MergedKeys:
 def _plan_local_items(
     planner: DefaultSavePlanner, ranks: _SaveCollectives, holders: Mapping[str, tuple[int, ...]]
 ) -> list[PlannedItem]:
-    """Choose the items that this rank writes: the items that it owns, and copies of small items.
+    """Choose the items that this rank writes.
 
-    Replicated items are distributed over the ranks that have them, so that each rank writes about the same
+    These are the items that it owns, and copies of small replicated items that other ranks own.
+
+    The owners of replicated items are chosen so that each rank with a replica writes about the same
     number of bytes. Every rank computes the same assignment without communication.
 
     Args:
         planner: DCP's planner, after ``set_up_planner``.
         ranks: Collectives of the save. Only the rank and the world size are used.
-        holders: Ranks that have a key, for each key that is missing on some rank.
+        holders: Ranks that have a key, keyed by this key. Contains only keys that some rank lacks.
     """
     everyone = tuple(range(ranks.world_size))
     # Bytes that each rank of a group of replicas writes. All of them compute the same numbers.

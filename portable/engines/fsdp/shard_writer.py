@@ -1,10 +1,11 @@
-"""Writer of the shard file and the table of a rank, in the training process or in a separate process.
+"""Write the shard file and the table of a rank, in the training process or in a separate process.
 
-Serializing a large state runs Python code for each tensor. In a thread, this code would compete with the
-training loop for Python's global lock (GIL). Therefore a separate process serializes and writes large files.
-A thread of the training process sends the bytes of the tensors to it through a pipe, mostly without the GIL.
-The process requests a few megabytes at a time, so that the state is never in memory twice. It also builds the
-table, because the thread would have to hold the GIL for 35 us per tensor.
+Serializing a large state runs Python code for each tensor. In a thread, this code would compete
+with the training loop for the global interpreter lock (GIL). Therefore a separate process
+serializes and writes large files. A thread of the training process sends it the bytes of the
+tensors through a pipe, mostly without holding the GIL. The process requests a few megabytes at a
+time, so the state is never in memory twice. It also builds the table, because the thread would have
+to hold the GIL for 35 us per tensor.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _BATCH_BYTES, _BATCH_ITEMS = 4 << 20, 64
 
 
 class PlannedItem(NamedTuple):
-    """Item of DCP that a rank writes into its shard file."""
+    """DCP write item that a rank plans to write."""
 
     item: WriteItem
     is_owned: bool
@@ -51,7 +52,7 @@ class PlannedItem(NamedTuple):
 
 
 class WrittenFile(NamedTuple):
-    """Checksum and size of a file that was written."""
+    """Checksum and size of a written file."""
 
     crc32: int
     size_bytes: int
@@ -68,10 +69,10 @@ def write_shards(
 
     Args:
         folder: Existing folder.
-        rank: The rank, which is part of the names of the files.
+        rank: Rank, which is part of the file names.
         items: Items to write.
         keys: All keys of the state dict, for the table.
-        planner: DCP's planner, from which the data of the items is read.
+        planner: DCP planner that provides the data of the items.
 
     Returns:
         The table, which is also written to a file.
@@ -115,7 +116,10 @@ def write_and_sync(path: Path, content: Iterator[bytes]) -> WrittenFile:
 
 
 class WriterProcess:
-    """Separate process that writes shard files. The first file starts it, and it ends with this process."""
+    """Separate process that writes shard files.
+
+    It is started for the first file, and ends when the training process ends.
+    """
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -162,11 +166,11 @@ class WriterProcess:
             ) from None
 
     def _send_batch(self, items: Sequence[PlannedItem], planner: SavePlanner) -> None:
-        """Send one batch to the process: a list of sizes, followed by the bytes of these items.
+        """Send one batch of items to the process: a list of their sizes, followed by their bytes.
 
         Args:
-            items: Items that have not been sent yet. The batch consists of the first of them.
-            planner: DCP's planner, from which the data of the items is read.
+            items: Items that have not been sent yet. The batch contains the first few of them.
+            planner: DCP planner that provides the data of the items.
         """
         assert self.connection is not None
         parts: list[memoryview] = []
@@ -185,7 +189,7 @@ class WriterProcess:
                 parts[0] = parts[0][sent:]
 
     def start(self) -> None:
-        """Start the process, which has no access to accelerators, and connect to it."""
+        """Start the process without access to accelerators, and connect to it."""
         parent_connection, child_connection = Pipe()
         # Do not use `-m`, because classes of a main module cannot be sent to another process.
         command = [
@@ -204,7 +208,7 @@ class WriterProcess:
         self.connection = parent_connection
 
     def close(self) -> None:
-        """Close the connection, which ends the process, and wait for the process."""
+        """Close the connection, which ends the process, and wait until it has exited."""
         if self.connection is not None:
             self.connection.close()
         if self._process is not None:
@@ -220,7 +224,7 @@ def _view_as_bytes(value: torch.Tensor | io.BytesIO) -> memoryview:
 
 
 class _RemotePlanner:
-    """Planner in the separate process, which reads the data of items from the training process.
+    """Planner of the separate process. It requests the data of items from the training process.
 
     Args:
         connection: Connection to the training process.
@@ -236,7 +240,7 @@ class _RemotePlanner:
         """Return the data of an item: a tensor, or a BytesIO for an item of type BYTE_IO.
 
         If the item has not been received yet, it is requested from the training process. The reply may also
-        contain the items after it, which are kept until they are needed.
+        contain the next few items, which are then cached.
         """
         number = self._numbers[item.index]
         if number not in self._received:
@@ -266,7 +270,7 @@ class _RemotePlanner:
 def serve_write_requests(connection: Connection) -> None:
     """Write the shard files that the training process requests, until it closes the connection.
 
-    An error of a write is sent to the training process. Errors of the connection are raised.
+    Write errors are sent to the training process. Connection errors are raised.
     """
     items: list[PlannedItem] = []
     keys: list[KeyEntry] = []
@@ -285,7 +289,7 @@ def serve_write_requests(connection: Connection) -> None:
 
 
 def main() -> None:
-    """Run the separate process. Its first command-line argument is the file descriptor of the connection."""
+    """Run the writer process. The first command-line argument is the file descriptor of the connection."""
     # Ignore signals that are sent to all processes, because the training process decides when to stop.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)

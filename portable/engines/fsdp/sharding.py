@@ -1,4 +1,4 @@
-"""Sharding or replication of a model over the ranks with FSDP2 or DDP."""
+"""Shard a model over the ranks with FSDP2, or replicate it with DDP."""
 
 from __future__ import annotations
 
@@ -48,14 +48,15 @@ class ShardedModel:
     """Model that is sharded or replicated over the ranks.
 
     Attributes:
-        model: The transformers model with its original names. Its parameters are DTensors if it is sharded.
+        model: The transformers model with its original names. Its parameters are DTensors if it is
+            sharded.
         forward_module: Module to call: the model, or DDP around it.
         device: Device of this rank.
         autocast_dtype: Compute dtype for autocast. None in fp32, or if FSDP casts the parameters.
-        loss_factor: Factor of the loss, the world size for DDP and 1 otherwise. DDP averages gradients over
-            the ranks, so that the factor turns the average into a sum. (A communication hook could also sum
-            gradients, but a Python hook may deadlock with gloo's threads when the process group is
-            destroyed.)
+        loss_factor: Factor by which to multiply the loss: the world size under DDP, otherwise 1. DDP
+            averages the gradients over the ranks, and the factor turns the average into a sum. (A
+            communication hook could also sum gradients, but a Python hook may deadlock with gloo's
+            threads when the process group is destroyed.)
         average_gradients: Function that averages the gradients of replicated parameters over the
             tensor-parallel ranks. It is called before each update, and does nothing without tensor
             parallelism.
@@ -69,7 +70,7 @@ class ShardedModel:
     average_gradients: Callable[[], None] = lambda: None
 
     def get_autocast_context(self) -> AbstractContextManager[Any]:
-        """Return the autocast context for a forward pass, a null context if ``autocast_dtype`` is None."""
+        """Return the autocast context for a forward pass, or a null context if ``autocast_dtype`` is None."""
         if self.autocast_dtype is None:
             return nullcontext()
         return torch.autocast(self.device.type, self.autocast_dtype)
@@ -77,7 +78,7 @@ class ShardedModel:
     def get_sync_context(self, *, last: bool) -> AbstractContextManager[Any]:
         """Return the context for the forward and backward pass of a micro-batch.
 
-        With DDP, the context delays the reduction of gradients until the last micro-batch. With FSDP, it does
+        With DDP, the context delays the gradient all-reduce until the last micro-batch. With FSDP, it does
         nothing: gradients are reduced after each micro-batch, so that a rank accumulates only its shards.
 
         Args:
@@ -90,8 +91,8 @@ class ShardedModel:
     def release_process_group(self) -> None:
         """Drop DDP's references to the process group before the group is destroyed.
 
-        Dropping the last reference to a group joins gloo's threads. If DDP's reducer dropped it, it would
-        hold the GIL during the join, and deadlock if a thread needs the GIL.
+        Dropping the last reference to a group joins gloo's threads. DDP's reducer would hold the GIL during
+        this join, and deadlock if one of the threads needs the GIL.
         """
         if isinstance(self.forward_module, DistributedDataParallel):
             for name in ("logger", "reducer", "process_group"):
@@ -101,8 +102,8 @@ class ShardedModel:
 def compute_shard_group_size(config: RunConfig, world_size: int, local_world_size: int) -> int:
     """Compute the number of ranks over which one copy of the parameters is sharded.
 
-    With hybrid strategies, this is the size of a sharding group, by default the number of ranks of a node.
-    Otherwise, it is the world size. A group of tensor-parallel ranks counts as one rank.
+    With hybrid strategies, this is the size of a sharding group, by default the number of ranks of a
+    node. Otherwise, it is the world size. A group of tensor-parallel ranks counts as one rank.
 
     Args:
         config: Config of the run.
@@ -110,8 +111,8 @@ def compute_shard_group_size(config: RunConfig, world_size: int, local_world_siz
         local_world_size: Number of ranks on this node.
 
     Raises:
-        UserError: If the world size is not a multiple of the group size, or if the group size is not a
-            multiple of the number of expert-parallel ranks.
+        UserError: If the group size does not divide the world size, or if the number of expert-parallel
+            ranks does not divide the group size.
     """
     world_size //= config.tensor_parallel_size
     local_world_size //= config.tensor_parallel_size
@@ -137,11 +138,11 @@ def compute_shard_group_size(config: RunConfig, world_size: int, local_world_siz
 def shard_model(
     model: nn.Module, config: RunConfig, rank_info: RankInfo, *, all_parameters_used: bool = False
 ) -> ShardedModel:
-    """Allocate a model from the meta device, sharded or replicated according to ``config.strategy``.
+    """Shard or replicate a model according to ``config.strategy``, and allocate its parameters.
 
-    Gradients are summed over ranks and not averaged, because the loss is already divided by the number of
-    target tokens in the global batch. For a single rank, the model is not wrapped or sharded, unless its
-    parameters are offloaded.
+    Gradients are summed over ranks instead of averaged, because the loss is already divided by the
+    number of target tokens in the global batch. On a single rank, the model is neither wrapped nor
+    sharded, unless its parameters are offloaded.
 
     Args:
         model: The model on the meta device, after its transforms.
@@ -151,11 +152,11 @@ def shard_model(
             searches for unused parameters in each pass.
 
     Returns:
-        The model. Its weights are uninitialized.
+        The model with uninitialized weights.
 
     Raises:
-        UserError: If the ranks cannot be divided into sharding groups, or if ``fsdp`` names a missing module
-            class.
+        UserError: If the ranks cannot be divided into sharding groups, or if ``fsdp`` names a missing
+            module class.
     """
     device = rank_info.device
     offload = config.memory.offload_params == "cpu"
@@ -203,12 +204,12 @@ def shard_model(
 
 
 def is_unsharded(rank_info: RankInfo, *, offload: bool) -> bool:
-    """Return whether the model is neither wrapped nor sharded: there is one rank, and it does not offload."""
+    """Return whether the model is neither wrapped nor sharded: on a single rank without offloading."""
     return rank_info.world_size == 1 and not offload
 
 
 def uses_ddp(config: RunConfig, rank_info: RankInfo) -> bool:
-    """Return whether DDP wraps the model: the strategy is ``no_shard`` and there are several ranks."""
+    """Return whether DDP wraps the model: the strategy is ``no_shard`` and there are multiple ranks."""
     needs_no_sharding = is_unsharded(rank_info, offload=config.memory.offload_params == "cpu")
     return config.strategy == "no_shard" and not needs_no_sharding
 
@@ -216,9 +217,9 @@ def uses_ddp(config: RunConfig, rank_info: RankInfo) -> bool:
 def _build_mesh(config: RunConfig, rank_info: RankInfo, shard_group_size: int) -> DeviceMesh:
     """Build the device mesh of a run, with the axes ``replicate``, ``shard`` and ``tensor``.
 
-    Only hybrid strategies have a replicate axis, and only tensor parallelism has a tensor axis. The tensor
-    axis is last, so that tensor-parallel ranks are consecutive. A number is appended to the names of the
-    axes.
+    Only hybrid strategies have a replicate axis, and only tensor parallelism has a tensor axis. The
+    tensor axis is last, so that tensor-parallel ranks are consecutive. A number is appended to each
+    axis name, which makes it unique.
 
     Args:
         config: Config of the run.
@@ -236,9 +237,10 @@ def _build_mesh(config: RunConfig, rank_info: RankInfo, shard_group_size: int) -
 
 
 def _build_expert_mesh(config: RunConfig, rank_info: RankInfo, shard_group_size: int) -> DeviceMesh:
-    """Build the mesh of the experts, whose last axis is the expert-parallel axis.
+    """Build the device mesh of the experts. Its last axis is the expert-parallel axis.
 
-    It divides the shard axis of the other parameters, so that expert-parallel ranks are neighbors.
+    The shard axis of the other parameters is split into two axes, ``shard`` and ``expert``, so that the
+    ranks of an expert-parallel group are neighbors.
     """
     size = config.expert_parallel_size
     axes = (
@@ -250,7 +252,7 @@ def _build_expert_mesh(config: RunConfig, rank_info: RankInfo, shard_group_size:
 
 
 def _init_named_mesh(device: torch.device, axes: dict[str, int]) -> DeviceMesh:
-    """Create a mesh over all ranks from the sizes of its axes."""
+    """Create a mesh over all ranks whose axes have the given names and sizes."""
     # DTensor caches by mesh and never clears its caches, and meshes with the same shape and names are equal.
     # Use a new name, otherwise DTensor would find the mesh of a previous engine and its destroyed process
     # group.
@@ -271,16 +273,16 @@ def _shard_units(
     offload_policy: OffloadPolicy,
     expert_meshes: Mapping[nn.Module, DeviceMesh],
 ) -> None:
-    """Apply ``fully_shard`` to the experts, the units and the model, and configure the prefetching of units.
+    """Apply ``fully_shard`` to the experts, the units and the model, and configure prefetching.
 
     Args:
         model: The model on the meta device. It is changed in place.
         config: Config of the run.
-        units: Modules to shard as units, each before the modules inside of it.
+        units: Modules to shard as units. Outer modules precede the modules that they contain.
         mesh: Mesh with a shard axis and, with hybrid strategies, a replicate axis.
         compute_dtype: Dtype to which FSDP casts parameters. Gradients are reduced in fp32.
         offload_policy: Offload policy of FSDP.
-        expert_meshes: Mesh of each module whose experts are distributed over ranks.
+        expert_meshes: Mesh of each module whose experts are distributed over ranks, keyed by module.
     """
     # FSDP registers its hook between this one and the next.
     model.register_forward_hook(_expose_output_tensors)
@@ -319,10 +321,10 @@ def _place_experts(stack: nn.Parameter, *, ranks: int) -> Shard:
 def _expose_output_tensors(module: nn.Module, args: Any, output: Any) -> tuple[Any, Callable[[], Any]]:
     """Convert dicts in the output of a model to lists, so that FSDP finds every tensor in them.
 
-    FSDP registers hooks on the tensors that it finds in the output, which gather parameters before the
-    backward pass. The outputs of transformers models are dataclasses and dicts, and torch 2.15 finds only the
-    fields of the dataclass, not keys that were added later. This is a forward hook that runs before the hook
-    of FSDP; :func:`_restore_output` runs after it.
+    FSDP registers hooks on the tensors that it finds in the output. The hooks gather parameters before
+    the backward pass. The outputs of transformers models are both dataclasses and dicts, and torch 2.15
+    finds only the fields of the dataclass, not keys that were added later. This forward hook runs
+    before FSDP's hook, and :func:`_restore_output` runs after it.
 
     Returns:
         The converted output, and a function that returns the original output.
@@ -360,8 +362,7 @@ def _wrap_in_ddp(
 ) -> DistributedDataParallel:
     """Wrap a model in DDP.
 
-    In a memory trial, whose process group is fake, the reduction of gradients is replaced by an operation
-    that does nothing.
+    In a memory trial, the process group is fake, so the gradient all-reduce is replaced by a no-op.
 
     Args:
         model: The model with allocated parameters.

@@ -1,8 +1,8 @@
-"""Tensor parallelism (``tensor_parallel_size``): layers whose matrices are sharded over a group of ranks.
+"""Tensor parallelism (``tensor_parallel_size``): shard the weight matrices of layers over ranks.
 
-The plan comes from :mod:`portable.model.tensor_parallel_plan`. After sharding, every parameter is a DTensor
-on the mesh axis of the group, either sharded or replicated, so that optimizers, norms and checkpoints treat
-all parameters the same way. The embedding table and the head are replicated.
+The plan comes from :mod:`portable.model.tensor_parallel_plan`. After sharding, every parameter is a
+DTensor, sharded or replicated over the mesh axis of the group. Optimizers, norms and checkpoints
+therefore treat all parameters the same way. The embedding table and the head are replicated.
 
 Source: Shoeybi et al., "Megatron-LM", arXiv:1909.08053.
 """
@@ -66,13 +66,14 @@ def shard_layers_tensor_parallel(model: Any, mesh: DeviceMesh) -> Callable[[], N
 def average_replicated_gradients(model: nn.Module, summed_names: Collection[str]) -> None:
     """Average the gradients of replicated parameters over the tensor-parallel ranks, in place.
 
-    The gradients of the ranks differ by rounding, because some kernels add in no fixed order. Without
-    averaging, the replicas would drift apart. The host does not sync with the device.
+    Some kernels add in a nondeterministic order, so the gradients differ between ranks by rounding
+    errors. Without averaging, the replicas would drift apart. Does not trigger a host-device sync.
 
     Args:
-        model: Model whose gradients are DTensors. The tensor-parallel group is the last axis of their mesh.
-        summed_names: Names of replicated parameters whose gradients are summed instead, because each rank
-            uses a part of the parameter.
+        model: Model whose gradients are DTensors. The tensor-parallel group is the last axis of their
+            mesh.
+        summed_names: Names of replicated parameters whose gradients are summed instead, because each
+            rank uses only a part of the parameter.
     """
     pending = []
     for name, parameter in model.named_parameters():

@@ -1,4 +1,4 @@
-"""Modules that FSDP2 shards as units, and the order of their all-gathers."""
+"""Choose the modules that FSDP2 shards as units, and configure how their all-gathers are prefetched."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def find_fsdp_units(model: nn.Module, config: RunConfig) -> list[nn.Module]:
 def find_unreached_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Find the layers that never run in training on text, such as the layers of a vision tower.
 
-    These are the layers whose parameters are all in the result of :func:`get_unreached_names`.
+    A layer counts as unreached if :func:`get_unreached_names` returns all of its parameters.
 
     Args:
         model: The model.
@@ -77,7 +77,7 @@ def find_unreached_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _find_modules_by_class(model: nn.Module, class_names: Sequence[str]) -> list[nn.Module]:
-    """Find the modules whose class has one of the names.
+    """Find the modules whose class name is in ``class_names``.
 
     Raises:
         UserError: If the model has no module of one of the classes.
@@ -94,10 +94,10 @@ def _find_modules_by_class(model: nn.Module, class_names: Sequence[str]) -> list
 
 
 def _find_large_modules(model: nn.Module, min_num_params: int) -> list[nn.Module]:
-    """Find the modules with at least ``min_num_params`` parameters, as FSDP's size-based wrap policy does.
+    """Find the modules with at least ``min_num_params`` parameters, like FSDP's size-based wrap policy.
 
-    Parameters of a selected module do not count for the modules that contain it. Lists, the model itself, and
-    modules that share parameters with other modules are not selected.
+    If a module is selected, its parameters no longer count toward the modules that contain it. Module
+    lists, the model itself, and modules that share parameters with other modules are not selected.
     """
     selected: set[nn.Module] = set()
     total_uses = _count_parameter_uses(model)
