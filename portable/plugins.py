@@ -197,7 +197,7 @@ def load_plugin(
         if spec.name not in (builtin_paths or {}):
             names = [*(builtin_paths or ["none"]), *([] if default is None else [f"null for {default}"])]
             raise UserError(
-                f"{context}: is an unknown name; use {', '.join(names)}, or package.module:name for "
+                f"{context}: unknown name; use {', '.join(names)}, or package.module:name for "
                 f"custom code{format_name_suggestion(spec.name, builtin_paths or {})}"
             )
         builtin_spec = parse_plugin_spec((builtin_paths or {})[spec.name])

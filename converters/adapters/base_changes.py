@@ -366,8 +366,8 @@ class BaseChanges:
             return tensor
         if tensor.dtype not in CASTABLE_DTYPES:
             raise CheckpointError(
-                f"{self.base_checkpoint.root}: {name!r} is quantized ({tensor.dtype}); specify the model "
-                "before quantization"
+                f"{self.base_checkpoint.root}: {name!r} is quantized ({tensor.dtype}); specify the "
+                "unquantized model"
             )
         source = change.source if change.source is not None else tensor
         if change.edits and source.shape != tensor.shape and len(source.shape) != len(tensor.shape):

@@ -190,8 +190,7 @@ def _check_base_model(changes: BaseChanges) -> None:
     if quantized is not None:
         method = to_printable(quantized.get("quant_method"))[:40]
         raise CommandError(
-            f"{base.root}: is quantized ({method}); specify the model before quantization, or add "
-            "--dequantize"
+            f"{base.root}: is quantized ({method}); specify the unquantized model, or add --dequantize"
         )
     recorded = adapter.base_fingerprint
     if recorded is not None and recorded != compute_fingerprint(base):

@@ -80,11 +80,13 @@ def read_gguf_header(file: CheckpointFile) -> GGUFHeader:
         for _ in range(num_tensors):
             name = reader.read_string()
             if name in entries or len(name) > MAX_TENSOR_NAME:
-                raise DamagedCheckpointError(f"damaged, the name {name[:100]!r} is too long or not unique")
+                raise DamagedCheckpointError(f"damaged: the name {name[:100]!r} is too long or not unique")
             entries[name] = _read_tensor_entry(reader, name)
         alignment = settings.get(_ALIGNMENT_KEY, _DEFAULT_ALIGNMENT)
         if type(alignment) is not int or alignment < 1:
-            raise DamagedCheckpointError(f"damaged, {_ALIGNMENT_KEY} is {alignment!r}")
+            raise DamagedCheckpointError(
+                f"damaged: {_ALIGNMENT_KEY} is {alignment!r}, which is not a positive integer"
+            )
         data_start = -(-reader.position // alignment) * alignment
         for name, (offset, tensor) in entries.items():
             reader.check_end(data_start + offset + tensor.nbytes, repr(name))
@@ -253,5 +255,5 @@ def _get_scalar_code(kind: int) -> str:
         CheckpointError: If the type is not a number or boolean.
     """
     if (code := _SCALAR_CODES.get(kind)) is None:
-        raise DamagedCheckpointError(f"damaged, a setting has the type {kind}")
+        raise DamagedCheckpointError(f"damaged: a setting has the unexpected type {kind}")
     return code

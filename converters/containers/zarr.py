@@ -112,7 +112,7 @@ class ChunkBudget:
         self._num_remaining -= chunks
         if self._num_remaining < 0:
             raise DamagedCheckpointError(
-                f"{location}: damaged: too many chunks are within shards, or have no values"
+                f"{location}: damaged: the shards contain too many chunks, or chunks without values"
             )
 
 

@@ -91,8 +91,8 @@ def strip_common_prefixes(values: Mapping[str, V], *, location: str) -> dict[str
             )
         if len(name) > MAX_TENSOR_NAME:
             raise CheckpointError(
-                f"{location}: a tensor name has {len(name):,} characters: {format_untrusted_value(name)}; "
-                "rename the tensor in the checkpoint"
+                f"{location}: a tensor name is too long ({len(name):,} characters, at most "
+                f"{MAX_TENSOR_NAME:,}): {format_untrusted_value(name)}; rename the tensor in the checkpoint"
             )
     names = [remove_wrapper_parts(name) for name in values]
     if all(name.startswith(_DDP_PREFIX) for name in names):

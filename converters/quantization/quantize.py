@@ -278,7 +278,7 @@ def read_writable_config(base: Checkpoint) -> Mapping[str, Any]:
     if method not in ("fp8", "fbgemm_fp8", "mxfp4", "compressed-tensors", "modelopt"):
         raise CheckpointError(
             f"{base.root}: {CONFIG_KEY}: {to_printable(str(method))} needs calibration data; quantize the "
-            "model with the program of this method"
+            "model with the tool that provides this method"
         )
     return settings
 
@@ -306,7 +306,7 @@ def _quantize_weight_like_base(
     if other := next((key for key in refused if key in base), None):
         raise CheckpointError(
             f"{location}: {to_printable(other)} comes from calibration data; quantize the model with "
-            "the program of this method"
+            "the tool that wrote it"
         )
     if (packed := base.get(f"{name}_packed")) is not None:
         group_scale = base.get(f"{name}_scale", packed)

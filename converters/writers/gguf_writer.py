@@ -155,7 +155,7 @@ def plan_gguf_adapter(
         or lora.target_parameters
     ):
         raise CheckpointError(
-            f"{root}: --to gguf supports only plain LoRA of linear layers; write the merged model "
+            f"{root}: --to gguf supports only plain LoRA on linear layers; write the merged model "
             "with --merge-into"
         )
     factors: dict[str, _LoraFactors] = {}
@@ -163,7 +163,7 @@ def plan_gguf_adapter(
         pair = module.get_lora_pair()
         if pair is None or pair[2] or ".experts." in module.path:
             raise CheckpointError(
-                f"{root}: {module.path}: --to gguf supports only LoRA of linear layers; use --merge-into"
+                f"{root}: {module.path}: --to gguf supports only LoRA on linear layers; use --merge-into"
             )
         scaling = lora.compute_scaling(module.path)
         factors[f"{module.path}.weight"] = _LoraFactors(pair[0], pair[1], scaling)

@@ -241,5 +241,6 @@ def check_sources(config: RunConfig) -> Iterator[SettingProblem]:
         if sources[key].max_samples is not None:
             yield SettingProblem(
                 (f"{key}.max_samples", f"{key}.stream"),
-                f"{key}.max_samples: does not work with {key}.stream; use fewer files, or lower train.steps",
+                f"{key}.max_samples: does not work with {key}.stream; remove one of the settings (to limit "
+                "the data of a stream, use fewer files, or lower train.steps)",
             )

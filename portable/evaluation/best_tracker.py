@@ -129,7 +129,7 @@ class BestTracker:
         if not isinstance(value, int | float):
             numbers = [name for name, number in values.items() if isinstance(number, int | float)]
             raise UserError(
-                f"checkpoint.best_metric: the evaluation has no {self.metric}; use one of "
+                f"checkpoint.best_metric: the evaluation does not report {self.metric}; use one of "
                 f"{', '.join(numbers)}"
             )
         sign = 1 if self.mode == "max" else -1

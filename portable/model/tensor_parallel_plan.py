@@ -84,8 +84,8 @@ def check_tensor_parallel_support(model: Any, num_ranks: int) -> None:
     for description, number in sizes.items():
         require(
             number % num_ranks == 0,
-            f"{KEY}: the {number} {description} of {name} cannot be divided among {num_ranks} ranks; set "
-            f"{KEY} to a divisor of this number",
+            f"{KEY}: the {number} {description} of {name} cannot be divided evenly among {num_ranks} "
+            f"ranks; set {KEY} to a divisor of {number}",
         )
 
 

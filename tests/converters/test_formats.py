@@ -435,7 +435,7 @@ LIES: dict[str, dict[tuple[str, str], list[tuple[Change, str]]]] = {
             (args(window_size=(4, 0)), "window_size=5, and there is no config.json to confirm it"),
             (args(use_rope_scaling=True), "use_rope_scaling='llama3 of factor 8.0', and there is no config"),
             (args(a_setting_of_tomorrow="on"), "a_setting_of_tomorrow='on' is not supported"),
-            (args(position_embedding_type="none"), "neither Llama- nor GPT-2-shaped"),
+            (args(position_embedding_type="none"), "does not have the architecture of Llama or GPT-2"),
             (args(num_layers=5), "layer 4 are missing"),
             (args(num_query_groups=1), "does not match 4 heads of 8 rows in 1 groups"),
             (args(tensor_model_parallel_size=4), "tensor rank 2, pipeline rank 0 is missing"),

@@ -273,7 +273,7 @@ LAYER = ("params", "decoder", "layers", "mlp")
             "MaxText's model of type 'mixtral' is not supported; export the model with",
         ),
         ({"num_hidden_layers": 5}, {}, r"has shape \[8, 4, 4, 6\], but config.json requires \[8, 5, 4, 6\]"),
-        ({"vocab_size": 13}, {}, "does not match 13 tokens of size 8"),
+        ({"vocab_size": 13}, {}, "does not match a vocabulary of 13 tokens and an embedding size of 8"),
         ({"rope_parameters": {"rope_type": "llama3"}, "head_dim": 5}, {}, "an odd head_dim, 5"),
         ({}, {(*LAYER, "wi", "kernel"): (8, 4, 24)}, r"mlp\.wi\.kernel' does not belong to a model of type"),
         (
@@ -380,7 +380,11 @@ def test_orbax_chunks_within_shard_are_read() -> None:
         ),
         ({**FLAT, "shape": [1 << 60], "chunks": [1]}, b"", "would have 1,152,921,504,606,846,976 chunks"),
         ({**FLAT, "fill_value": [1, 2]}, None, "the fill value a list is not supported"),
-        ({**FLAT, "shape": [120], "fill_value": 0}, None, "a/50: damaged: too many chunks .* have no values"),
+        (
+            {**FLAT, "shape": [120], "fill_value": 0},
+            None,
+            "a/50: damaged: the shards contain too many chunks",
+        ),
         ({**FLAT, **ZSTD}, zstd(15), "ends after 15 of 16"),
         ({**FLAT, **ZSTD}, zstd(1 << 20), "has more than the expected 16 bytes"),
         (shards(6, 2), bytes(6) + INDEX[:16] + b"\xff" * 16 + INDEX[32:], "here: a/c/0: a chunk is missing"),
@@ -389,7 +393,7 @@ def test_orbax_chunks_within_shard_are_read() -> None:
             bytes(6) + INDEX[:16] + struct.pack("<QQ", 1 << 63, 2) + INDEX[32:],
             "the index of a shard is wrong",
         ),
-        (shards(1 << 20), bytes(100), "too many chunks are within shards"),
+        (shards(1 << 20), bytes(100), "the shards contain too many chunks"),
     ],
 )
 def test_orbax_unsupported_array_is_rejected(header: Any, data: bytes | None, told: str) -> None:

@@ -256,5 +256,5 @@ def test_token_shared_by_prompt_and_answer_is_trained() -> None:
 
 def test_conversation_with_too_many_answers_is_rejected() -> None:
     many = [{"role": role, "content": "x" * 1000} for _ in range(1000) for role in ("user", "assistant")]
-    with pytest.raises(UserError, match=r"1,000 answers in .* characters are too many to find"):
+    with pytest.raises(UserError, match=r"1,000 answers in .* characters, which are too many to locate"):
         encode("llama3", template("llama3"), {"messages": many})

@@ -122,8 +122,8 @@ def find_rank_files(path: AnyPath) -> RankFileNames | None:
         return None
     if len({match["prefix"] for match, _ in optim}) > 1:
         raise CheckpointError(
-            f"{path}: contains optimizer files with and without the prefix bf16_, so they are from two runs; "
-            "remove the files of the other run"
+            f"{path}: contains optimizer files both with and without the prefix bf16_, so they are from two "
+            "runs; remove the files of the run that you do not need"
         )
     if not optim and (path / "zero").is_dir():  # a universal checkpoint for all stages has both kinds
         rank_independent = [(match, name) for match, name in model if match["rank"] is None]
@@ -618,7 +618,7 @@ def check_equal_records(location: str, description: str, ours: Any, first: Any) 
         CheckpointError: If the records differ, because the files are from two runs or steps.
     """
     if ours != first:
-        raise MixedCheckpointError(f"{location}: {description} differs from the first rank")
+        raise MixedCheckpointError(f"{location}: {description} differs from the value on the first rank")
 
 
 def require_contiguous(value: Any, location: str, *, any_shape: bool = False) -> StoredTensor:

@@ -136,7 +136,7 @@ def read_model_shape(args: Any, config: AnyPath | None, location: str) -> Megatr
     if not llama and (gated or position != "learned_absolute" or norm != "LayerNorm"):
         raise UnsupportedCheckpointError(
             f"{location}: a Megatron model with swiglu={gated}, {format_untrusted_value(position)} positions "
-            f"and {format_untrusted_value(norm)} is neither Llama- nor GPT-2-shaped"
+            f"and {format_untrusted_value(norm)} does not have the architecture of Llama or GPT-2"
         )
     heads = read_number("num_attention_heads")
     groups = read_number("num_query_groups", heads) if args.get("group_query_attention") is True else heads
@@ -250,7 +250,7 @@ def _convert_llama_tensor(
         half = tensor.shape[0] // 2
         if tensor.shape[0] % 2:
             raise DamagedCheckpointError(
-                f"{location}: {tensor.name} has an odd number of rows for a gated MLP"
+                f"{location}: {tensor.name} has {tensor.shape[0]} rows, but a gated MLP needs an even number"
             )
         return {
             "mlp.gate_proj": slice_tensor(tensor, 0, 0, half),

@@ -142,7 +142,8 @@ class MegatronRankFiles:
             for key in ("iteration", "checkpoint_version"):
                 if content.get(key) != first.get(key):
                     raise MixedCheckpointError(
-                        f"{self.folder.path / self.folder_names[position]}: {key} differs from the first rank"
+                        f"{self.folder.path / self.folder_names[position]}: {key} differs "
+                        "from the value on the first rank"
                     )
 
     def _check_recorded_rank(self, position: RankPosition, args: Any) -> None:

@@ -436,8 +436,8 @@ class _MaxTextModel:
         if len(shape) != 2 or shape[1 - dim] != self.sizes["E"] or shape[dim] < self.vocab_size:
             raise CheckpointError(
                 f"{self.location}: {'.'.join(path)} has shape {list(shape)}, which does not match "
-                f"{self.vocab_size} tokens of size {self.sizes['E']}; specify the config.json of this "
-                "model with --config-from"
+                f"a vocabulary of {self.vocab_size} tokens and an embedding size of "
+                f"{self.sizes['E']}; specify the config.json of this model with --config-from"
             )
 
     def _check_all_parameters(self, layout: MaxTextLayout) -> None:
@@ -462,5 +462,5 @@ class _MaxTextModel:
             )
         if missing_name is not None or len(names) != len(actual_names):
             raise DamagedCheckpointError(
-                f"{self.location}: damaged: {missing_name or 'a tensor'} is missing or duplicate"
+                f"{self.location}: damaged: {missing_name or 'a tensor'} is missing or stored twice"
             )

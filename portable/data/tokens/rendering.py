@@ -313,8 +313,9 @@ class TemplateRenderer:
         if 2 * len(answers) * len(text) > _MAX_RENDERED_CHARS:
             raise build_template_error(
                 conversation,
-                f"{len(answers):,} answers in {len(text):,} characters are too many to find by their "
-                "prefixes; split the record into shorter records, or use a template with {% generation %}",
+                f"the record has {len(answers):,} answers in {len(text):,} characters, which are too many to "
+                "locate with this chat template; split the record into shorter records, or use a chat "
+                "template with {% generation %}",
             )
         opened_at = tuple(
             self._find_answer_start(

@@ -369,8 +369,8 @@ def _merge_keys(keys_by_rank: Sequence[list[KeyEntry]]) -> _MergedKeys:
         for entry in keys_of_rank:
             if merged.setdefault(entry.key, entry) != entry:
                 raise OSError(
-                    f"{entry.key}: the shape or dtype on rank {rank} differs from the shape or dtype on a "
-                    "lower rank"
+                    f"{entry.key}: the shape or dtype on rank {rank} differs from a lower rank; build the "
+                    "same model on every rank"
                 )
             holders.setdefault(entry.key, []).append(rank)
     incomplete = {key: tuple(ranks) for key, ranks in holders.items() if len(ranks) < len(keys_by_rank)}
