@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,7 @@ def _format_section(title: str, description: str, settings: list[keys.SettingFie
         f'| <a id="{s.key}" '
         f'href="#{s.key}">`{s.key}`</a>{_format_identity_mark(s)}{" ‡" * (s.key in source_keys)}'
         f"<br>{_format_cell(s.allowed_values)}<br>default: {_format_default(s)} "
-        f"| {_format_cell(s.description)} |"
+        f"| {_mark_code(_format_cell(s.description), s.allowed_values)} |"
         for s in settings
     ]
     head = ["| setting | what it does |", "| --- | --- |"]
@@ -80,6 +81,25 @@ def _format_cell(text: str) -> str:
         .replace("<=", "≤")
     )
     return text.replace("<", "&lt;").replace(">", "&gt;")
+
+
+def _mark_code(description: str, allowed_values: str) -> str:
+    """Format the settings and values in a description as code.
+
+    Args:
+        description: Description of a setting.
+        allowed_values: Allowed values of the setting, separated by bars.
+
+    Returns:
+        The description in Markdown. Values that are ordinary words are only formatted at the start of a
+        sentence and in front of a colon.
+    """
+    values = [re.escape(value) for value in re.findall(r"[^\W\d][\w.-]*", allowed_values)]
+    names = [re.escape(key) for key in keys.get_setting_fields(RunConfig) if "." in key]
+    unusual_values = [value for value in values if re.search(r"[_\d-]", value)]
+    labels = [rf"(?:^|(?<=[.;] )){value}(?=: )" for value in values]
+    pattern = "|".join(sorted([*names, *unusual_values, *labels], key=len, reverse=True))
+    return re.sub(rf"(?<![\w./`-])(?:{pattern})(?![\w./`-]*\w)", r"`\g<0>`", description)
 
 
 def _format_default(setting: keys.SettingField) -> str:

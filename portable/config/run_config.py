@@ -79,7 +79,8 @@ class RunConfig(Section):
     activations of a long sequence do not fit on one device. A run may resume with another size."""
     tensor_parallel_size: Ranks = 1
     """Number of consecutive ranks that divide the matrices of each layer among them, by the tensor-parallel
-    plan that transformers has for the model. Needs a strategy of FSDP. A run may resume with another size."""
+    plan that transformers has for the model. Needs a strategy of FSDP. A run may resume with a different
+    size."""
     expert_parallel_size: Ranks = 1
     """Number of consecutive ranks that divide the experts of each mixture-of-experts layer among them. Each
     rank has its own sequences, and sends tokens to the ranks of their experts. Needs a strategy of FSDP. A
@@ -95,9 +96,10 @@ class RunConfig(Section):
     bf16 if the device computes it natively, otherwise fp32. tf32 is fp32 with faster, less precise matrix
     products on NVIDIA GPUs. fp16 uses loss scaling (section fp16) and is for GPUs without bf16."""
     fp8: Literal["none", "tensorwise", "rowwise"] = Field(default="none", json_schema_extra=IDENTITY)
-    """Compute the matrix products of the linear layers in fp8, by torchao, with one scale per tensor (faster)
-    or per row (more precise). Everything else stays in bf16, also experts in stacks. Needs precision bf16, a
-    GPU of compute capability 8.9 or newer, and compile for its speed. A CPU emulates it."""
+    """Compute the matrix products of the linear layers in fp8, by torchao, with one scale per tensor
+    (faster) or per row (more precise). Everything else stays in bf16, including stacked experts. Needs
+    precision bf16 and a GPU of compute capability 8.9 or newer. It is faster than bf16 only with compile. A
+    CPU emulates it."""
     compile: Flag = False
     """Compile each layer with torch.compile. The first step takes longer and later steps are faster. XLA
     always compiles."""

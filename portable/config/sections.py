@@ -135,9 +135,10 @@ class ModelConfig(Section):
     """A custom function, written package.module:name. It gets the model on the meta device, and changes it or
     returns another model. Importing its module may register model types."""
     attention: Annotated[Attention, OrHubKernel] = "sdpa"
-    """Attention kernel. sdpa is PyTorch's fused kernel. eager computes the plain formula and is slow. On CUDA
-    also flex_attention, flash_attention_2 to flash_attention_4 (bf16 or fp16; they need their own package, or
-    the package kernels), or a kernel on the hub such as kernels-community/flash-attn3."""
+    """Attention kernel. sdpa is PyTorch's fused kernel. eager computes the plain formula and is slow. CUDA
+    also supports flex_attention, flash_attention_2 to flash_attention_4, and kernels on the Hub such as
+    kernels-community/flash-attn3. The flash_attention kernels need bf16 or fp16, and either their own
+    package or the package kernels."""
     experts: Literal["eager", "batched_mm", "grouped_mm"] | None = None
     """Kernel for the expert layers of a mixture-of-experts model: one expert after another (eager), or
     in one matrix product (batched_mm, grouped_mm). Null: transformers chooses, which is grouped_mm if the
@@ -192,7 +193,8 @@ class AdapterConfig(Section):
     data.added_tokens: [502, 503], or a list for each table, {embed_tokens: [502], lm_head: [502]}. A tied
     head gets the same rows. Only for lora."""
     ensure_weight_tying: Flag = Field(default=False, json_schema_extra=IDENTITY)
-    """Refuse different trainable_token_indices for tables whose weights are tied. Only for lora."""
+    """Raise an error if trainable_token_indices differ between embedding tables whose weights are tied. Only
+    for lora."""
     layers: Annotated[tuple[LayerNumber, ...], Field(strict=False, min_length=1)] | None = Field(
         default=None, json_schema_extra=IDENTITY
     )
@@ -234,9 +236,10 @@ class SourceConfig(Section):
     """Whether a record that cannot be read ends the run (error) or is left out (skip). The first such records
     are printed with file and line, and all are counted."""
     stream: Flag = False
-    """Train while the files are read (causal-lm). The run tokenizes a part ahead of training and keeps at
-    most data.cache_limit of tokens on disk. Use it for data that is larger than the disk, to start at once,
-    and for the tokens that portable-data writes. A stream holds nothing out for evaluation: set data.eval."""
+    """Train while the files are read (causal-lm). The data is tokenized shortly before it is needed, and at
+    most data.cache_limit gigabytes of tokens are kept on disk. Use it if the data is larger than the disk,
+    if training should start immediately, or for tokens written by portable-data. A stream holds no data out
+    for evaluation: set data.eval."""
     config_name: str | None = None
     """Configuration of a hub dataset, or of a local copy of a hub dataset, that has several, such as
     wikitext-2-raw-v1."""
@@ -283,9 +286,9 @@ class SourceConfig(Section):
     or numbers with a fraction for a regression."""
     columns: Columns = ()
     """Names of fields that differ from the names that data.format expects, as {expected name: name in the
-    record}, such as {prompt: question, completion: answer} or {messages: chat.turns}. Any other name is an
-    additional column of numbers that train.loss finds in the batch (without packing), such as {weight:
-    score}. A list such as [weight, score] contains only additional columns."""
+    record}, such as {prompt: question, completion: answer} or {messages: chat.turns}. Any other key adds a
+    column of numbers to the batch, which train.loss can read, such as {weight: score}. This requires
+    packing: false. A list such as [weight, score] adds columns under their own names."""
     text_split: Literal["file", "paragraph", "line"] = "file"
     """Unit of text in a .txt file: the file, a paragraph (separated by blank lines), or a line. The
     unit matters without packing, because each text is then truncated to data.seq_len."""
@@ -351,8 +354,8 @@ class DataConfig(SourceConfig):
     sources: Annotated[tuple[MixedSource, ...], Field(strict=False)] = ()
     """A mixture of sources, instead of data.source, such as [{name: web, source: web/*.jsonl, weight: 3},
     {name: code, source: code.jsonl, weight: 1}]. Each source may also set every setting marked ‡. weight is
-    the share of the samples, which holds within every few hundred samples. Alternatively, give every source
-    epochs, its number of passes in one pass over the mixture (default: 1)."""
+    the share of the samples, in any few hundred samples. Alternatively, set epochs for every source: the
+    number of times that it is read in one pass over the mixture (default: 1)."""
     weight_schedule: Annotated[tuple[Phase, ...], Field(strict=False)] = ()
     """Weights of data.sources that change during the run, such as [{step: 9000, weights: {web: 1, code: 4}}].
     From that step on, they replace all earlier weights."""
@@ -360,8 +363,8 @@ class DataConfig(SourceConfig):
     """Number of parts of a stream whose samples are mixed. A larger window shuffles better, and the run
     starts later, because that many parts must be tokenized first."""
     cache_limit: Gigabytes | None = None
-    """Gigabytes of tokens of a stream that are kept on disk. Tokens that are needed again are computed again.
-    Null: half of the free space at the start."""
+    """Maximum size of a stream's tokens on disk, in gigabytes. Deleted tokens are computed again when they
+    are needed. Null: half of the free space at the start."""
     images: Flag | None = None
     """Whether conversations may have images, for a model that accepts images: parts of a message such as
     {type: image, path: cat.jpg}, or a field images of the record. Null: whether one of the first 1,000
@@ -412,8 +415,8 @@ class DataConfig(SourceConfig):
     marked ‡; all other settings are the same as for training. Null: the share in data.eval_fraction."""
     num_workers: Processes = 0
     """Number of processes that prepare batches for each rank. 0: the rank prepares its batches itself. Raise
-    it if the accelerator waits for data. A stream is tokenized by the same number of processes on each
-    machine, but at least one."""
+    it if the accelerator waits for data. For a stream, it is also the number of tokenizing processes per
+    machine, which is at least one."""
     cache_dir: PathText | None = None
     """Folder that caches tokenized data and trained tokenizers. Null: the cache folder of the user
     ($XDG_CACHE_HOME, or ~/.cache)."""
@@ -454,9 +457,9 @@ class TrainConfig(Section):
     """Sequences in one optimizer step, summed over all ranks and accumulation steps."""
     micro_batch_size: BatchSize | Literal["auto"] = 4
     """Sequences in one forward pass on a device. Gradients are accumulated until the global batch is
-    complete. Lower it if memory runs out; the result stays the same and only the speed changes. auto finds
-    the largest size that fits by trial: not on XLA, and at most 4 on a CPU without a memory limit (ulimit
-    -v). The default is lowered to a divisor of train.global_batch_size."""
+    complete. Lower it if memory runs out; the result stays the same and only the speed changes. auto tries
+    sizes and uses the largest size that fits. It is not available on XLA. On a CPU without a memory limit
+    (ulimit -v), it uses at most 4. The default is lowered to a divisor of train.global_batch_size."""
     learning_rate: LearningRate = Field(default=3e-4, json_schema_extra=IDENTITY)
     """Highest learning rate, which is reached at the end of the warmup."""
     schedule: Annotated[ScheduleKind, OrPlugIn] = Field(default="cosine", json_schema_extra=IDENTITY)
@@ -466,8 +469,9 @@ class TrainConfig(Section):
     package.module:name."""
     schedule_params: OpenMapping = Field(default_factory=dict, json_schema_extra=IDENTITY)
     """More parameters of the schedule. wsd: decay_ratio (0.2 of all steps), decay_type and warmup_type
-    (linear, cosine or 1-sqrt). inverse_sqrt: timescale (the warmup steps). The schedulers of DeepSpeed have
-    their own names; train.learning_rate is the peak of OneCycle and the first rate of LRRangeTest."""
+    (linear, cosine or 1-sqrt). inverse_sqrt: timescale (the warmup steps). For the schedulers of DeepSpeed,
+    use the names of DeepSpeed's parameters; train.learning_rate is the peak of OneCycle and the first rate
+    of LRRangeTest."""
     warmup_steps: Steps | None = Field(default=None, json_schema_extra=IDENTITY)
     """Steps in which the learning rate rises from zero to train.learning_rate, linearly unless the schedule
     defines another shape. Null: train.warmup_ratio is used."""
@@ -485,9 +489,10 @@ class TrainConfig(Section):
     everything else), or any torch.optim.Optimizer, written package.module:name, such as
     torch.optim:NAdam(momentum_decay=0.004)."""
     master_dtype: Literal["fp32", "bf16"] = Field(default="fp32", json_schema_extra=IDENTITY)
-    """Dtype of the trained weights, of their gradients, and of the moments that would be fp32. bf16 halves
-    them, so that adamw needs 8 bytes per parameter instead of 16. The update is computed in fp32 and rounded
-    stochastically. bf16 needs precision bf16, and adamw or adamw_8bit; not for adapters, ZeRO and XLA."""
+    """Dtype of the trained weights, their gradients, and the moments of the optimizer (8-bit moments keep 8
+    bits). bf16 halves their size: adamw needs 8 bytes per parameter instead of 16. The update is computed in
+    fp32 and rounded stochastically. bf16 requires precision bf16 and the optimizer adamw or adamw_8bit. It
+    is not supported with adapters, ZeRO, or XLA."""
     betas: Annotated[tuple[ProperFraction, ProperFraction], Field(strict=False)] = Field(
         default=(0.9, 0.95), json_schema_extra=IDENTITY
     )
@@ -510,17 +515,17 @@ class TrainConfig(Section):
     clipping."""
     fused_backward: Flag = False
     """Update each parameter during the backward pass, as soon as its gradient is complete, and free the
-    gradient. This saves the memory of the gradients and does not change the result. It needs one micro-batch
-    per step, train.max_grad_norm null and train.on_non_finite stop; not for muon, custom optimizers, fp16,
-    offloading, ZeRO and XLA."""
+    gradient. This saves the memory of the gradients and does not change the result. It requires one
+    micro-batch per step, train.max_grad_norm: null, and train.on_non_finite: stop. It is not supported with
+    muon, custom optimizers, fp16, offloading, ZeRO, or XLA."""
     muon_momentum: ProperFraction = Field(default=0.95, json_schema_extra=IDENTITY)
     """Nesterov momentum of muon for matrices."""
     muon_rate: Literal["match_rms_adamw", "original"] = Field(
         default="match_rms_adamw", json_schema_extra=IDENTITY
     )
     """Scaling of Muon's learning rate for a matrix of R rows and C columns, as adjust_lr_fn in torch.
-    match_rms_adamw multiplies it by 0.2 sqrt(max(R, C)), so that learning rates for adamw fit. original
-    multiplies it by sqrt(max(1, R / C))."""
+    match_rms_adamw multiplies it by 0.2 sqrt(max(R, C)), so that a learning rate tuned for adamw can be
+    used. original multiplies it by sqrt(max(1, R / C))."""
     adafactor_rule: Literal["torch", "transformers"] = Field(default="torch", json_schema_extra=IDENTITY)
     """Library whose update rule adafactor uses. torch: the learning rate is relative to the RMS of a
     parameter, and is at most 1 / sqrt(step). transformers: the learning rate is absolute, as in the Trainer
@@ -596,8 +601,9 @@ class MemoryConfig(Section):
     operations."""
     offload_activations: Flag = False
     """Keep the activations of layers in host memory between the forward and the backward pass. With
-    activation checkpointing, only the inputs of layers are activations. The copies overlap with the
-    computation. Not on TPUs, and with compile only together with activation checkpointing."""
+    activation checkpointing, only the inputs of the layers are stored, so only these inputs are offloaded.
+    The copies overlap with the computation. It is not supported on TPUs. With compile, it also requires
+    activation checkpointing."""
     loss_chunk_tokens: ChunkTokens | Literal["auto"] = "auto"
     """Number of tokens whose logits are in memory at once. The loss of a larger micro-batch is computed in
     chunks, and again in the backward pass. auto allows 64 million logits (256 MiB), which matters for large
@@ -676,9 +682,9 @@ class XlaConfig(Section):
     optimization_barrier_in_backward: Flag | None = None
     """Prevent the compiler from merging the gathers of different units in the backward pass."""
     sharding: dict[str, Dimension | None] | None = None
-    """Dimension along which parameters are sharded, as a mapping from regular expressions, which are searched
-    in parameter names, to a dimension, or to null to replicate the parameter. The first match counts.
-    Parameters without a match are sharded as usual."""
+    """Mapping from regular expressions to dimensions. A parameter whose name matches an expression is
+    sharded along this dimension, or replicated if the value is null. The first match counts. Parameters
+    without a match are sharded as usual."""
     scan_layers: Flag = False
     """Compile identical layers once and run them in a loop, so that compile time does not grow with the
     number of layers."""
@@ -700,8 +706,8 @@ class CheckpointConfig(Section):
     keep: Interval | None = 3
     """Number of newest checkpoints that are kept; older checkpoints are deleted. Null: keep all."""
     keep_best: Interval | None = None
-    """Number of checkpoints with the best checkpoint.best_metric that are kept in addition to the newest. An
-    evaluation that is among the best saves a checkpoint. Null: keep only the newest."""
+    """Number of checkpoints with the best checkpoint.best_metric that are kept in addition to the newest. If
+    an evaluation is among the best so far, a checkpoint is saved after it. Null: keep only the newest."""
     best_metric: str | None = Field(default=None, min_length=1)
     """Metric that ranks checkpoints, by its name in metrics.jsonl: eval_accuracy, or eval_loss/news for the
     source news. Null: the eval_loss of the first source."""
@@ -712,18 +718,19 @@ class CheckpointConfig(Section):
     """Write checkpoints in the background, from a copy of the state in host memory. False: training waits
     until a checkpoint is on disk, and there is no copy."""
     resume: PathText = "auto"
-    """auto resumes from the newest complete checkpoint in output_dir, if there is one. never refuses a folder
-    with checkpoints. A path or URL names a checkpoint to start from while output_dir has none, also a
-    checkpoint of another program (docs/moving.md)."""
+    """auto: resume from the newest complete checkpoint in output_dir, if there is one. never: raise an error
+    if output_dir already contains checkpoints. A path or URL: start from this checkpoint if output_dir
+    contains none. It can be a checkpoint of another program (docs/moving.md)."""
     allow_changes: Flag = False
     """Continue the run in output_dir even if settings of the optimizer or the schedule have changed, such as
     train.learning_rate. More train.steps or train.epochs are always allowed."""
     resume_step: Steps | None = None
-    """Number of optimizer steps that count as done in a checkpoint of another program in checkpoint.resume.
-    The schedule continues from there; 0 restarts it. Null: the step that the checkpoint contains."""
+    """Number of optimizer steps to treat as completed if checkpoint.resume is a checkpoint of another
+    program. The schedule continues from there; 0 restarts it. Null: the step that the checkpoint
+    contains."""
     resume_samples: Samples | None = None
-    """Number of sequences that count as consumed in a checkpoint of another program. The order of the data
-    continues from there. Null: the number that the checkpoint contains, or its steps times
+    """Number of sequences to treat as consumed if checkpoint.resume is a checkpoint of another program. The
+    order of the data continues from there. Null: the number that the checkpoint contains, or its steps times
     train.global_batch_size."""
     export: Flag | Literal["merged", "like_base"] = True
     """At the end, write safetensors for from_pretrained into <output_dir>/final: the model, or only the
