@@ -31,7 +31,8 @@ _INTRODUCTION = """\
 
 This page lists the guaranteed behavior of portable-trainer. Each guarantee names the test that checks it, and
 every change runs these tests on CPUs. No TPU or cloud store has run the tests yet: see [GPUs](machines.md),
-[TPU](tpu.md), and [object stores](storage.md).
+[TPU](tpu.md), and [object stores](storage.md). To *move* a run is to resume it with another strategy,
+backend, or number of ranks.
 
 The last column contains one of the following:
 
