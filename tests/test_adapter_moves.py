@@ -220,7 +220,9 @@ def test_adapter_run_rejects_another_base(
     shutil.copytree(other, base)
     settings = {"model__name_or_path": str(base), **DORA, "data__eval_fraction": 0.1}
     try:
-        with pytest.raises(UserError, match=r"^checkpoint\.resume: .* another base model .* weights differ"):
+        with pytest.raises(
+            UserError, match=r"^checkpoint\.resume: .* another base model: the weights of .* differ"
+        ):
             leg(folder, corpus, {**settings, "train__eval_every": 5}, len(ROUTE))
     finally:
         shutil.rmtree(base)
@@ -364,6 +366,8 @@ def test_adapter_run_continues_trainer_checkpoint_with_peft(base: Path, corpus: 
     same_modules = {"adapter__r": 8, "adapter__target_modules": ["q_proj", "up_proj"]}
     for changes, module in (({"adapter__r": 4}, "down_proj"), (same_modules, "up_proj")):
         other = configured(tmp_path / "other", corpus, **{**given, **by_name, **changes})
-        message = rf"^checkpoint\.resume: .* other target_modules .*{module}.*; set adapter\.config to its"
+        message = (
+            rf"^checkpoint\.resume: .* a different target_modules .*{module}.*; set adapter\.config to its"
+        )
         with pytest.raises(UserError, match=message):
             restore_run(prepare_run(resolve_run(other, "cpu"), create_backend("cpu")), source)

@@ -454,7 +454,9 @@ def test_adapter_of_text_part_merges_by_advice_of_error(corpus: Path, tmp_path: 
     run = create_lora_run(tmp_path / "run", source, corpus, train__steps=2, checkpoint__every_steps=1)
     assert run_rank("cpu", run.replaced({"train.stop_after": 1})) == 0
     file.write_text(json.dumps(config), "utf-8")
-    with pytest.raises(UserError, match=r"another adapter \(target_modules, exclude_modules\)") as refused:
+    with pytest.raises(
+        UserError, match=r"an adapter with other settings \(target_modules, exclude_modules\)"
+    ) as refused:
         run_rank("cpu", run)
     (command,) = re.findall("portable-convert ([^,]+),", str(refused.value))
     out = tmp_path / "out"

@@ -434,7 +434,7 @@ def test_lease_without_conditional_writes_is_a_warning(
     with Lease(place) as held:
         time.sleep(0.3)
         held.check_not_taken()
-        assert capsys.readouterr().err.count("no conditional writes") == 1
+        assert capsys.readouterr().err.count("does not support conditional writes") == 1
         with pytest.raises(UserError, match="in use by another run"):
             Lease(place).__enter__()
     assert not remote.names()

@@ -558,7 +558,7 @@ DATA: dict[str, tuple[Callable[[Path], Path], str]] = {
     "index, sizes": (shards("mds", column_sizes=7), "cannot be read .*; copy the file again"),
     "index, empty": (
         lambda folder: write_file("index.json", '{"shards": []}')(folder).parent,
-        "lists no shards",
+        "no shards in the index",
     ),
     "overlap": (shards("mds", column_sizes=[1024, -1024]), r"the column sizes are \[1024, -1024\]"),
 }
