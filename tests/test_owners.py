@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +32,7 @@ from tests import earlier_keys
 from tests.composite import build_composite, build_composite_config, write_composite
 from tests.converters.test_gguf import VOCAB, distance, tokenizer
 from tests.converters.test_server_names import iterate_wrong_names
-from tests.owners import NEEDS_OWNERS, ROOT, VARIABLE, run_judge, run_script
+from tests.owners import NEEDS_OWNERS, ROOT, VARIABLE, build_process_environment, run_judge, run_script
 from tests.owners_judge import TOKENS
 from tests.runs import configured, leg, write_corpus
 from tests.server_names import Server
@@ -345,6 +347,20 @@ def test_gguf_error_suggests_working_command(tmp_path: Path, capsys: pytest.Capt
     run_script("llama_cpp", advice.replace("OUT", str(folder)))
     (file,) = folder.glob("*.gguf")
     assert distance(file, model, tokenizer("llama")) < TOLERANCE_OF_FLOAT16
+
+
+def test_torchao_trains_in_fp8_and_its_weights_are_read() -> None:
+    """These tests are skipped in the main environment, which does not contain torchao."""
+    command = [sys.executable, "-m", "pytest", "-n0", "-q", "-p", "no:cacheprovider", "-k", "fp8 or torchao"]
+    process = subprocess.run(
+        [*command, "tests/gpu/test_fp8.py", "tests/converters/test_dequantize.py"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env=build_process_environment("torchao"),
+    )
+    summary = [line for line in process.stdout.splitlines() if " passed" in line]
+    assert process.returncode == 0 and summary and "skipped" not in summary[-1], process.stdout[-3000:]
 
 
 # -- names of adapters ---------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ NAMED = re.compile(r"""(?:importorskip|find_spec)\(\s*["'](\w+)""")
 ELSEWHERE = {
     "torch_xla": "in an environment of its own, with an older torch",
     "flash_attn": "is compiled for a GPU",
-    "torchao": "is only installed to look at its checkpoints, and to multiply in fp8 on a GPU",
+    "torchao": "is installed with the other programs, because transformers would import it in every test",
 }
 
 
