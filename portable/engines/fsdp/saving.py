@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
+    from torch import Tensor
     from torch.distributed.checkpoint.metadata import MetadataIndex
     from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
@@ -114,6 +115,11 @@ class _BlockPlanner(DefaultSavePlanner):
     See :func:`portable.optim.local_shards.list_shard_blocks`. DCP assumes that a shard is a single part.
     """
 
+    def __init__(self) -> None:
+        super().__init__()
+        # The slices of a shard take longer to compute than its parts to write.
+        self._parts_by_name: dict[str, dict[torch.Size, Tensor]] = {}
+
     def create_local_plan(self) -> SavePlan:
         plan = super().create_local_plan()
         items = [part for item in plan.items for part in self._split_item(item)]
@@ -124,29 +130,30 @@ class _BlockPlanner(DefaultSavePlanner):
         tensor, data = self.state_dict[item.index.fqn], item.tensor_data
         if data is None or not _has_several_parts(tensor):
             return [item]
-        chunks = [
-            ChunkStorageMetadata(
-                torch.Size(part.start for part in block), torch.Size(part.stop - part.start for part in block)
-            )
-            for block in list_shard_blocks(tensor)
-        ]
         return [
             replace(
                 item,
-                index=replace(item.index, offset=chunk.offsets),
-                tensor_data=replace(data, chunk=chunk),
+                index=replace(item.index, offset=offset),
+                tensor_data=replace(data, chunk=ChunkStorageMetadata(offset, part.shape)),
             )
-            for chunk in chunks
+            for offset, part in self._get_parts(item.index.fqn).items()
         ]
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         """Return the data of an item."""
-        tensor = self.state_dict[index.fqn]
-        if index.offset is None or not _has_several_parts(tensor):
+        if index.offset is None or not _has_several_parts(self.state_dict[index.fqn]):
             return super().lookup_object(index)
-        blocks = list_shard_blocks(tensor)
-        number = [columns.start for _, columns in blocks].index(index.offset[1])
-        return tensor.to_local().chunk(len(blocks), dim=1)[number]
+        return self._get_parts(index.fqn)[index.offset]
+
+    def _get_parts(self, name: str) -> dict[torch.Size, Tensor]:
+        """Return the parts of the shard of a tensor, by their offsets in the tensor."""
+        if name not in self._parts_by_name:
+            tensor = self.state_dict[name]
+            blocks = list_shard_blocks(tensor)
+            offsets = [torch.Size(part.start for part in block) for block in blocks]
+            parts = tensor.to_local().chunk(len(blocks), dim=1)
+            self._parts_by_name[name] = dict(zip(offsets, parts, strict=True))
+        return self._parts_by_name[name]
 
 
 def _has_several_parts(value: Any) -> bool:
