@@ -201,7 +201,10 @@ def test_notebook_objects_that_ranks_cannot_rebuild_are_rejected(
     for loss, told in (
         (notebook.uses_a_tensor, "uses_a_tensor uses tensor, a Tensor of the notebook"),
         (lambda outputs, batch: None, "is defined within a function"),
-        (notebook.Weighted(power=torch.ones(1)), "power is a Tensor; use numbers"),
+        (
+            notebook.Weighted(power=torch.ones(1)),
+            "power is a Tensor, which cannot be sent to the ranks",
+        ),
         (functools.wraps(configured)(lambda outputs, batch: None), "another object as tests.runs:configured"),
     ):
         with pytest.raises(UserError, match="loss: ") as caught:

@@ -258,7 +258,7 @@ def test_custom_loss_that_is_mean_is_detected_without_halves(
     """A micro-batch of one row has no halves, and on XLA their comparison would compile another graph."""
     given = {**PADDED, **ENGINES[name].settings, "train__micro_batch_size": micro}
     config = configured(tmp_path, corpus, **given, train__loss=f"{HERE}:Odd(kind='mean')")
-    with pytest.raises(AssertionError, match=r": returns \S+ for a micro-batch .* return a sum over rows"):
+    with pytest.raises(AssertionError, match=r": returns \S+ for a micro-batch, .* return a sum over rows"):
         engines.run(name, 2, seen, config)
 
 

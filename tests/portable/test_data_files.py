@@ -450,5 +450,5 @@ def test_token_source_reads_dataset_saved_to_disk(tokenizer: tuple[str, int], tm
         found = found_in(data)
         assert (found if name == "plain" else sorted(found, key=lambda text: text[0])) == DOCUMENTS
     saved.remove_columns("input_ids").save_to_disk(tmp_path / "other")
-    with pytest.raises(UserError, match=r"has the columns more, not input_ids or tokens"):
+    with pytest.raises(UserError, match=r"has the columns more, but neither input_ids nor tokens"):
         built(tmp_path / "other", tokenizer[0], tmp_path)
