@@ -371,7 +371,7 @@ def test_external_optimizer_with_other_rule_is_rejected(
     model = llama()
     for optimizer, word in (
         (torch.optim.AdamW(model.parameters(), amsgrad=True, weight_decay=0.0), "amsgrad: True"),
-        (torch.optim.Adam(model.parameters(), weight_decay=0.1), "decoupled_weight_decay False"),
+        (torch.optim.Adam(model.parameters(), weight_decay=0.1), "decoupled_weight_decay: False"),
     ):
         path = saved(tmp_path, model, optimizer)
         assert word in refusal(capsys, command(path, corpus, tmp_path / "run"))

@@ -74,7 +74,7 @@ class FusedBackward:
                 f"{self._names[parameter]} in several parts; set train.fused_backward to false"
             )
         assert parameter.grad is not None
-        norm = torch.nn.utils.get_total_norm([to_local(parameter.grad)])
+        norm = torch.linalg.vector_norm(to_local(parameter.grad), dtype=torch.float32)
         self._norms[parameter] = norm
         self._is_skipped = self._is_skipped | ~torch.isfinite(norm)
         optimizer = self._optimizer
