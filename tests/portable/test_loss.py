@@ -324,7 +324,7 @@ def test_router_loss_of_pretrained_model_is_on(
         truth = plain + (0.3 * output.aux_loss if router else 0)
         assert float(trial.step().loss) == pytest.approx(float(truth), rel=1e-6)
         trial.batches = loader
-        assert any("router_aux_loss_coef 0.3" in note for note in trial.run.notes) == router
+        assert any("router_aux_loss_coef (0.3)" in note for note in trial.run.notes) == router
 
 
 def test_model_config_overrides_pretrained_config(tmp_path: Path, corpus: Path) -> None:
