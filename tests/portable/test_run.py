@@ -263,7 +263,7 @@ def test_damaged_logs_do_not_stop_run(
     with (folder / "events.jsonl").open("ab") as events:
         events.write(b'{"event": "save", "step": 4}\n{"event": "save", "step": 4, "time": "noon"}\n\xff\n')
     assert leg(folder, corpus) == 0
-    assert "metrics.jsonl: 4 rows cannot be read" in capsys.readouterr().err
+    assert "metrics.jsonl: left out 4 rows that cannot" in capsys.readouterr().err
     write_report([folder], folder / "report.html")
     assert losses(folder).keys() == losses(finished).keys()
     assert weights(folder) == weights(finished)
@@ -286,7 +286,7 @@ def _of_another_step(checkpoint: Path, *, whole: bool) -> None:
     [
         (_flip_in_samples, "trainer_state.json: is damaged, or from another save"),
         (partial(_of_another_step, whole=False), "(from another save|were written)"),
-        (partial(_of_another_step, whole=True), r"trainer_state.json: is damaged \(ValueError: step is 8\)"),
+        (partial(_of_another_step, whole=True), r"trainer_state.json: is damaged \(ValueError: the recorded step is 8\)"),
         (lambda folder: (folder / CHECKSUMS).unlink(), f"{CHECKSUMS}: is missing, although"),
         (lambda folder: (folder / MANIFEST).unlink(), f"{MANIFEST}: is missing"),
         (lambda folder: (folder / MANIFEST).write_text("{}"), f"{MANIFEST}: is damaged"),
