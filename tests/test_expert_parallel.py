@@ -15,8 +15,8 @@ import peft
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint
 from safetensors.torch import load_file
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -29,8 +29,8 @@ from portable.converters import Tensor as StoredTensor
 from portable.engines.engine_interface import RankInfo
 from portable.engines.experts import register_zero_gradient_hooks
 from portable.engines.footprint import compute_footprint, find_gathered_units
-from portable.engines.fsdp import saving
 from portable.engines.fsdp.optimizer_state import fill_local_shard
+from portable.engines.fsdp.saving import DcpSaver
 from portable.engines.fsdp.sharding import compute_shard_group_size, shard_model
 from portable.engines.transforms import describe_transforms
 from portable.errors import UserError, to_one_line
@@ -40,7 +40,7 @@ from portable.model.expert_exchange import find_expert_modules
 from portable.model.parameters import get_state_tensors, replace_tensors
 from portable.model.regularization import remove_dropout
 from portable.model.weight_sources import ComputedTensor
-from portable.optim.local_shards import to_local
+from portable.optim.local_shards import list_shard_blocks, to_local
 from portable.planner.memory_model import Cluster
 from portable.planner.meta_model import build_inventory
 from portable.private.torch_internals import build_interleaved_placement
@@ -407,13 +407,13 @@ def save_interleaved_factor(folder: Path) -> int:
     """On one of two ranks, save a LoRA factor. Return how often the slices of its shard were computed."""
     dist.init_process_group("gloo")
     with pytest.MonkeyPatch.context() as patch:
-        listed = Mock(wraps=saving.list_shard_blocks)
-        patch.setattr(saving, "list_shard_blocks", listed)
+        listed = Mock(wraps=list_shard_blocks)
+        patch.setattr("portable.engines.fsdp.saving.list_shard_blocks", listed)
         mesh = init_device_mesh("cpu", (2,))
         part = FACTOR[:, dist.get_rank() :: 2].contiguous()  # 8 blocks of two experts
         placement = build_interleaved_placement(1, 8)
         factor = DTensor.from_local(part, mesh, [placement], shape=FACTOR.shape, stride=FACTOR.stride())
-        saving.DcpSaver().save({"factor": factor}, folder, background=False)
+        DcpSaver().save({"factor": factor}, folder, background=False)
         return listed.call_count
 
 
@@ -424,7 +424,7 @@ def test_saving_computes_the_slices_of_a_shard_once(ranks: RankPool, tmp_path: P
     """torch needs milliseconds for the slices of a shard, and a checkpoint has many parts of shards."""
     assert ranks.run(2, save_interleaved_factor, tmp_path) == 1
     loaded = {"factor": torch.zeros_like(FACTOR)}
-    torch.distributed.checkpoint.load(loaded, checkpoint_id=tmp_path, no_dist=True)
+    dcp_load(loaded, checkpoint_id=tmp_path, no_dist=True)
     assert torch.equal(loaded["factor"], FACTOR)
 
 

@@ -286,7 +286,10 @@ def _of_another_step(checkpoint: Path, *, whole: bool) -> None:
     [
         (_flip_in_samples, "trainer_state.json: is damaged, or from another save"),
         (partial(_of_another_step, whole=False), "(from another save|were written)"),
-        (partial(_of_another_step, whole=True), r"trainer_state.json: is damaged \(ValueError: the recorded step is 8\)"),
+        (
+            partial(_of_another_step, whole=True),
+            r"state.json: is damaged \(ValueError: the recorded step is 8\)",
+        ),
         (lambda folder: (folder / CHECKSUMS).unlink(), f"{CHECKSUMS}: is missing, although"),
         (lambda folder: (folder / MANIFEST).unlink(), f"{MANIFEST}: is missing"),
         (lambda folder: (folder / MANIFEST).write_text("{}"), f"{MANIFEST}: is damaged"),
