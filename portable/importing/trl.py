@@ -529,7 +529,7 @@ DEFAULTS: dict[str, Any] = {
     "memory.activation_checkpointing": "full",
 }
 OTHER_ORDER = ProgramDifference(
-    "Samples come in another random order: losses agree in the mean, not step by step."
+    "Samples come in a different random order: losses agree in the mean, not step by step."
 )
 CUT_LATER = ProgramDifference(
     "A text longer than data.seq_len is cut one token later: its last token is a label here, and not an "
