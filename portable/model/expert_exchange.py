@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from portable.errors import require
+from portable.optim.local_shards import to_local
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -212,7 +212,7 @@ class _LocalExperts:
     def __init__(self, module: Any, wrappers: Sequence[Any], num_experts: int) -> None:
         self._module = module
         self.num_experts = num_experts
-        stacks = {name: _to_plain(stack) for name, stack in module.named_parameters(recurse=False)}
+        stacks = {name: to_local(stack) for name, stack in module.named_parameters(recurse=False)}
         for wrapper in wrappers:
             if not wrapper.disable_adapters:
                 stack = stacks[wrapper.parameter_name]
@@ -221,11 +221,6 @@ class _LocalExperts:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
-
-
-def _to_plain(tensor: Tensor) -> Tensor:
-    """Return the part of a tensor on this expert-parallel rank, with gradients."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _add_lora_update(stack: Tensor, wrapper: Any, is_transposed: bool) -> Tensor:
@@ -240,7 +235,7 @@ def _add_lora_update(stack: Tensor, wrapper: Any, is_transposed: bool) -> Tensor
         is_transposed: Whether the matrices are transposed.
     """
     for adapter in wrapper.active_adapters:
-        down, up = _to_plain(wrapper.lora_A[adapter].weight), _to_plain(wrapper.lora_B[adapter].weight)
+        down, up = to_local(wrapper.lora_A[adapter].weight), to_local(wrapper.lora_B[adapter].weight)
         down = down.reshape(len(stack), -1, down.shape[-1])  # [experts, rank, in]
         up = up.reshape(len(up), -1, len(stack)).permute(2, 0, 1)  # [experts, out, rank]
         left, right = (down.transpose(1, 2), up.transpose(1, 2)) if is_transposed else (up, down)

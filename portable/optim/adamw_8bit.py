@@ -159,26 +159,24 @@ class AdamW8bit(torch.optim.Optimizer):
                 if parameter.grad is not None:
                     if not self.state[parameter]:
                         self.state[parameter] = self.build_initial_state(parameter)
-                    state = {key: to_local(value) for key, value in self.state[parameter].items()}
-                    self._update_parameter(to_local(parameter), to_local(parameter.grad), state, group)
+                    self._update_parameter(parameter, group)
 
-    def _update_parameter(
-        self, parameter: Tensor, gradient: Tensor, state: dict[str, Tensor], group: dict[str, Any]
-    ) -> None:
+    def _update_parameter(self, parameter: Tensor, group: dict[str, Any]) -> None:
         """Update the local shard of a parameter and its state in place, unless ``found_inf`` is 1.
 
         Args:
-            parameter: Local shard.
-            gradient: Local shard of the gradient. If ``found_inf`` is 1, it is set to 0.
-            state: Local shards of the state.
+            parameter: Parameter, a DTensor if it is sharded. Its gradient is set to 0 if ``found_inf`` is 1.
             group: Parameter group.
         """
+        assert parameter.grad is not None
+        gradient = to_local(parameter.grad)
+        state = {key: to_local(value) for key, value in self.state[parameter].items()}
         applied: Tensor | float = 1.0
         if self.found_inf is not None:
             applied = 1 - self.found_inf
             gradient.masked_fill_(self.found_inf > 0, 0.0)
         state["step"] += applied
-        self._update_values(parameter, gradient, state, group, applied)
+        self._update_values(to_local(parameter), gradient, state, group, applied)
 
     def _update_values(
         self,

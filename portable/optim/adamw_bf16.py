@@ -60,20 +60,7 @@ class AdamWBf16(AdamW8bit):
             id(parameter): compute_rounding_key(seed, name) for parameter, name in names.items()
         }
 
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update every parameter that has a gradient, unless ``found_inf`` is 1.
-
-        Each rank updates only its shards. The state of a parameter is created at its first step.
-        """
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    if not self.state[parameter]:
-                        self.state[parameter] = self.build_initial_state(parameter)
-                    self._round_updated_rows(parameter, group)
-
-    def _round_updated_rows(self, parameter: Tensor, group: dict[str, Any]) -> None:
+    def _update_parameter(self, parameter: Tensor, group: dict[str, Any]) -> None:
         """Update the local shard of a parameter and its state, unless ``found_inf`` is 1.
 
         Args:

@@ -61,10 +61,14 @@ def combine_local_norms(norms: Sequence[Tensor], parameter: Tensor) -> Tensor:
     norm: Tensor = torch.linalg.vector_norm(torch.stack(list(norms)))
     if not isinstance(parameter, DTensor):
         return norm
-    square: Tensor = norm.square()
-    for axis in _list_sharded_axes(parameter):
-        dist.all_reduce(square, group=parameter.device_mesh.get_group(axis))
-    return square.sqrt()
+    return _sum_over_axes(norm.square(), parameter.device_mesh, _list_sharded_axes(parameter)).sqrt()
+
+
+def _sum_over_axes(square: Tensor, mesh: DeviceMesh, axes: Iterable[int]) -> Tensor:
+    """Sum a scalar over the ranks of some axes of a mesh, in place. Returns the scalar."""
+    for axis in axes:
+        dist.all_reduce(square, group=mesh.get_group(axis))
+    return square
 
 
 def _compute_norm_on_mesh(tensors: Sequence[Tensor]) -> Tensor:
@@ -76,9 +80,7 @@ def _compute_norm_on_mesh(tensors: Sequence[Tensor]) -> Tensor:
     if isinstance(first, DTensor) and len(axes) > 1 and all(_list_sharded_axes(t) == axes for t in tensors):
         # DTensor would print a warning that it reduces over several axes.
         square = torch.nn.utils.get_total_norm([to_local(tensor) for tensor in tensors]).square()
-        for axis in axes:
-            dist.all_reduce(square, group=first.device_mesh.get_group(axis))
-        return square.sqrt()
+        return _sum_over_axes(square, first.device_mesh, axes).sqrt()
     norm = torch.nn.utils.get_total_norm(tensors)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
@@ -93,9 +95,7 @@ def _compute_fp32_norm_on_mesh(tensors: Sequence[Tensor]) -> Tensor:
     for axes, members in tensors_by_axes.items():
         norms = [torch.linalg.vector_norm(to_local(member), dtype=torch.float32) for member in members]
         square = torch.stack(norms).square().sum()
-        for axis in axes:
-            dist.all_reduce(square, group=members[0].device_mesh.get_group(axis))
-        squares.append(square)
+        squares.append(_sum_over_axes(square, members[0].device_mesh, axes) if axes else square)
     return torch.stack(squares).sum().sqrt()
 
 
