@@ -1,4 +1,4 @@
-"""Represent a checkpoint independently of its format. The readers of all formats return it."""
+"""Checkpoint class that the readers of all file formats return."""
 
 from __future__ import annotations
 
@@ -54,6 +54,9 @@ class OptimizerState:
 
         The groups are loaded on first access and then cached, because some formats store every value as a
         separate entry.
+
+        Raises:
+            CheckpointError: If the groups are damaged.
         """
         if callable(self._groups_or_loader):
             self._groups_or_loader = self._groups_or_loader()
@@ -89,9 +92,9 @@ class OptimizerState:
 class Checkpoint:
     """Checkpoint in any supported format, as returned by `open_checkpoint`.
 
-    Opening a checkpoint reads only the headers. Tensor data is read on demand, one slice at a time. The
-    optimizer state and the counters are loaded on first access, so the model can be read even if the
-    optimizer state or a counter is damaged.
+    Opening a checkpoint reads only the headers. Tensor data is read on demand, one slice at a time.
+    The optimizer state and the counters are loaded on first access, so the model can be read even
+    if the optimizer state or a counter is damaged.
 
     Example:
         >>> from portable.converters import open_checkpoint
@@ -99,33 +102,35 @@ class Checkpoint:
         >>> first_rows = checkpoint.tensors["model.embed_tokens.weight"].read(slice(0, 16))
 
     Args:
-        tensors: Stored tensors, including the aliases of tied tensors, keyed by Hugging Face name (without
-            wrapper prefixes).
+        tensors: Stored tensors, including the aliases of tied tensors, keyed by Hugging Face name
+            (without wrapper prefixes).
         aliases: Tied tensors recorded by the format, as a mapping from alias to owner.
-        optimizer: Optimizer state, or a function that builds it. The function is called with the resolved
-            aliases the first time the optimizer state is accessed. It must not hold a reference to this
-            `Checkpoint`, because the reference cycle would keep the files open.
-        counters: Function that returns the counters. It is called the first time the counters are accessed.
-            Like the `optimizer` function, it must not hold a reference to this `Checkpoint`.
-        ties: Whether to resolve tied tensors. If False, tied tensors are kept under all of their names, and
-            `aliases` is empty.
+        optimizer: Optimizer state, or a function that builds it. The function is called with the
+            resolved aliases the first time the optimizer state is accessed. It must not hold a
+            reference to this `Checkpoint`, because the reference cycle would keep the files open.
+        counters: Function that returns the counters. It is called the first time the counters are
+            accessed. Like the `optimizer` function, it must not hold a reference to this
+            `Checkpoint`.
+        ties: Whether to resolve tied tensors. If False, tied tensors are kept under all of their
+            names, and `aliases` is empty.
 
     The remaining arguments set the attributes of the same name.
 
     Attributes:
         format: Name of the format, for example `"dcp"` or `"safetensors"`.
         root: Folder or file from which the checkpoint was opened.
-        metadata: Additional values recorded by the format, such as `step` and `world_size`, as plain Python
-            objects.
-        companions: Paths of `config.json`, the tokenizer files, and similar files stored next to the shards,
-            keyed by file name.
-        config: Overrides for the companion `config.json`, applied when the checkpoint is written. A value of
-            None removes the setting.
-        documents: Contents of additional small files to write along with the tensors, keyed by file name.
-        shards: Output file of each tensor, keyed by tensor name, if the output must have the same files as
-            another model. Empty otherwise.
-        names: Kind of tensor names: `"stored"` (as in the checkpoint), `"published"` (as in the published
-            files of the model type), or `"live"` (as in memory).
+        metadata: Additional values recorded by the format, such as `step` and `world_size`, as
+            plain Python objects.
+        companions: Paths of `config.json`, the tokenizer files, and similar files stored next to
+            the shards, keyed by file name.
+        config: Overrides for the companion `config.json`, applied when the checkpoint is written. A
+            value of None removes the setting.
+        documents: Contents of additional small files to write along with the tensors, keyed by file
+            name.
+        shards: Name of the output file for each tensor, keyed by tensor name. Only set if the
+            output must be split into the same files as another model, otherwise empty.
+        names: Kind of tensor names: `"stored"` (as in the checkpoint), `"published"` (as in the
+            published files of the model type), or `"live"` (as in memory).
     """
 
     def __init__(
@@ -159,7 +164,11 @@ class Checkpoint:
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
-        """Parameters and persistent buffers, keyed by Hugging Face name. Aliases are not included."""
+        """Parameters and persistent buffers without aliases, keyed by Hugging Face name.
+
+        Tied tensors are resolved on first access. This may read the values of two tensors to
+        compare them.
+        """
         return self._tensors_and_aliases[0]
 
     @property
@@ -171,8 +180,12 @@ class Checkpoint:
     def optimizer(self) -> OptimizerState | None:
         """Optimizer state, or None if the checkpoint was saved without it.
 
+        It is loaded on first access and then cached. If a parameter is an alias of a tied tensor,
+        its state has the name of the owner.
+
         Raises:
-            CheckpointError: If the optimizer state cannot be matched to the parameters.
+            CheckpointError: If the optimizer state is damaged or not supported, or cannot be
+                matched to the parameters.
         """
         optimizer = (
             self._optimizer_or_loader(self.aliases)
@@ -188,9 +201,10 @@ class Checkpoint:
     def counters(self) -> Mapping[str, Scalar]:
         """Training counters, keyed by the names used in the program that wrote the checkpoint.
 
-        Examples include DeepSpeed's `global_steps`, `global_samples`, and `skipped_steps`; the values that
-        torchtitan stores under `train_state` and `lr_scheduler` (such as `train_state.step`); and the `step`
-        or `global_step` that is saved alongside a state dict.
+        Examples include DeepSpeed's `global_steps`, `global_samples`, and `skipped_steps`, and the values
+        that torchtitan stores under `train_state` and `lr_scheduler` (such as `train_state.step`). A `step`
+        or `global_step` that is saved alongside a state dict has the key `step`. Empty if the checkpoint
+        contains no counters.
 
         Raises:
             CheckpointError: If a counter is damaged.
@@ -201,8 +215,8 @@ class Checkpoint:
         """Read the companion `config.json` and apply the overrides in `config`.
 
         Returns:
-            The settings of the model after the overrides, which may also remove settings. Empty if the
-            checkpoint does not have a `config.json`.
+            The settings of the model after the overrides, which may also remove settings. Only the
+            overrides if the checkpoint does not have a `config.json`, or if this file is damaged.
         """
         settings = read_json_object_or_empty(self.companions.get("config.json"))
         override_config_settings(settings, self.config)
@@ -227,10 +241,11 @@ class Checkpoint:
 
         Args:
             tensors: New tensors, keyed by Hugging Face name.
-            config: Settings to merge into `config`, overriding existing values. A value of None removes the
-                setting from the written `config.json`.
-            companions: Paths of the new companion files, keyed by file name. They replace all existing
-                companions.
+            config: Settings to merge into `config`, overriding existing values. A value of None
+                removes the setting from the written `config.json`.
+            companions: Paths of the new companion files, which are copied with the weights
+                (`config.json`, the tokenizer, and similar files), keyed by file name. They replace
+                all existing companions.
 
         Returns:
             A new `Checkpoint` with the same optimizer state, counters, and metadata.
@@ -245,8 +260,12 @@ class Checkpoint:
     def with_shards(self, shards: Mapping[str, str]) -> Checkpoint:
         """Return a copy of the checkpoint with a fixed output file for each tensor.
 
+        The files replace the division of the tensors by size. All output formats except
+        `safetensors` ignore them.
+
         Args:
-            shards: Name of the output file, keyed by tensor name.
+            shards: Name of the output file, keyed by tensor name. Tensors that are missing are
+                written to the last of these files in alphabetical order.
 
         Returns:
             A new `Checkpoint` with the same tensors.
@@ -260,13 +279,17 @@ class Checkpoint:
         aliases: Aliases,
         optimizer: Callable[[Aliases], OptimizerState | None],
     ) -> Checkpoint:
-        """Return a copy of the checkpoint with different tensor names. See `portable.converters.naming`.
+        """Return a copy of the checkpoint with different tensor names.
+
+        See `portable.converters.naming`.
 
         Args:
-            names: Kind of the new names, `"published"` or `"live"`.
+            names: Kind of the new names: `"published"`, `"live"`, or `"stored"`. See the attribute
+                `names`.
             tensors: Tensors, keyed by their new names.
             aliases: Tied tensors under their new names, as a mapping from alias to owner.
-            optimizer: Function that builds the optimizer state under the new names.
+            optimizer: Function that receives the resolved aliases and returns the optimizer state
+                under the new names, or None. It is called when the state is first accessed.
 
         Returns:
             A new `Checkpoint` with the same metadata and companion files.
@@ -278,8 +301,8 @@ class Checkpoint:
     def with_state_as_weights(self, state_name: str) -> Checkpoint:
         """Return a copy of the checkpoint with its weights replaced by an optimizer state.
 
-        This state may be a moving average of the weights, for example. Parameters without it, such as
-        frozen ones, keep their original values.
+        This state may be a moving average of the weights, for example. Parameters without it, such
+        as frozen ones, keep their original values. The shapes of the states are not checked.
 
         Args:
             state_name: Name of the optimizer state, for example `"ema"`.
@@ -288,7 +311,8 @@ class Checkpoint:
             A new `Checkpoint` with the weights replaced.
 
         Raises:
-            CheckpointError: If no parameter has this state.
+            CheckpointError: If the optimizer state cannot be read, or if no parameter has a tensor
+                with this state name.
         """
         state = {} if self.optimizer is None else self.optimizer.state
         replacements = {
@@ -316,9 +340,10 @@ class Checkpoint:
 
     @cached_property
     def _tensors_and_aliases(self) -> tuple[dict[str, Tensor], dict[str, str]]:
-        """Stored tensors without aliases, and a mapping from alias to owner.
+        """Stored tensors without the aliases of tied tensors, and a mapping from alias to owner.
 
-        If ties are not resolved, all stored tensors are included, and the mapping is empty.
+        An owner is the tensor of a tied group that is kept. An alias is another name for it. If
+        ties are not resolved, all stored tensors are included, and the mapping is empty.
         """
         if not self._should_resolve_ties:
             return dict(self._stored_tensors), {}

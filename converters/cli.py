@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import gc
 import json
+import math
 import os
 import re
 import shlex
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 
     from portable.converters.convert_checkpoint import Conversion
 
-# First arguments that are subcommands. A folder with such a name must be written as ./inspect.
+# First arguments that select a subcommand. A folder with such a name must be passed as ./inspect.
 _SUBCOMMANDS = ("inspect", "diff")
 
 # Seconds after SIGTERM within which cleanup must finish.
@@ -93,7 +94,10 @@ class _ConvertParser(argparse.ArgumentParser):
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Build the argument parser of `portable-convert`."""
+    """Build the argument parser for a conversion with `portable-convert`.
+
+    The subcommands `inspect` and `diff` have separate parsers.
+    """
     parser = _ConvertParser(
         prog="portable-convert",
         usage=_USAGE,
@@ -103,64 +107,73 @@ def build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("src", metavar="SRC", help="run folder, step folder, folder of shards, or file")
-    parser.add_argument("out", metavar="OUT", help="folder to create; with --to gguf also a file, x.gguf")
+    parser.add_argument(
+        "out", metavar="OUT", help="folder to create or, with --to gguf, a folder or a file such as x.gguf"
+    )
     parser.add_argument("--tag", help="step of SRC: a folder name (step-000100) or a number (100)")
     parser.add_argument(
         "--dtype",
         choices=list(DTYPES),
         default="keep",
         metavar="{keep,float32,bfloat16,float16,q8_0,q4_0,mxfp4}",
-        help="dtype of floating-point tensors (also bf16, fp16, fp32), recorded in config.json; keep "
-        "(default) is the highest precision in SRC. Integers and 0-d tensors are never cast. The last three: "
-        "gguf",
+        help="dtype of floating-point tensors in OUT, which is recorded in config.json; bf16, fp16 and "
+        "fp32 are also accepted. keep (default) writes the highest precision in SRC. Integers and 0-d "
+        "tensors are never cast. q8_0, q4_0 and mxfp4 need --to gguf",
     )
     parser.add_argument(
         "--dequantize",
         nargs="?",
         const="bfloat16",
         choices=["bfloat16", "float16", "float32"],
-        help="write quantized weights (FP8, MXFP4, NVFP4, INT4, INT8, GPTQ, AWQ, bitsandbytes) as floats, "
-        "bfloat16 by default; also in BASE",
+        help="convert quantized weights (FP8, MXFP4, NVFP4, INT4, INT8, GPTQ, AWQ, bitsandbytes) to this "
+        "dtype, bfloat16 by default. With --merge-into, this applies to the weights of BASE too",
     )
     parser.add_argument(
         "--quantize",
         choices=QUANTIZATION_FORMS,
         metavar="FORM",
-        help=f"write the weights of linear layers as codes: {', '.join(QUANTIZATION_FORMS)}",
+        help=f"quantize the weights of linear layers. FORM is one of {', '.join(QUANTIZATION_FORMS)}",
     )
     parser.add_argument(
         "--quantize-like",
         metavar="FOLDER_OR_ID",
-        help="write the same weights as codes as this quantized model, with its quantization_config",
+        help="quantize the same weights as in this model, in the same format, and write the "
+        "quantization_config of this model",
     )
     parser.add_argument(
         "--config-from",
         metavar="FOLDER_OR_ID",
-        help="take config.json and the tokenizer from this folder or hub id, if SRC has none",
+        help="take config.json and the tokenizer from this folder or Hub ID if SRC does not contain them",
     )
     parser.add_argument(
         "--max-shard-size",
         type=_parse_byte_size,
         default=5 * 10**9,
         metavar="SIZE",
-        help="maximum size of a shard: 5GB (default), 500MB, 2GiB, or bytes",
+        help="maximum size of a shard, such as 500MB or 2GiB; a number without a unit is in bytes (default: "
+        "5GB)",
     )
     parser.add_argument(
-        "--optimizer", action="store_true", help="also write optimizer.safetensors and optimizer.json"
+        "--optimizer",
+        action="store_true",
+        help="also write the optimizer state (with --to safetensors: "
+        "optimizer.safetensors and optimizer.json)",
     )
     parser.add_argument(
         "--trust-remote-code",
         action="store_true",
-        help="also copy Python files of the model, which from_pretrained may run with the same setting; "
-        "nothing is run here",
+        help="also copy the model's Python files, which from_pretrained runs with trust_remote_code=True. "
+        "portable-convert does not run them",
     )
-    parser.add_argument("--to", choices=list(WRITERS), default="safetensors", help="format to write")
+    parser.add_argument(
+        "--to", choices=list(WRITERS), default="safetensors", help="format to write (default: safetensors)"
+    )
     parser.add_argument(
         "--names",
         choices=NAME_KINDS,
-        help="names and shapes of the tensors: as in published files (published, the default for "
-        "safetensors, torch and gguf), or as transformers has them in memory (live). By default, the "
-        "other formats keep the names in SRC",
+        help="names and shapes of the tensors: published (as in published files, the default for "
+        "safetensors, torch and gguf) or live (as transformers uses them in memory). By default, "
+        "the other formats keep the names in SRC",
     )
     parser.add_argument(
         "--merge-into",
@@ -176,13 +189,18 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--adapter-name",
         metavar="NAME",
-        help="name of the adapter to convert, if SRC contains several (default, ref, ...)",
+        help="name of the adapter to convert, such as default, if SRC contains several adapters",
     )
     parser.add_argument(
-        "--dry-run", action="store_true", help="print the files and tensors of OUT, and write nothing"
+        "--dry-run",
+        action="store_true",
+        help="print the files and tensors that OUT would contain, and write nothing",
     )
     parser.add_argument(
-        "--verify", action="store_true", help="read OUT back and compare it with SRC before it appears"
+        "--verify",
+        action="store_true",
+        help="read the written tensors back and compare them with SRC; if "
+        "a tensor differs, the conversion fails",
     )
     parser.add_argument(
         "--partial",
@@ -190,15 +208,15 @@ def build_parser() -> argparse.ArgumentParser:
         help="also convert a model with missing layers, tensors or experts, or with shapes that contradict "
         "config.json",
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace OUT if it is an earlier output")
+    parser.add_argument("--overwrite", action="store_true", help="replace OUT if portable-convert wrote it")
     parser.add_argument(
         "--expand",
         action="store_true",
-        help=f"allow OUT to be more than {MAX_EXPANSION} times as large as SRC, if tensors of SRC share the "
-        "same bytes",
+        help=f"allow OUT to be more than {MAX_EXPANSION} times as large as SRC, which can happen if many "
+        "tensors in SRC share the same bytes",
     )
     parser.add_argument("--json", action="store_true", help="print a summary of OUT as JSON")
-    parser.add_argument("--quiet", action="store_true", help="print errors only")
+    parser.add_argument("--quiet", action="store_true", help="print only errors")
     parser.add_argument("--version", action=ShowVersion, help="print the version and stop")
     return parser
 
@@ -210,29 +228,37 @@ def _parse_byte_size(text: str) -> int:
         The size in bytes, at least 1.
 
     Raises:
-        argparse.ArgumentTypeError: If the size is not positive or has an unknown unit.
+        argparse.ArgumentTypeError: If the size is not positive, is larger than the largest float, or
+            has an unknown unit.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT]?)(I?)B)?", text.strip().upper())
-    if match is None or (match[3] and not match[2]) or float(match[1]) <= 0:
+    if match is None or (match[3] and not match[2]):
         raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 5GB, 500MB or 2GiB")
-    unit = (1024 if match[3] else 1000) ** " KMGT".index(match[2] or " ")
-    return max(1, int(float(match[1]) * unit))
+    size = float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2] or " ")
+    if not 0 < size < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 5GB, 500MB or 2GiB")
+    return max(1, int(size))
 
 
 @exit_without_traceback
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `portable-convert`.
 
+    A `CheckpointError` is printed instead of raised. During a conversion, SIGTERM raises
+    `SystemExit`, so that the temporary output is removed.
+
     Args:
-        argv: Command-line arguments. If None, `sys.argv[1:]` is used.
+        argv: Command-line arguments. If None, `sys.argv[1:]` is used. In this case, the garbage
+            collector and OpenBLAS are also configured for the entire process.
 
     Returns:
-        The exit code. See `portable.converters.commands.EXIT_CODES`.
+        The exit code. See `portable.converters.commands.EXIT_CODES`. For `diff`, 1 means that the
+        checkpoints differ.
     """
     previous = None
     try:
         arguments = sys.argv[1:] if argv is None else list(argv)
-        if argv is None:  # this process runs nothing else, so its settings may change
+        if argv is None:  # this process has no other purpose, so process-wide settings may change
             # Collect garbage rarely, because each collection would visit all of up to 100,000 tensors.
             gc.set_threshold(1_000_000)
             # The threads of a conversion multiply in parallel, so OpenBLAS's own threads would only compete
@@ -247,7 +273,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except CheckpointError as error:
         return _report_error(error, as_json="--json" in arguments)
     except RecursionError:
-        reason = f"{arguments[-1] if arguments else ''}: nested too deeply; name a checkpoint"
+        reason = (
+            f"{arguments[-1] if arguments else ''}: the data is nested too deeply; specify the file or "
+            "folder of a checkpoint"
+        )
         return _report_error(CheckpointError(reason), as_json="--json" in arguments)
     finally:
         if previous is not None:
@@ -289,7 +318,11 @@ def _exit_on_sigterm(signum: int, frame: object) -> NoReturn:
 
 
 def _run_conversion(options: argparse.Namespace) -> int:
-    """Run a conversion, print a summary or JSON to standard output, and return the exit code."""
+    """Run a conversion, print a summary or JSON to standard output, and return the exit code.
+
+    Notes and a warning are printed to standard error. The exit code is always 0, because errors
+    are raised.
+    """
     # Imported here, so that --help and errors in the options are printed without a delay.
     from portable.converters.convert_checkpoint import convert
 
@@ -349,9 +382,10 @@ def _format_json(conversion: Conversion, options: argparse.Namespace) -> str:
 
 
 def _format_summary(conversion: Conversion, *, verified: bool) -> str:
-    """Format the summary line of a conversion.
+    """Format the summary of a conversion.
 
-    For example: `deepspeed ZeRO-3, 4 ranks, step 3 → out: 26 tensors, 63.10 kB, float32`.
+    For example: `deepspeed ZeRO-3, 4 ranks, step 3 → out: 26 tensors, 63.10 kB, float32`. If `verified`
+    is True, a second line states that the output was compared with the source.
     """
     from portable.converters.tensors.dtypes import TO_TORCH
 
@@ -381,7 +415,8 @@ def _format_load_hint(conversion: Conversion, options: argparse.Namespace) -> st
 
     Returns:
         The code. If the output is in an object store, the code is preceded by a command that copies the
-        output. None if no library can load the output.
+        output. None if the output is not in the safetensors format, or if it contains neither
+        `config.json` nor `adapter_config.json`.
     """
     from portable.converters.storage.path_or_url import is_url
 
@@ -413,7 +448,7 @@ def _format_dry_run(conversion: Conversion, *, output_format: str) -> str:
     if "step" in checkpoint.metadata:
         lines[0] += f", step {checkpoint.metadata['step']}"
     for alias, owner in checkpoint.aliases.items():
-        lines.append(f"  tied: {alias} is {owner}, left out")
+        lines.append(f"  tied: {alias} is left out, because it is the same as {owner}")
     for file in plan.files:
         lines.append(
             f"{out if single else out / file.name}: {len(file.entries)} tensors, "

@@ -23,7 +23,8 @@ DONE, FAILED, NOT_EXPORTED, STOPPED = 0, 1, 74, 75
 REFUSED, DAMAGED = CommandError.exit_code, CheckpointError.exit_code
 BY_SIGNAL = 128
 _OUT_OF_MEMORY_MESSAGE = re.compile("failed to map segment|annot allocate memory")
-"""Matches errors of the dynamic linker if there is too little memory to load shared libraries."""
+"""Matches the errors that the dynamic linker reports if there is too little memory to load a shared
+library."""
 _BROKEN_PIPE = BY_SIGNAL + 13
 
 EXIT_CODES = {
@@ -72,7 +73,7 @@ class CommandParser(argparse.ArgumentParser):
 
 
 class ShowVersion(argparse.Action):
-    """Action of `--version`. It only looks up the version when the option is used."""
+    """Action of `--version`. The version is looked up only if the option is used."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, help: str | None = None) -> None:
         super().__init__(option_strings, dest=argparse.SUPPRESS, nargs=0, help=help)
@@ -84,17 +85,18 @@ class ShowVersion(argparse.Action):
 
 
 def exit_without_traceback(main: MainFunction) -> Callable[..., int]:
-    """Wrap the main function of a command so that it exits without a traceback.
+    """Wrap the main function of a command so that known failures do not print a traceback.
 
-    The wrapped function handles Ctrl-C, a closed pipe (`... | head`), write errors on standard output,
-    and a lack of memory or threads.
+    The wrapped function handles Ctrl-C, a closed pipe (`... | head`), write errors on standard
+    output, and a lack of memory or threads. Other exceptions propagate, including
+    `CheckpointError`. A second Ctrl-C ends the process immediately.
 
     Args:
-        main: Main function of the command. It takes the command-line arguments and returns the exit
-            code.
+        main: Main function of the command. It takes the command-line arguments and returns the
+            exit code.
 
     Returns:
-        The wrapped function.
+        The wrapped function, which also returns the exit code.
     """
 
     @wraps(main)
@@ -108,14 +110,17 @@ def exit_without_traceback(main: MainFunction) -> Callable[..., int]:
 def _run_main_with_exit_codes(main: MainFunction, argv: Sequence[str] | None) -> int:
     """Call a main function, flush standard output, and convert known exceptions to exit codes.
 
-    Known exceptions print one error line. Others propagate. A closed standard stream is redirected to
-    `/dev/null`, so that the interpreter can exit without an error.
+    An interrupt, an `OutputError`, a lack of memory, and a failure to start a thread are reported
+    as one error line. The exit code is 130 for an interrupt, and 1 for the other failures. If
+    standard output or standard error is a closed pipe, nothing is printed, the exit code is 141,
+    and the stream is redirected to `/dev/null` so that the interpreter can exit without an error.
+    Other exceptions propagate.
     """
     try:
         try:
             return main(argv)
         finally:
-            flush_stdout()  # at interpreter exit, a failure could not be handled
+            flush_stdout()  # flush here, because a failure at interpreter exit could not be handled
     except BrokenPipeError:
         streams = [stream for stream in (sys.stdout, sys.stderr) if stream is not None]
         closed_streams = [stream for stream in streams if _is_closed_pipe(stream)]

@@ -1,8 +1,9 @@
 """Find and update the companion files of a model: config, tokenizer, chat templates, license, etc.
 
-In the folder of a model's config.json, all small files are companions, except weights, training
-state, logs, and custom code. Parent folders may also contain unrelated files, so only files with
-well-known names are companions there.
+In the folder of a model's config.json, all small files are companions, except hidden files,
+weights, training state, logs, and custom code. The weights of sentence-transformers modules are
+companions too. Parent folders may also contain unrelated files, so only files with well-known names
+are companions there.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from portable.converters.storage.safe_open import (
     read_small_file,
     read_small_text_file,
 )
-from portable.converters.storage.store_errors import AccessDeniedError
+from portable.converters.storage.store_errors import AccessDeniedError, RemoteError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -52,7 +53,7 @@ COMPANION_NAMES = re.compile(
 )
 CUSTOM_CODE = "custom code"
 _WEIGHTS = "weights"
-# File names that are not companions, with the reason.
+# Patterns of file names that are not companions, each with the reason.
 _EXCLUSION_REASONS: tuple[tuple[str, re.Pattern[str]], ...] = (
     (
         _WEIGHTS,
@@ -80,7 +81,7 @@ _EXCLUSION_REASONS: tuple[tuple[str, re.Pattern[str]], ...] = (
     (CUSTOM_CODE, re.compile(r".+\.(py|so|sh|ipynb)")),
 )
 OTHER_WEIGHTS = "weights that do not belong to the tensors of the model"
-# Names of the files of the model, of copies in other formats, and of training state.
+# Names of the weight files of the model, of copies in other formats, and of training state.
 _OWN_WEIGHTS = re.compile(
     r".*(model|adapter|consolidated|weights|shard|rank|states?|optim|ckpt|checkpoint|step|layer|zero|scheduler"
     r"|scaler|training_args|metric).*"
@@ -104,13 +105,18 @@ _DTYPE_KEYS = ("dtype", "torch_dtype")  # transformers before 4.56 only reads to
 
 
 def find_companions(root: AnyPath) -> dict[str, AnyPath]:
-    """Find the companion files of a checkpoint.
+    """Find the companion files of a checkpoint, such as the model's config and the tokenizer.
 
-    Searches the checkpoint's folder, its subfolders `model`, `hf`, `huggingface`, and `tokenizer`, the
-    parent folder, and the run folder if the checkpoint is in `<run>/checkpoints`. The file in the
-    nearest folder takes precedence. A symlink that points outside its folder is skipped with a warning.
-    If the checkpoint's manifest lists companions, all other files are also skipped with a warning,
-    because they were not saved with the checkpoint.
+    These folders are searched: the checkpoint's folder, the parent folder, and the run folder if
+    the checkpoint is in `<run>/checkpoints`; and in each of them, the subfolders `model`, `hf`,
+    `huggingface`, and `tokenizer`. If several folders contain the same file, the nearest one takes
+    precedence. Parent folders and subfolders provide only files with well-known names. The
+    checkpoint's folder also provides other small files if it contains the `config.json` of a
+    model.
+
+    A symlink that points outside its folder is skipped, unless it is the checkpoint's
+    `config.json`. If the checkpoint's manifest lists companions, companions that are not listed
+    are skipped with a warning, because they were not saved with the checkpoint.
 
     Args:
         root: Folder or file of the checkpoint.
@@ -119,7 +125,8 @@ def find_companions(root: AnyPath) -> dict[str, AnyPath]:
         Paths of the files, keyed by file name.
 
     Raises:
-        CheckpointError: If a file differs from the manifest.
+        CheckpointError: If a file differs from the manifest, if a `config.json` is damaged, or if
+            the checkpoint's `config.json` is a link to a file outside its folder.
     """
     folder, *parents = _list_searched_folders(root)
     # From a checkpoint of this project, copy only files that were saved with the checkpoint.
@@ -128,42 +135,62 @@ def find_companions(root: AnyPath) -> dict[str, AnyPath]:
     if manifest is None or not any(is_companion(name) for name in manifest["files"]):
         return companions
     for name in sorted(companions.keys() - manifest["files"].keys()):
-        _log.warning("warning: %s: was not saved with %s; not copied", to_printable(companions[name]), folder)
+        _log.warning(
+            "warning: %s: not copied, because the file was not saved with the checkpoint %s",
+            to_printable(companions[name]),
+            folder,
+        )
         del companions[name]
     return companions
 
 
 def is_companion(name: str) -> bool:
-    """Return whether a small file with this name is a companion."""
+    """Return whether a file with this name is a companion file, to be copied with the weights.
+
+    All names are accepted, except names of hidden files, weights, training state, logs, and custom
+    code. Exceptions to these rules are listed in `COMPANION_NAMES`. Only the name is checked. A
+    file that is too large is not copied despite its name.
+    """
     return bool(COMPANION_NAMES.fullmatch(name)) or _get_exclusion_reason(name) is None
 
 
 def find_companions_in_folder(root: AnyPath) -> dict[str, AnyPath]:
-    """Find the companion files in a model's folder, without searching parent folders.
+    """Find the companion files of a model in its folder, without searching parent folders.
+
+    Companion files belong to the model but are not its weights, for example the config and the
+    tokenizer.
 
     Args:
         root: Folder or file of the model.
 
     Returns:
-        Paths of the files, keyed by file name.
+        Paths of the companion files, keyed by file name. Empty if the folder does not contain the
+        `config.json` of a model.
     """
     return _classify_files(_get_checkpoint_folder(root)).companions
 
 
 def list_companion_names(root: AnyPath) -> set[str]:
-    """Return the names of all companion files and custom code files in a model's folder."""
+    """Return the names of all companion files and custom code files in a model's folder.
+
+    Empty if the folder does not contain the `config.json` of a model.
+    """
     companions, excluded = _classify_files(_get_checkpoint_folder(root))
     return {*companions, *(name for name, reason in excluded.items() if reason == CUSTOM_CODE)}
 
 
 def find_excluded_files(root: AnyPath) -> dict[str, str]:
-    """Find the files in a model's folder that are not companions.
+    """Find the files in a model's folder that are not companion files.
+
+    Companion files, such as the tokenizer, are copied along with the weights.
 
     Args:
         root: Folder or file of the model.
 
     Returns:
-        The reason for each file, keyed by file name. The name of a folder ends with a slash.
+        The reason why each file is not a companion file, keyed by file name. The name of a folder
+        ends with a slash. Folders with well-known names are omitted. Empty if the folder does not
+        contain the `config.json` of a model.
     """
     excluded = _classify_files(_get_checkpoint_folder(root)).excluded
     if excluded.get(root.name) == OTHER_WEIGHTS and not root.is_dir():
@@ -172,13 +199,16 @@ def find_excluded_files(root: AnyPath) -> dict[str, str]:
 
 
 def find_custom_code(root: AnyPath) -> dict[str, AnyPath]:
-    """Find the Python files of a model with custom code.
+    """Find the Python files of a model with custom code, and all files in `custom_generate`.
+
+    A symlink that points outside the model's folder is skipped with a warning.
 
     Args:
         root: Folder or file of the model.
 
     Returns:
-        Paths of the files, keyed by file name.
+        Paths of the files, keyed by their path relative to the model's folder. Empty if the folder does
+        not contain the `config.json` of a model.
     """
     folder = _get_checkpoint_folder(root)
     files: dict[str, AnyPath] = {}
@@ -187,7 +217,7 @@ def find_custom_code(root: AnyPath) -> dict[str, AnyPath]:
             try:
                 files[name] = resolve_path_inside(folder / name, folder)
             except LinkError as error:
-                _log.warning("warning: %s; not copied", to_printable(error))
+                _log.warning("warning: a file was not copied: %s", to_printable(error))
     return files
 
 
@@ -196,19 +226,27 @@ def _get_checkpoint_folder(root: AnyPath) -> AnyPath:
 
 
 def _get_exclusion_reason(name: str) -> str | None:
-    """Return the reason why a file is not a companion, such as `"hidden"`, or None if it is a companion."""
+    """Return the reason why a file name excludes the file from the companions, or None.
+
+    A companion file is copied along with the weights. The reason is a short text, such as
+    `"hidden"` or `"weights"`. The exceptions in `COMPANION_NAMES` are not considered, so callers
+    must check this pattern first.
+    """
     if name.startswith("."):
         return "hidden"
     return next((reason for reason, names in _EXCLUSION_REASONS if names.fullmatch(name)), None)
 
 
 class _ClassifiedFiles(NamedTuple):
-    """Classification of the files in a model's folder.
+    """Files in a model's folder, divided into companion files and excluded files.
+
+    Companion files, such as the config and the tokenizer, are copied with the model.
 
     Attributes:
         companions: Paths of the companion files, keyed by file name.
-        excluded: Reasons why other files are not companions, keyed by file name. The name of a folder
-            ends with a slash.
+        excluded: Reason why each other file or folder is not copied, keyed by its name. The name of
+            a folder ends with a slash. Folders with well-known names, such as `onnx` and
+            `checkpoints`, are omitted.
     """
 
     companions: dict[str, AnyPath]
@@ -216,14 +254,24 @@ class _ClassifiedFiles(NamedTuple):
 
 
 def _classify_files(folder: AnyPath) -> _ClassifiedFiles:
-    """Classify the files in a model's folder.
+    """Divide the files in a model's folder into companions and excluded files.
 
-    The subfolders with named chat templates, custom generation code and sentence-transformers modules
-    are included. The names of their files contain the subfolder. The weights of the modules are
-    companions, because the model's own files do not contain them.
+    Companions, such as the config and the tokenizer, are copied with the weights. Excluded files
+    are all other files, such as the model's own weights and custom code.
+
+    Subfolders with named chat templates, custom generation code, or sentence-transformers modules
+    are also searched. A file in a subfolder is named by its path relative to the model's folder.
+    The weights of sentence-transformers modules are companions, because the model's own files do
+    not contain them. Files that are too large, and links that point outside the folder, are
+    excluded. At most `_MAX_SMALL_FILES` companions are returned.
 
     Returns:
-        The files. Both attributes are empty if the folder does not contain the config.json of a model.
+        The companions and the excluded files. Both are empty if the folder does not contain the
+        `config.json` of a model.
+
+    Raises:
+        CheckpointError: If the `config.json` is damaged, or if it is a link to a file outside its
+            folder.
     """
     companions: dict[str, AnyPath] = {}
     excluded: dict[str, str] = {}
@@ -241,7 +289,7 @@ def _classify_files(folder: AnyPath) -> _ClassifiedFiles:
                     (name, entry) for entry in _list_entries(resolve_path_inside(by_name[name], folder))
                 ]
             except LinkError:
-                excluded[f"{name}/"] = "a link outside the folder"
+                excluded[f"{name}/"] = "a link to a path outside the folder"
     for parent, entry in (*(("", entry) for entry in entries), *nested):
         name = f"{parent}/{entry.name}" if parent else entry.name
         try:
@@ -261,14 +309,14 @@ def _classify_files(folder: AnyPath) -> _ClassifiedFiles:
             if reason is None and get_file_size(entry) > limit:
                 reason = f"larger than {limit >> 20} MiB"
             if reason is None and len(companions) >= _MAX_SMALL_FILES:
-                reason = f"more than {_MAX_SMALL_FILES} files"
+                reason = f"at most {_MAX_SMALL_FILES} files are copied"
             if reason is None:
                 companions[name] = resolve_path_inside(entry, folder)
                 continue
         except OSError:
             reason = "unreadable"
         except LinkError:
-            reason = "a link outside the folder"
+            reason = "a link to a path outside the folder"
         excluded[name] = reason
     return _ClassifiedFiles(companions, excluded)
 
@@ -281,13 +329,19 @@ def _read_sentence_modules(file: AnyPath | None, folder: AnyPath) -> list[str]:
     """Read the module folders that sentence-transformers lists in `modules.json`.
 
     Returns:
-        The folder names. Empty if the file is missing, damaged, or too large. Names that are not a
-        single path component are omitted.
+        The folder names. Empty if the file is missing, damaged, or too large. Names with
+        characters other than letters, digits, underscores, and hyphens are omitted, such as paths with
+        several components.
+
+    Raises:
+        RemoteError: If a request to an object store fails.
     """
     if file is None or not _is_usable_companion(file, file.name):
         return []
     try:
         modules = json.loads(read_small_file(file, folder))
+    except RemoteError:  # the store failed, so the error does not describe the file
+        raise
     except (OSError, ValueError, RecursionError, CheckpointError):
         return []
     paths = [
@@ -299,15 +353,23 @@ def _read_sentence_modules(file: AnyPath | None, folder: AnyPath) -> list[str]:
 
 
 def find_companion_file(root: AnyPath, name: str) -> AnyPath | None:
-    """Find a file in the folders that `find_companions` searches.
+    """Find one file that accompanies a checkpoint, such as the tokenizer.
+
+    Searches the same folders as `find_companions`. If several folders contain the file, the file
+    in the folder nearest to the checkpoint is returned. If the checkpoint has a manifest, a file
+    that the manifest does not list is ignored, because it was not saved with the checkpoint.
 
     Args:
         root: Folder or file of the checkpoint.
         name: Name of the file.
 
     Returns:
-        Path of the file in the nearest folder, or None if there is no such file. If the checkpoint has a
-        manifest, the file must have been saved with the checkpoint.
+        Path of the file, or None if no such file exists. Also None if the file is too large, or if
+        it is a `config.json` that does not describe a model.
+
+    Raises:
+        CheckpointError: If the file differs from the manifest, or if it is a damaged
+            `config.json`.
     """
     folder, *parents = _list_searched_folders(root)
     manifest = check_manifest(folder, only=lambda file: file == name)
@@ -317,10 +379,12 @@ def find_companion_file(root: AnyPath, name: str) -> AnyPath | None:
 
 
 def _list_searched_folders(root: AnyPath) -> list[AnyPath]:
-    """Return the folders to search for companions, nearest first.
+    """Return the folders to search for the companion files of a checkpoint, nearest first.
 
-    These are the checkpoint's folder, its parent folder, and the run folder if the checkpoint is in
-    `<run>/checkpoints`.
+    Companion files are, for example, the config and the tokenizer. For a checkpoint in
+    `run/checkpoints/step`, the folders are `step`, `checkpoints`, and `run`. For a checkpoint in a
+    subfolder of `step`, this subfolder is searched first. In other locations, the folders are the
+    checkpoint's folder and its parent. All paths are absolute.
     """
     folder = make_absolute(_get_checkpoint_folder(root))
     folders = [folder, folder.parent]
@@ -333,6 +397,8 @@ def _list_searched_folders(root: AnyPath) -> list[AnyPath]:
 
 def check_single_model(folder: AnyPath, first_file: str) -> None:
     """Check that a folder contains only one model. Accelerate's `save_state` may write several.
+
+    The name of a second model ends with `_1`, for example `model_1.safetensors`.
 
     Args:
         folder: Folder of the checkpoint.
@@ -352,14 +418,19 @@ def check_single_model(folder: AnyPath, first_file: str) -> None:
 def find_or_download_companions(name_or_path: str) -> dict[str, AnyPath]:
     """Find the companion files of the `--config-from` model. Download them if it is on the Hub.
 
+    Companion files are copied with the weights. Examples are `config.json` and the tokenizer
+    files.
+
     Args:
-        name_or_path: Folder, path of the `config.json`, or Hub ID of a model.
+        name_or_path: Folder or URL, path of the `config.json`, or Hub ID of a model. An existing
+            path takes precedence over a Hub ID.
 
     Returns:
         Paths of the files, keyed by file name.
 
     Raises:
-        CheckpointError: If the model config does not exist.
+        CheckpointError: If the folder does not contain the `config.json` of a model, or if the
+            model cannot be downloaded.
     """
     folder = parse_path_or_url(name_or_path)
     if folder.is_file():
@@ -369,8 +440,8 @@ def find_or_download_companions(name_or_path: str) -> dict[str, AnyPath]:
     companions = {**_classify_files(folder).companions, **_find_files_in_folders([folder])}
     if "config.json" not in companions:
         raise CommandError(
-            f"--config-from {name_or_path}: does not contain the config.json of a model; specify a folder "
-            "that does"
+            f"--config-from {name_or_path}: does not contain the config.json of a model; specify a folder or "
+            "Hub ID that contains this file"
         )
     return companions
 
@@ -378,8 +449,12 @@ def find_or_download_companions(name_or_path: str) -> dict[str, AnyPath]:
 def locate_or_download_model(name_or_path: str) -> AnyPath:
     """Return the path of a checkpoint. Download it first if it is on the Hub.
 
+    An existing path takes precedence over a Hub ID. The download is limited to the weights in
+    safetensors and `.bin` files, the JSON files, and the tokenizer.
+
     Args:
-        name_or_path: Path or Hub ID.
+        name_or_path: Path, URL, or Hub ID of the form `owner/name`. A name without a slash is
+            always a path.
 
     Returns:
         The path, which may not exist.
@@ -418,7 +493,7 @@ def download_from_hub(hub_id: str, option: str, file_patterns: tuple[str, ...]) 
         return parse_path_or_url(snapshot_download(hub_id, allow_patterns=list(file_patterns)))
     except Exception as error:  # The HTTP client raises its own exceptions.
         reason = " ".join(str(error).split()) or type(error).__name__
-        # The first sentence has the reason, and the others are advice about the Python API.
+        # Keep only the first sentence, because the others are advice about the Python API.
         reason = re.split(r"(?<=[.!?])\s", reason)[0].rstrip(".")
         raise CommandError(
             f"{option}: is neither a local file or folder nor available from the hub ({reason}); run "
@@ -430,7 +505,10 @@ def download_from_hub(hub_id: str, option: str, file_patterns: tuple[str, ...]) 
 def _find_files_in_folders(
     folders: Iterable[AnyPath], name_pattern: re.Pattern[str] = COMPANION_NAMES
 ) -> dict[str, AnyPath]:
-    """Search folders and their model subfolders for files with matching names.
+    """Search folders and some of their subfolders for files with matching names.
+
+    The subfolders are `model`, `hf`, `huggingface`, and `tokenizer`. Files that are too large are
+    skipped, and so is a `config.json` that does not describe a model.
 
     Args:
         folders: Folders to search. If several contain a file of the same name, the first one takes
@@ -438,8 +516,11 @@ def _find_files_in_folders(
         name_pattern: Regular expression for the file names.
 
     Returns:
-        Resolved paths, keyed by file name. Symlinks that point outside their folder are skipped with a
-        warning.
+        Resolved paths, keyed by file name. Symlinks that point outside their folder are skipped
+        with a warning.
+
+    Raises:
+        CheckpointError: If a `config.json` is damaged.
     """
     files: dict[str, AnyPath] = {}
     for folder in folders:
@@ -451,7 +532,7 @@ def _find_files_in_folders(
                 try:
                     nested_entries.append(_list_entries(resolve_path_inside(folder / name, folder)))
                 except LinkError as error:
-                    _log.warning("warning: %s; not copied", to_printable(error))
+                    _log.warning("warning: the files of a folder were not copied: %s", to_printable(error))
         for entries in (direct_entries, *nested_entries):
             for entry in entries:
                 if entry.name in files or not name_pattern.fullmatch(entry.name):
@@ -460,7 +541,7 @@ def _find_files_in_folders(
                     # Resolve links now, because a link could be changed before the file is copied.
                     path = resolve_path_inside(entry, folder)
                 except LinkError as error:
-                    _log.warning("warning: %s; not copied", to_printable(error))
+                    _log.warning("warning: a file was not copied: %s", to_printable(error))
                     continue
                 if _is_usable_companion(path, entry.name):
                     files[entry.name] = path
@@ -483,8 +564,9 @@ def read_trainer_metadata(folder: AnyPath) -> dict[str, Any]:
         folder: Folder of the checkpoint.
 
     Returns:
-        The content under `trainer_state`, and the number of steps under `step`. Empty if the file does
-        not exist.
+        A dict with the key `trainer_state`, for the complete content of the file, and the key
+        `step`, for the number of steps. `step` is omitted if the file does not record it as an
+        integer. The dict is empty if the file does not exist or is damaged.
     """
     state = read_json_object_or_empty(folder / "trainer_state.json")
     if not state:
@@ -494,10 +576,19 @@ def read_trainer_metadata(folder: AnyPath) -> dict[str, Any]:
 
 
 def _is_usable_companion(path: AnyPath, name: str) -> bool:
-    """Return whether a companion file exists and is not too large. A `config.json` must describe a model.
+    """Return whether a companion file exists and has at most `MAX_TOKENIZER_FILE` bytes.
+
+    A companion file is copied along with the weights. If its name is `config.json`, it must also
+    describe a model, because other tools write files with this name too. A config describes a
+    model if it contains `model_type` or `architectures`.
+
+    Args:
+        path: Path of the file.
+        name: Name of the file, before links are resolved.
 
     Raises:
-        CheckpointError: If a `config.json` is damaged.
+        CheckpointError: If a `config.json` is damaged, or if it is a link to a file outside its
+            folder.
     """
     try:
         if not path.is_file() or get_file_size(path) > MAX_TOKENIZER_FILE:
@@ -512,8 +603,8 @@ def _is_usable_companion(path: AnyPath, name: str) -> bool:
         return False
     except (ValueError, RecursionError):
         raise CheckpointError(
-            f"{path}: is not valid JSON; restore the file, or remove the file and specify its model "
-            "with --config-from"
+            f"{path}: is not valid JSON; restore the file, or remove the file and add --config-from "
+            "FOLDER_OR_ID"
         ) from None
     # Other tools also write a config.json. The config of a model contains its type or class.
     return isinstance(values, dict) and not {"model_type", "architectures"}.isdisjoint(values)
@@ -532,18 +623,20 @@ class OutputCompanions(NamedTuple):
 
 
 def plan_companion_files(checkpoint: Checkpoint, written_tensors: Iterable[OutputTensor]) -> OutputCompanions:
-    """Plan the companion files of an output.
+    """Plan the companion files of an output, such as `config.json` and the tokenizer.
 
-    The dtype in `config.json` is updated, because `from_pretrained` converts the weights to this dtype.
-    The checkpoint's settings override values in `config.json` and its nested configs. Legacy keys that
-    transformers no longer writes are added for other programs that still read them.
+    If `config.json` contradicts the written tensors, it is corrected. For example, its dtype is
+    updated, because `from_pretrained` converts the weights to this dtype. The checkpoint's
+    settings override values in `config.json` and its nested configs. Legacy keys that transformers
+    no longer writes are added for other programs that still read them. Without a valid
+    `config.json`, the checkpoint's settings are not written.
 
     Args:
         checkpoint: Checkpoint to write.
         written_tensors: Tensors to write.
 
     Returns:
-        The files to write and the files to copy.
+        The files to write, including `checkpoint.documents`, and the files to copy.
     """
     updated, copied = _build_updated_config(checkpoint, written_tensors)
     return OutputCompanions({**updated, **checkpoint.documents}, copied)
@@ -552,11 +645,18 @@ def plan_companion_files(checkpoint: Checkpoint, written_tensors: Iterable[Outpu
 def _build_updated_config(
     checkpoint: Checkpoint, written_tensors: Iterable[OutputTensor]
 ) -> OutputCompanions:
-    """Update the dtype and the settings in `config.json`. See `plan_companion_files`.
+    """Build the `config.json` for an output, and list the other companion files.
+
+    If all casts of tensors have the same target dtype, the config receives this dtype. Otherwise,
+    the dtype in the config is kept if a written tensor has this dtype, or if the weights are
+    quantized and no tensor is cast. In all other cases, the config receives the dtype with the
+    most bytes. Settings that contradict the tensors are corrected, and the settings in
+    `checkpoint.config` are applied. No file is written. See `plan_companion_files`.
 
     Returns:
-        The updated `config.json` as a document, and the other companions to copy. If nothing has to change,
-        all companions are copied.
+        The content of the updated `config.json`, and the companion files to copy unchanged, such
+        as the tokenizer. If `config.json` needs no update or is damaged, it is one of the files to
+        copy.
     """
     # Imported here, because importing numpy is slow.
     from portable.converters.tensors.dtypes import CASTABLE_DTYPES, TO_TORCH
@@ -598,6 +698,9 @@ def _build_updated_config(
 def _find_config_corrections(checkpoint: Checkpoint) -> dict[str, Any]:
     """Find the settings of a config that contradict the tensors.
 
+    `tie_word_embeddings` is set to False if the config ties embeddings that are stored separately,
+    and `quantization_config` is removed if the tensors are not quantized.
+
     Returns:
         The corrected values, keyed by config key. None removes the setting.
     """
@@ -618,7 +721,7 @@ def _find_config_corrections(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _set_config_dtype(config: dict[str, Any], dtype: str) -> None:
-    """Set the dtype of a config and of all its nested configs that have one, in place."""
+    """Set the dtype of a config in place, and of nested configs that already contain a dtype."""
     present = [key for key in _DTYPE_KEYS if key in config]
     config.update(dict.fromkeys(present or _DTYPE_KEYS[:1], dtype))
     for key, nested_config in config.items():

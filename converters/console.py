@@ -1,4 +1,8 @@
-"""Print the output and errors of a command. Closed pipes and full disks are handled."""
+"""Print the output and errors of a command.
+
+Errors on standard output, such as a full disk, are raised as `OutputError`. The error of a closed
+pipe is raised as `BrokenPipeError`. Errors on standard error are ignored.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from typing import TextIO
+    from typing import IO, TextIO
 
 _LABEL_COLORS = {"error:": "1;31", "warning:": "1;33"}
 
@@ -20,9 +24,9 @@ class OutputError(Exception):
 
 
 def escape_control_characters(text: str) -> str:
-    r"""Escape the control characters of a string, except line feeds and tabs.
+    r"""Escape all unprintable characters of a string, except line feeds and tabs.
 
-    In a string from an untrusted file, they could clear the terminal or change its title.
+    Otherwise, a string from an untrusted file could clear the terminal or change its title.
 
     Args:
         text: String to print.
@@ -38,6 +42,8 @@ def escape_control_characters(text: str) -> str:
 def print_line(text: str, *, is_colored: bool = False) -> None:
     """Print a line to standard output, and flush it.
 
+    Characters that the encoding of standard output does not contain are escaped.
+
     Args:
         text: String to print. Its control characters are escaped.
         is_colored: Whether the string contains color codes and is printed unchanged. Untrusted parts
@@ -47,8 +53,10 @@ def print_line(text: str, *, is_colored: bool = False) -> None:
         BrokenPipeError: If the reader of the pipe has exited, as in `| head`.
         OutputError: If standard output cannot be written for any other reason.
     """
+    text = text if is_colored else escape_control_characters(text)
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     with _raise_output_errors():
-        print(text if is_colored else escape_control_characters(text))
+        print(text.encode(encoding, "backslashreplace").decode(encoding))
     flush_stdout()
 
 
@@ -68,10 +76,18 @@ def print_error(line: str) -> None:
     """Print a line to standard error. If this fails, do nothing.
 
     Args:
-        line: Line to print. A leading `error:` or `warning:` is colored on a terminal.
+        line: Line to print. Its control characters are escaped. On a terminal, it is wrapped, and
+            a leading `error:` or `warning:` is colored.
     """
+    if sys.stderr is None:  # print() would write to standard output
+        return
     with suppress(OSError):
         print(color_error_label(wrap_lines(escape_control_characters(line), sys.stderr)), file=sys.stderr)
+
+
+def is_terminal(stream: IO[str] | None) -> bool:
+    """Return whether a standard stream is a terminal. It is None if it was closed at start-up."""
+    return stream is not None and stream.isatty()
 
 
 def get_terminal_width(stream: TextIO | None) -> int | None:
@@ -81,9 +97,10 @@ def get_terminal_width(stream: TextIO | None) -> int | None:
         stream: Standard output or standard error. None if it is closed.
 
     Returns:
-        The value of `COLUMNS`, the width of the terminal, or 80. None if the stream is not a terminal.
+        The environment variable `COLUMNS` if it is a positive number, otherwise the width that the
+        terminal reports, or 80 if it reports none. None if the stream is not a terminal.
     """
-    if stream is None or not stream.isatty():
+    if stream is None or not is_terminal(stream):
         return None
     if (value := os.environ.get("COLUMNS", "")).isdecimal() and int(value) > 0:
         return int(value)
@@ -98,7 +115,7 @@ def wrap_lines(text: str, stream: TextIO | None) -> str:
 
     Args:
         text: Lines to wrap.
-        stream: Output stream. If it is not a terminal, `text` is returned unchanged.
+        stream: Output stream. If it is None or not a terminal, `text` is returned unchanged.
 
     Returns:
         The wrapped lines. Continuation lines are indented by two additional columns.
@@ -130,7 +147,7 @@ def color_error_label(line: str) -> str:
     first = line.split(" ", 1)[0]
     if first not in _LABEL_COLORS or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
         return line
-    if sys.stderr is None or not sys.stderr.isatty():
+    if not is_terminal(sys.stderr):
         return line
     return f"\x1b[{_LABEL_COLORS[first]}m{first}\x1b[0m{line[len(first) :]}"
 
@@ -139,7 +156,7 @@ def color_error_label(line: str) -> str:
 def _raise_output_errors() -> Iterator[None]:
     """Convert OSError to OutputError within this context. The error of a closed pipe propagates unchanged.
 
-    After an error, standard output is redirected to `/dev/null`.
+    After any other error, standard output is redirected to `/dev/null`.
     """
     try:
         yield

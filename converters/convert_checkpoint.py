@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from portable.converters.storage.path_or_url import AnyPath
     from portable.converters.writers.plan import ConversionPlan
 
-# Do not report files that are not copied for one of these reasons, because users expect it.
+# Users expect that files are not copied for these reasons, so such files are not reported.
 _EXPECTED_REASONS = ("weights", "training state", "a log", "hidden")
 
 
@@ -58,13 +58,15 @@ class Conversion:
     Attributes:
         source: Path or URL of the source.
         out: Path or URL of the output.
-        checkpoint: The checkpoint that was written, after merging, renaming, and quantizing.
+        checkpoint: The checkpoint that the plan writes, after dequantizing, merging, renaming, and
+            quantizing.
         plan: The output files with their tensors. `plan.nbytes` is the size of the files with tensors,
             and `plan.names` are the names of all files.
-        tag: The step or tag that was chosen below the source, or None if the source is the checkpoint
-            itself.
+        tag: Name of the step or tag folder that was chosen inside the source. None if the source itself
+            is the checkpoint.
         notes: Notes for the user, for example about files that were not copied.
-        warning: Reason why other programs cannot load the output, or None.
+        warning: Reason why other programs cannot load the output. None if there is no such reason, or
+            in a dry run.
     """
 
     source: AnyPath
@@ -103,8 +105,8 @@ def convert(
 ) -> Conversion:
     """Convert a training checkpoint, as `portable-convert` does.
 
-    The tensors are streamed, so memory use does not grow with the model. The source is never changed, and
-    the output appears complete or not at all.
+    The tensors are streamed, so memory use does not grow with the model. The source is never changed,
+    and the output appears complete or not at all.
 
     Example:
         >>> from portable import convert
@@ -113,30 +115,35 @@ def convert(
         ['config.json', 'generation_config.json']
 
     Args:
-        source: Run folder (its newest complete checkpoint is converted), folder of a checkpoint, file, or
-            URL (`s3://`, `gs://`). The format is detected.
+        source: Run folder (its newest complete checkpoint is converted), folder of a checkpoint, file,
+            URL (`s3://`, `gs://`), or Hub ID. The format is detected.
         out: Folder to create, or a URL. For `to="gguf"` also a file whose name ends with `.gguf`.
-        to: Format to write, one of `safetensors`, `dcp`, `dcp-safetensors`, `torch`, `deepspeed-universal`,
-            and `gguf`.
+        to: Format to write, one of `safetensors`, `dcp`, `dcp-safetensors`, `torch`,
+            `deepspeed-universal`, and `gguf`.
         tag: Step of the source: a folder name (`step-000100`) or a number (`100`). Default: the newest.
-        dtype: Dtype of the floating-point tensors: `float32`, `bfloat16`, `float16`, or `keep` for the
-            highest precision in the source. `gguf` also supports `q8_0`, `q4_0`, and `mxfp4`.
-        names: `published` for the tensor names of published files, or `live` for the names that transformers
-            uses in memory. Default: `published` for safetensors, torch, and gguf. The other formats keep the
-            names of the source.
+        dtype: Dtype of the model's floating-point tensors: `float32`, `bfloat16`, `float16`, or `keep`
+            for the highest precision in the source. `gguf` also supports `q8_0`, `q4_0`, and `mxfp4`.
+            The optimizer state is not cast.
+        names: `published` for the tensor names of published files, or `live` for the names that
+            transformers uses in memory. Default: `published` for safetensors, torch, and gguf. The
+            other formats keep the names of the source.
         optimizer: Whether to also write the optimizer state.
-        config_from: Folder or Hub ID from which `config.json` and the tokenizer are copied.
-        merge_into: Base model (folder, file, URL, or Hub ID). The adapter in the source is merged into it.
+        config_from: Folder, path of a `config.json`, or Hub ID. The `config.json` and the tokenizer are
+            copied from there.
+        merge_into: Base model (folder, file, URL, or Hub ID). The adapter in the source is merged into
+            it.
         adapter_config: The `adapter_config.json` of the adapter, if it is in another folder.
         adapter_name: The adapter to convert, if the source contains several.
         dequantize: Dtype in which quantized weights are written: `bfloat16`, `float16`, or `float32`.
         quantize: Quantization of linear layers: `fp8-block`, `fp8`, `mxfp4`, `int8`, or `int4`.
         quantize_like: Folder or Hub ID of a quantized model, whose layout is used.
-        max_shard_size: Maximum size of an output file in bytes.
+        max_shard_size: Maximum size in bytes of the tensors in a file, for the formats `safetensors`,
+            `dcp`, and `dcp-safetensors`. A larger tensor is written to a separate file. The other
+            formats ignore the value.
         partial: Whether to convert a model with missing tensors, or with shapes that contradict
             `config.json`.
-        expand: Whether the output may be much larger than the source, because tensors of the source
-            share the same bytes.
+        expand: Whether to accept an output that is much larger than the source. This occurs if several
+            tensors in the source share the same bytes.
         trust_remote_code: Whether to copy the Python files of the model. They are not run here, but
             `from_pretrained` may run them.
         overwrite: Whether to replace an earlier output.
@@ -145,11 +152,13 @@ def convert(
         progress: Whether to show a progress bar if standard error is a terminal.
 
     Returns:
-        The written checkpoint with its plan, and notes for the user.
+        The checkpoint with the plan of its output files, and notes for the user.
 
     Raises:
-        CheckpointError: If the source is damaged, incomplete, or not supported, or if the output cannot be
-            written. `out` is then unchanged.
+        CheckpointError: If the source is damaged, incomplete, or not supported, if an option is
+            invalid, or if the output cannot be written. `out` is then unchanged. In an object store, an
+            earlier output may be lost if the error occurs after all tensors have been uploaded, for
+            example if the verification fails.
     """
     _check_option_value("names", names, NAME_KINDS)
     _check_option_value("dequantize", dequantize, ("bfloat16", "float16", "float32"))
@@ -216,7 +225,7 @@ def convert(
 
 def _check_option_value(option: str, value: str | None, allowed: Sequence[str]) -> None:
     if value is not None and value not in allowed:
-        raise CommandError(f"{option}: {value!r} is unknown; specify one of {', '.join(allowed)}")
+        raise CommandError(f"{option}: unknown value {value!r}; use one of {', '.join(allowed)}")
 
 
 class _PlannedConversion(NamedTuple):
@@ -227,14 +236,15 @@ class _PlannedConversion(NamedTuple):
 
 
 class _AdapterOutcome(NamedTuple):
-    """Checkpoint to write after the adapter in the source, if any, has been merged or extracted.
+    """Result of merging or extracting the adapter in the source, if the source contains one.
 
     Attributes:
         checkpoint: Checkpoint to write.
-        adapter: Adapter, if it is written without a base model. None if a complete model is written.
-        stored: Checkpoint in which `find_model_problems` compares the experts with each other. After
-            merging, this is the base model, because reading its experts does not require computing
-            merged weights.
+        adapter: Adapter, if it is written without a base model. None if a complete model is
+            written.
+        stored: Checkpoint from which `find_model_problems` reads the expert weights. If an adapter
+            was merged, this is the base model. In the merged checkpoint, reading a part of a weight
+            may require computing the complete weight.
     """
 
     checkpoint: Checkpoint
@@ -256,13 +266,19 @@ class _MergedModel(NamedTuple):
 
 @dataclass
 class _ConversionRequest:
-    """Options of `convert` that change the model, and the notes and problems found while applying them.
+    """Options of one `convert` call that affect the model, and the notes collected during the call.
+
+    Attributes that are not listed here correspond to the arguments of `convert` with the same
+    names.
 
     Attributes:
-        model_paths: Folders or files of the models whose other files, such as the tokenizer, are
-            copied.
-        config_from_companions: Files of `config_from`, keyed by name. None if `config_from` is not set.
-        problems: Problems of an incomplete model that the user has accepted.
+        model_paths: Folders or files of the models from which other files, such as the tokenizer,
+            are copied.
+        config_from_companions: Files found in `config_from`, keyed by file name. None if
+            `config_from` is not set.
+        notes: Messages to the user about the conversion.
+        problems: Problems of the model that the conversion repairs, or that the user has accepted
+            with `--partial`.
     """
 
     source: str
@@ -288,7 +304,9 @@ class _ConversionRequest:
     def prepare_conversion(self, checkpoint: Checkpoint) -> _PlannedConversion:
         """Apply the requested options: merge, dequantize, rename, and quantize.
 
-        Nothing is written, and tensor data stays lazy.
+        Nothing is written, and the tensors of the result are lazy. A merge reads all tensors of the
+        adapter, and the check for missing tensors may read parts of expert weights. Sets
+        `self.problems` and appends messages to `self.notes`, so call this method once.
 
         Returns:
             The resulting checkpoint, and a function that plans the output files.
@@ -317,12 +335,12 @@ class _ConversionRequest:
         elif self.names is not None:
             raise CommandError(
                 f"--names: {checkpoint.root} contains an adapter, whose names cannot be converted; "
-                "omit --names"
+                "leave out --names"
             )
         quantizes = self.quantize is not None or self.quantize_like is not None
         if quantizes:
             checkpoint = self._quantize_weights(checkpoint, adapter)
-        # Weights that are quantized were already cast to --dtype.
+        # Quantization has already applied --dtype, so the plan must not cast again.
         choices = ContentOptions("keep" if quantizes else self.dtype, self.max_shard_size, self.optimizer)
         if adapter is None:
             make_plan = functools.partial(get_plan_function(self.to), checkpoint, choices)
@@ -338,14 +356,17 @@ class _ConversionRequest:
         return _PlannedConversion(checkpoint, functools.partial(plan_adapter, adapter, choices))
 
     def _merge_or_extract_adapter(self, checkpoint: Checkpoint) -> _AdapterOutcome:
-        """Merge the adapter in the source into the base model, or extract it if no base model is specified.
+        """Merge the source's adapter into the base model, or extract it if no base model is set.
 
-        If this drops tensors of the base model, a note is added. A source without an adapter is returned
-        unchanged.
+        If the source contains tensors of the base model and only the adapter is extracted, a note
+        about these tensors is appended to `self.notes`. A source without an adapter is returned
+        unchanged. If no base model is set and the output format is neither `safetensors` nor
+        `gguf`, the source is returned unchanged without a search for an adapter.
 
         Raises:
-            CommandError: If an adapter option is given for a source without an adapter, or for another
-                output format.
+            CommandError: If an adapter option is given, but the source contains no adapter. Also
+                raised if `--adapter-config` or `--adapter-name` is given without `--merge-into`,
+                and the output format cannot store an adapter.
         """
         from portable.converters.adapters.adapter import find_adapter
 
@@ -358,7 +379,7 @@ class _ConversionRequest:
         if self.to not in ("safetensors", "gguf") and self.merge_into is None:
             if option is not None:
                 raise CommandError(
-                    f"{option}: adapters are written as safetensors or gguf; leave out --to {self.to}"
+                    f"{option}: adapters can only be written as safetensors or gguf; leave out --to {self.to}"
                 )
             return _AdapterOutcome(checkpoint, None, checkpoint)
         config = None
@@ -377,7 +398,11 @@ class _ConversionRequest:
         if adapter.base_tensors:
             count = len(adapter.base_tensors)
             tensors = "1 tensor" if count == 1 else f"{count:,} tensors"
-            remedy = f"; --merge-into {self.source} writes it merged" if adapter.has_complete_base else ""
+            remedy = (
+                f"; add --merge-into {self.source} to write the base model with the adapter"
+                if adapter.has_complete_base
+                else ""
+            )
             self.notes.append(f"{tensors} of the base model are not converted{remedy}")
         return _AdapterOutcome(adapter.checkpoint, adapter, checkpoint)
 
@@ -386,7 +411,17 @@ class _ConversionRequest:
     ) -> _MergedModel:
         """Merge an adapter into its base model.
 
-        If the base path is the source itself, its base model is taken from the same checkpoint.
+        If `base_path` is the command's `source` or the path of `checkpoint`, the adapter's files
+        also contain the base model. The base model is then built from the tensors in these files.
+        Otherwise, it is opened from `base_path`. With `--dequantize`, the base model is dequantized
+        before the merge. All tensors of the adapter are read immediately.
+
+        If the merge unties the embeddings, a note is appended to `self.notes`.
+
+        Args:
+            checkpoint: Checkpoint that contains the adapter.
+            adapter: Adapter to merge.
+            base_path: Folder or file of the base model.
 
         Raises:
             CommandError: If the optimizer state is requested, because a merged model has none.
@@ -407,16 +442,24 @@ class _ConversionRequest:
         merged = merge(adapter, base, dtype=self.dtype)
         if merged.config.get("tie_word_embeddings") is False:
             self.notes.append(
-                "the adapter changes only one of the tied embeddings: they become two, "
-                "tie_word_embeddings: false"
+                "the adapter changes only one of the tied embeddings, so both are written, with "
+                "tie_word_embeddings: false in config.json"
             )
         return _MergedModel(merged, stored)
 
     def _read_base_config(self, adapter: StoredAdapter) -> Mapping[str, Any]:
-        """Read the `config.json` of the adapter's base model. Download it from the Hub if necessary.
+        """Read the `config.json` of the adapter's base model.
+
+        The file is taken from `--config-from` if this option is set. Otherwise, it is taken from
+        the adapter's folder, or else from the base model that the adapter names, which is
+        downloaded from the Hub if necessary.
 
         Returns:
-            The config. Empty if the base model is not known.
+            The config. Empty if the base model is not known, or if the file is damaged.
+
+        Raises:
+            CheckpointError: If the base model that the adapter names has no `config.json`, or if
+                the base model cannot be downloaded.
         """
         from portable.converters.storage.safe_open import read_json_object_or_empty
 
@@ -454,10 +497,17 @@ class _ConversionRequest:
         )
 
     def _quantize_weights(self, checkpoint: Checkpoint, adapter: StoredAdapter | None) -> Checkpoint:
-        """Quantize the weights with `--quantize` or `--quantize-like`.
+        """Quantize the weights as requested by `--quantize` or `--quantize-like`.
+
+        The cast that `--dtype` requests is also applied.
+
+        Args:
+            checkpoint: Checkpoint to quantize.
+            adapter: Adapter that the checkpoint contains, or None for a complete model.
 
         Raises:
-            CommandError: If the option contradicts another option, or if the source is an adapter.
+            CommandError: If both options are given, if the optimizer state is requested, if the
+                output format is not `safetensors`, or if the checkpoint contains an adapter.
         """
         from portable.converters.quantization.quantize import quantize_checkpoint, quantize_like_base
 
@@ -487,21 +537,22 @@ def _dequantize_checkpoint(checkpoint: Checkpoint, dtype: str) -> Checkpoint:
 
 
 def _find_chosen_tag(checkpoint: Checkpoint, source: AnyPath) -> str | None:
-    """Return the name of the step or tag that `open_checkpoint` chose below the source.
+    """Return the name of the step or tag folder that `open_checkpoint` has chosen in the source.
 
-    None if the source itself is the checkpoint.
+    Returns None if the source itself is the checkpoint, or one of its files.
     """
     tag = checkpoint.metadata.get("tag")
     if isinstance(tag, str):
-        return tag if tag != source.name else None
+        return tag if tag != make_absolute(source).name and not source.is_file() else None
     root = checkpoint.root
     return root.name if make_absolute(root) != make_absolute(source) else None
 
 
 def _list_uncopied_files(checkpoint: Checkpoint, models: Sequence[AnyPath]) -> dict[str, str]:
-    """Return the files in the models' folders that are not copied, with the reason for each.
+    """List the files in the models' folders that are not copied to the output.
 
-    Files that are copied as companions of the checkpoint are omitted.
+    Returns:
+        The reason why each file is not copied, keyed by file name.
     """
     excluded = {name: reason for model in models for name, reason in find_excluded_files(model).items()}
     return {name: reason for name, reason in excluded.items() if name not in checkpoint.companions}
@@ -517,27 +568,36 @@ def _describe_losses(plan: ConversionPlan, dtype: str) -> list[str]:
     if not losses.first_tensor_name:
         return []
     counts = {"infinite": losses.num_infinite, "0": losses.num_zero}
-    changes = " and ".join(f"{count:,} values became {value}" for value, count in counts.items() if count)
-    return [f"{changes} in --dtype {dtype}, some of them in {losses.first_tensor_name!r}"]
+    changes = " and ".join(
+        f"{count:,} {'value' if count == 1 else 'values'} became {value}"
+        for value, count in counts.items()
+        if count
+    )
+    return [f"{changes} in the cast to {dtype} (--dtype), for example in {losses.first_tensor_name!r}"]
 
 
 def _describe_excluded_files(excluded: Mapping[str, str], to: str) -> list[str]:
-    """Return a note about the files that are not copied, as a list of at most one string.
+    """Describe the files that are not copied, as a list with at most one note.
 
-    Weights, training state, logs, and hidden files are not mentioned. The list is empty if nothing else
-    is left out, or if the output is a GGUF file.
+    The note omits weights, training state, logs, and hidden files, because users do not expect them
+    to be copied. The list is empty if no other file is left out, or if the output is a GGUF file.
+
+    Args:
+        excluded: Reason for each file that is not copied, keyed by file name.
+        to: Format of the output.
     """
     reported = {name: reason for name, reason in excluded.items() if reason not in _EXPECTED_REASONS}
     if not reported or to == "gguf":
         return []
-    hint = "; --trust-remote-code copies the code" if "custom code" in reported.values() else ""
+    hint = "; add --trust-remote-code to copy the code" if "custom code" in reported.values() else ""
     return [f"not copied: {', '.join(f'{name} ({reason})' for name, reason in reported.items())}{hint}"]
 
 
 def _describe_problems(problems: Sequence[CheckpointProblem]) -> list[str]:
     """Describe the problems of an incomplete model, with one string per problem.
 
-    In-memory tensor names are not reported as a problem, because the conversion renames the tensors.
+    Tensors with transformers' in-memory names, such as stacks of experts, are not reported, because
+    the conversion renames them.
     """
     return [
         str(problem) if problem.repaired else f"--partial: {problem}"
@@ -561,7 +621,18 @@ def _describe_missing_config(plan: ConversionPlan, source: AnyPath, out: str | A
 
 
 def _describe_foreign_names(checkpoint: Checkpoint, plan: ConversionPlan, to: str) -> str | None:
-    """Return a warning if most tensor names do not belong to the config's model type, otherwise None."""
+    """Return a warning if most tensor names do not belong to the model type in the config.
+
+    Args:
+        checkpoint: Checkpoint that was written.
+        plan: Plan of the output files.
+        to: Format of the output.
+
+    Returns:
+        The warning. None if most names belong to the model type, or if transformers does not
+        implement the model type. Also None if the output is an adapter, or if the format is neither
+        `safetensors` nor `torch`.
+    """
     from portable.converters.names.known_words import find_foreign_name
 
     if to not in ("safetensors", "torch") or ADAPTER_CONFIG in plan.names:

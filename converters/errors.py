@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-# Maximum length of a printed text, because a name in an untrusted file may have any length.
+# Maximum number of characters to print, because a name in an untrusted file may have any length.
 _MAX_SHOWN = 2000
 
 
@@ -38,6 +38,9 @@ class CheckpointError(Exception):
     """Error raised for a checkpoint that is damaged, incomplete or unsupported.
 
     The message is one line. It names the file or key and, if there is one, the remedy.
+
+    Attributes:
+        exit_code: Exit code of a command that fails with this error.
     """
 
     exit_code: int = 65
@@ -59,20 +62,21 @@ class DamagedCheckpointError(CheckpointError):
 
 
 class MixedCheckpointError(CheckpointError):
-    """Error for files that contradict each other.
+    """Error raised for files that contradict each other.
 
-    The only argument of the exception is the reason. The message adds the cause and the remedy.
+    The constructor accepts only the reason. The class appends the probable cause and a remedy to the
+    message.
     """
 
     def __str__(self) -> str:
         return (
-            f"{self.reason}, because the files are damaged or from another run or step; copy the checkpoint "
-            "again"
+            f"{self.reason}, because the files are damaged or from different runs or steps; copy the "
+            "checkpoint again"
         )
 
 
 class UnsupportedCheckpointError(CheckpointError):
-    """Error for an intact checkpoint that uses a feature that is not supported.
+    """Error raised for an intact checkpoint that uses an unsupported feature.
 
     The constructor accepts only the reason. The class appends a remedy to the message.
     """
@@ -82,7 +86,7 @@ class UnsupportedCheckpointError(CheckpointError):
 
 
 class UnsupportedQuantizationError(CheckpointError):
-    """Error for quantized weights whose settings or layout are not supported.
+    """Error raised for quantized weights whose settings or layout are not supported.
 
     The constructor accepts only the reason. The class appends a remedy to the message.
     """
@@ -92,7 +96,7 @@ class UnsupportedQuantizationError(CheckpointError):
 
 
 class UnconvertibleNamesError(CheckpointError):
-    """Error for tensors that cannot be converted between the names in published files and in memory.
+    """Error raised if tensor names cannot be converted between published files and in-memory models.
 
     The constructor accepts only the reason. The class appends a remedy to the message.
     """
@@ -102,7 +106,7 @@ class UnconvertibleNamesError(CheckpointError):
 
 
 class CommandError(CheckpointError):
-    """Error that the user can correct on the command line: in an option, SRC, or OUT."""
+    """Error that the user can correct by changing an option or a path (SRC, OUT) of the command."""
 
     exit_code = 2
 
@@ -110,11 +114,14 @@ class CommandError(CheckpointError):
 class OptimizerStateError(CheckpointError):
     """Error raised if the optimizer state cannot be read, although the weights can.
 
-    The constructor accepts only the reason. The class appends a remedy to the message.
+    Pass only the reason to the constructor. The message consists of the reason and the remedy
+    `convert without --optimizer`. If the reason already ends with a remedy after a semicolon, the
+    second remedy is added with "or".
     """
 
     def __str__(self) -> str:
-        return f"{self.reason}; convert without --optimizer"
+        separator = ", or " if "; " in self.reason else "; "
+        return f"{self.reason}{separator}convert without --optimizer"
 
 
 _OS_REMEDIES = {
@@ -133,26 +140,34 @@ _OS_REMEDIES = {
     errno.EPERM: "check the permissions",
     errno.EROFS: "choose a folder on another disk",
 }
-"""Remedy for each error number of the operating system."""
+"""Remedy for each error number (`errno`) of the operating system."""
+
+
+def explain_os_error(error: OSError) -> tuple[str, str]:
+    """Return the reason for an `OSError`, and a remedy.
+
+    Args:
+        error: Error raised when a file or folder was accessed.
+
+    Returns:
+        The reason and the remedy, both without the path of the file or folder. If the error message
+        ends with a semicolon and a remedy, that remedy is returned.
+    """
+    reason, _, remedy = to_printable(error.strerror or error).partition("; ")
+    return reason, remedy or _OS_REMEDIES.get(error.errno or 0, "check the disk, and run the command again")
 
 
 def format_os_error(error: OSError) -> str:
-    """Format an error of the operating system as its reason and a remedy, in the form `reason; remedy`.
-
-    Args:
-        error: Error of a file or folder. The text does not contain its path.
-    """
-    reason = to_printable(error.strerror or error)
-    if "; " in reason:
-        return reason
-    return f"{reason}; {_OS_REMEDIES.get(error.errno or 0, 'check the disk, and run the command again')}"
+    """Format an `OSError` as `reason; remedy`. See `explain_os_error`."""
+    return "; ".join(explain_os_error(error))
 
 
 @contextmanager
 def prefix_checkpoint_errors(prefix: object) -> Iterator[None]:
-    """Prepend a path or option to the message of each `CheckpointError` raised within this context.
+    """Prepend a path or option to the message of each `CheckpointError` raised in this context.
 
-    The exception keeps its type.
+    A new exception of the same type replaces the original, so the type must accept the message as
+    its only argument.
 
     Args:
         prefix: Path or option that caused the error.
@@ -164,10 +179,11 @@ def prefix_checkpoint_errors(prefix: object) -> Iterator[None]:
 
 
 def raise_unless_panic(error: BaseException) -> None:
-    """Reraise an exception such as `KeyboardInterrupt`, but not a panic of a Rust library.
+    """Reraise an exception such as `KeyboardInterrupt`, which the caller should not handle.
 
-    PyO3 raises a panic, which is usually caused by invalid input, as a `BaseException` that is not an
-    `Exception`. Subclasses of `Exception` are not reraised either.
+    If the exception is an `Exception` or a panic of a Rust library, the function returns, so that
+    the caller can handle it. Panics are usually caused by invalid input. PyO3 raises them as a
+    direct subclass of `BaseException`, so `except Exception` does not catch them.
 
     Args:
         error: Exception that was caught.
@@ -190,7 +206,7 @@ _KNOWN_TOKENS = re.compile(
     r"|eyJ[\w-]{10,}\.eyJ[\w-]{10,}\.[\w-]+"  # JSON Web Tokens
     r")"
 )
-"""Tokens that are recognized by their first characters."""
+"""Pattern of credentials that have a known prefix, such as ``hf_``."""
 _PARAMETER = re.compile(
     r"(?P<name>\b[\w-]*(?:secret|password|passwd|signature|credential|api_?key|access_?key)[\w-]*"
     r"['\"]?\s*[=:]\s*['\"]?)(?P<value>[^\s'\",;&)}]+)",
@@ -200,7 +216,9 @@ _TOKEN_PARAMETER = re.compile(
     r"(?P<name>(?<![A-Za-z0-9])(?:[\w-]*[_-])?token['\"]?\s*[=:]\s*['\"]?)(?P<value>[^\s'\",;&)}<|\[]{6,})",
     re.IGNORECASE,
 )
-"""A parameter such as ``hf_token``, but neither ``tokenizer`` nor tokens such as ``eos_token: </s>``."""
+"""Pattern of a credential parameter such as ``hf_token``. It matches neither ``tokenizer`` nor special
+tokens such as ``eos_token: </s>``.
+"""
 _SECRET_NAME = re.compile(
     r"SECRET|TOKEN(?!IZER)|PASSWORD|PASSWD|CREDENTIAL|ACCESS_KEY|API_KEY|SAS|ACCOUNT_KEY|STORAGE_KEY"
     r"|CONNECTION_STRING"
@@ -208,10 +226,11 @@ _SECRET_NAME = re.compile(
 
 
 def redact_credentials(text: str) -> str:
-    """Replace credentials in a string with ``***``.
+    """Replace credentials in a string with `***`.
 
-    They are recognized in URLs, by the name of a parameter, by their prefix, and by the values of
-    environment variables.
+    Credentials are recognized by parameter names such as `hf_token`, by known prefixes such as
+    `hf_`, and by comparison with the values of secret environment variables. In a URL, the user
+    name and password are replaced, and also the complete query.
     """
     text = _URL_USERINFO.sub(r"\g<scheme>***@", text)
     text = _URL_QUERY.sub(r"\g<url>?***", text)
@@ -224,7 +243,11 @@ def redact_credentials(text: str) -> str:
 
 
 def _list_secret_values() -> list[str]:
-    """Return the values of environment variables that may be secrets, longest first."""
+    """Return the values of environment variables that may be secrets, longest first.
+
+    A value is listed if the name of the variable matches `_SECRET_NAME`, for example `HF_TOKEN`,
+    and the value has at least 6 characters and is not an existing path.
+    """
     secrets = {
         value
         for name, value in os.environ.items()
@@ -234,5 +257,14 @@ def _list_secret_values() -> list[str]:
 
 
 def _is_existing_path(value: str) -> bool:
-    """Return whether the value of a variable such as GOOGLE_APPLICATION_CREDENTIALS is the path of a file."""
-    return value.startswith(("/", "~", "./")) and Path(value).expanduser().exists()
+    """Return whether the value of an environment variable is an existing path.
+
+    The value must begin with `/`, `~`, or `./`.
+
+    Messages may show such a value, even if the name of the variable suggests a secret. For example,
+    GOOGLE_APPLICATION_CREDENTIALS contains the path of a secret, not the secret.
+    """
+    try:
+        return value.startswith(("/", "~", "./")) and Path(value).expanduser().exists()
+    except (OSError, RuntimeError, ValueError):  # the name is too long, of an unknown user, or contains a NUL
+        return False

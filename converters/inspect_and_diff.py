@@ -22,6 +22,7 @@ from portable.converters.naming import find_name_rules, rename_to_published
 from portable.converters.opening import is_gguf_file, open_checkpoint
 from portable.converters.storage.folder import CheckpointFolder
 from portable.converters.storage.path_or_url import parse_path_or_url
+from portable.converters.storage.store_errors import RemoteError
 from portable.converters.tensors.casting import BLOCK_BYTES
 from portable.converters.tensors.dtypes import get_itemsize
 from portable.converters.tensors.tensor import Tensor
@@ -71,7 +72,7 @@ class TensorStatistics:
     _sums: list[float] = field(default_factory=lambda: [0.0, 0.0])
 
     def add_block(self, block: Array) -> None:
-        """Add a block of the tensor to all statistics, in place."""
+        """Update all statistics in place with the next block of the tensor."""
         values = _convert_to_float64(block)
         values = np.abs(values) if values.dtype.kind == "c" else values
         finite = values[np.isfinite(values)]
@@ -97,18 +98,26 @@ class TensorDifference:
     """Difference between two tensors of the same shape.
 
     Attributes:
-        elements: Number of elements that differ. Two NaN elements are equal.
+        tolerance: Largest absolute difference at which two finite elements count as equal.
+        elements: Number of elements that differ by more than the tolerance. Two NaN elements count as
+            equal.
         not_finite: Number of differing elements that are NaN or infinite in at least one tensor.
-        largest: Largest absolute difference between two finite elements.
+        largest: Largest absolute difference between two finite elements that differ.
     """
 
+    tolerance: float = 0.0
     elements: int = 0
     not_finite: int = 0
     largest: float = 0.0
     _sums: list[float] = field(default_factory=lambda: [0.0, 0.0])
 
     def add_blocks(self, left: Array, right: Array) -> None:
-        """Add corresponding blocks of both tensors to the difference, in place."""
+        """Add two corresponding blocks, one from each tensor, to the running totals.
+
+        Args:
+            left: Next block of the first tensor.
+            right: Block of the second tensor at the same position.
+        """
         left_values = _convert_to_float64(left)
         with np.errstate(all="ignore"):
             self._sums[1] += float(np.square(np.abs(left_values[np.isfinite(left_values)])).sum())
@@ -123,6 +132,11 @@ class TensorDifference:
             )
             unequal &= ~(np.isnan(left_values) & np.isnan(right_values))
             distance = np.abs(left_values - right_values)[unequal]
+            if left.dtype == right.dtype and left.dtype.kind in "iu":
+                # Unequal integers above 2^53 may become equal as float64.
+                distance = np.maximum(distance, 1.0)
+            if self.tolerance:
+                distance = distance[~(np.isfinite(distance) & (distance <= self.tolerance))]
             finite = distance[np.isfinite(distance)]
             self.elements += distance.size
             self.not_finite += distance.size - finite.size
@@ -133,10 +147,12 @@ class TensorDifference:
         """Convert the difference to JSON values.
 
         Returns:
-            The attributes, and `relative`, which is the RMS of the differences divided by the RMS of the
-            first tensor. `relative` is None if the first tensor is zero.
+            The attributes except for `tolerance`, and `relative`, which is the RMS of the differences
+            divided by the RMS of the first tensor. Both are computed from finite values, and differences
+            within the tolerance count as 0. `relative` is None if all finite elements of the first tensor
+            are zero.
         """
-        values = {key: value for key, value in asdict(self).items() if key != "_sums"}
+        values = {key: value for key, value in asdict(self).items() if key not in ("tolerance", "_sums")}
         return {**values, "relative": sqrt(self._sums[0] / self._sums[1]) if self._sums[1] else None}
 
 
@@ -173,21 +189,27 @@ def run_inspect(make_parser: ParserFactory, argv: Sequence[str]) -> int:
         argv: Arguments after `inspect`.
 
     Returns:
-        The exit code: 0 if the checkpoint has no problems, otherwise 1.
+        The exit code: 0 if the checkpoint has no problems, otherwise 1. Always 0 for a GGUF file, which
+        is not checked.
     """
     arguments = make_parser(
         prog="portable-convert inspect",
-        description="Show what a checkpoint contains, and whether it is a complete model. Only headers and a "
-        "few bytes of each expert are read, unless --stats is given.",
+        description="List the contents of a checkpoint, and check that the model is complete. Only headers "
+        "and a few bytes of each expert are read, unless --stats is given.",
         epilog="exit codes: 0 no problems, 1 problems, 2 mistake in the command, 65 SRC cannot be opened",
     )
     arguments.add_argument(
-        "src", metavar="SRC", help="run folder, step folder, folder of shards, file (also x.gguf) or URL"
+        "src",
+        metavar="SRC",
+        help="run folder, step folder, folder of shards, file (including GGUF files) or URL",
     )
     arguments.add_argument("--tag", help="step of SRC: a folder name (step-000100) or a number (100)")
-    arguments.add_argument("--optimizer", action="store_true", help="also the optimizer's state")
+    arguments.add_argument("--optimizer", action="store_true", help="also list the optimizer state")
     arguments.add_argument(
-        "--stats", action="store_true", help="also read the tensors: least, largest, mean, rms, zeros, NaN"
+        "--stats",
+        action="store_true",
+        help="also read the tensors, and print the minimum, maximum, mean and RMS of each tensor, and how "
+        "many of its elements are zero, NaN or infinite",
     )
     arguments.add_argument("--json", action="store_true", help="print JSON")
     options = arguments.parse_args(argv)
@@ -253,7 +275,7 @@ def build_inspection(
         tensor_statistics: Statistics of the tensors, keyed by name. Empty without `--stats`.
 
     Returns:
-        The description as a dict. `format_inspection` prints it.
+        The description as a dict. `format_inspection` formats it as text.
     """
     tensor_entries: dict[str, dict[str, Any]] = {
         name: {
@@ -289,11 +311,16 @@ def _describe_adapter(checkpoint: Checkpoint) -> dict[str, Any] | None:
     """Describe the adapter in a checkpoint as JSON values.
 
     Returns:
-        The type, rank, alpha and base model. A dict with only `error` if the adapter is damaged. None if
-        there is no adapter.
+        The type, rank, alpha and base model. A dict with only `error` if the adapter is damaged,
+        incomplete or not supported. None if there is no adapter.
+
+    Raises:
+        RemoteError: If a request to an object store fails.
     """
     try:
         adapter = find_adapter(checkpoint)
+    except RemoteError:  # the store failed, so the error does not describe the adapter
+        raise
     except CheckpointError as error:
         return {"error": str(error)}
     if adapter is None:
@@ -376,7 +403,8 @@ def run_diff(make_parser: ParserFactory, argv: Sequence[str]) -> int:
 
     Returns:
         The exit code: 0 if the tensors of both checkpoints have the same names, shapes and values,
-        otherwise 1.
+        otherwise 1. If the names differ, they are first converted to published names if possible.
+        Values are equal if they differ by at most `--tolerance`.
     """
     arguments = make_parser(
         prog="portable-convert diff",
@@ -384,9 +412,14 @@ def run_diff(make_parser: ParserFactory, argv: Sequence[str]) -> int:
         epilog="exit codes: 0 the same, 1 different, 2 mistake in the command, 65 A or B cannot be opened",
     )
     arguments.add_argument("left", metavar="A", help="run folder, step folder, folder of shards, file or URL")
-    arguments.add_argument("right", metavar="B", help="the same")
-    arguments.add_argument("--tolerance", type=float, default=0.0, help="distance of two elements to allow")
-    arguments.add_argument("--optimizer", action="store_true", help="also compare the optimizers' state")
+    arguments.add_argument("right", metavar="B", help="checkpoint to compare with A")
+    arguments.add_argument(
+        "--tolerance",
+        type=float,
+        default=0.0,
+        help="maximum absolute difference at which two elements count as equal (default: 0)",
+    )
+    arguments.add_argument("--optimizer", action="store_true", help="also compare the optimizer states")
     arguments.add_argument("--json", action="store_true", help="print JSON")
     options = arguments.parse_args(argv)
     checkpoints = [open_checkpoint(path) for path in (options.left, options.right)]
@@ -400,10 +433,11 @@ def run_diff(make_parser: ParserFactory, argv: Sequence[str]) -> int:
 
 
 def _rename_to_common_names(checkpoints: list[Checkpoint]) -> list[Checkpoint]:
-    """Convert both checkpoints to published names if their tensor names differ.
+    """Rename the tensors of two checkpoints to published names, unless the names already agree.
 
-    If the name rules of one checkpoint are unknown, the rules of the other checkpoint are used. If both
-    are unknown, the checkpoints are returned unchanged.
+    Published names are the tensor names in the files of the published model. The name rules of a
+    checkpoint convert its tensors to these names. If the rules of one checkpoint are unknown, the
+    rules of the other are used. If both are unknown, the checkpoints are returned unchanged.
     """
     left, right = checkpoints
     if left.tensors.keys() == right.tensors.keys():
@@ -431,11 +465,11 @@ def compare_tensors(
         tolerance: Largest absolute difference at which two elements count as equal.
 
     Returns:
-        The differences as JSON values. `same` is True if there are none.
+        The differences as JSON values. `same` is True if no names, shapes or values differ.
     """
     common_names = [name for name in left if name in right]
     comparable_names = [name for name in common_names if left[name].shape == right[name].shape]
-    differences = {name: TensorDifference() for name in comparable_names}
+    differences = {name: TensorDifference(tolerance) for name in comparable_names}
 
     def compare_one_tensor(name: str, progress: ReportBytes) -> None:
         both = left[name], right[name]
@@ -448,9 +482,7 @@ def compare_tensors(
 
     run_jobs_in_threads((partial(compare_one_tensor, name) for name in comparable_names), lambda _: None)
     different_values = {
-        name: difference.to_json()
-        for name, difference in differences.items()
-        if difference.elements and (difference.not_finite or difference.largest > tolerance or not tolerance)
+        name: difference.to_json() for name, difference in differences.items() if difference.elements
     }
     shapes = {
         name: [list(left[name].shape), list(right[name].shape)]
@@ -485,10 +517,12 @@ def _format_differences(document: Mapping[str, Any]) -> str:
         f"{to_printable(name)}: shape {a} in A, {b} in B" for name, (a, b) in document["shapes"].items()
     ]
     for name, difference in sorted(document["values"].items(), key=lambda item: -item[1]["largest"]):
-        more = "" if difference["relative"] is None else f", {difference['relative']:.3g} of its rms"
+        relative = difference["relative"]
+        more = "" if relative is None else f" (relative RMS difference {relative:.3g})"
         more += f", {difference['not_finite']:,} of them NaN or infinite" if difference["not_finite"] else ""
-        count = f"{difference['elements']:,} elements differ"
-        lines.append(f"{to_printable(name)}: {count}, by {difference['largest']:.3g} at most{more}")
+        number = difference["elements"]
+        count = "1 element differs" if number == 1 else f"{number:,} elements differ"
+        lines.append(f"{to_printable(name)}: {count} by at most {difference['largest']:.3g}{more}")
     dtypes: dict[tuple[str, str], int] = {}
     for first_dtype, two in document["dtypes"].values():
         dtypes[first_dtype, two] = dtypes.get((first_dtype, two), 0) + 1

@@ -5,7 +5,8 @@
 The problems are missing layers and tensors, lost experts, and contradictions between the tensors
 and the config. If `portable.converters.names.expected_tensors` contains the model class, the
 tensors are compared with the tensors that transformers creates for this class. For other classes,
-only rules that hold for every model apply. In uncertain cases, no problem is reported.
+and if the tensor names do not match the class, only rules that hold for every model apply. In
+uncertain cases, no problem is reported.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from portable.converters.names.name_rules import get_architecture
 from portable.converters.names.published_names import are_memory_names, arrange_for_memory
 from portable.converters.naming import find_name_rules
 from portable.converters.storage.path_or_url import is_in_store
+from portable.converters.storage.store_errors import RemoteError
 from portable.converters.tensors.dtypes import QUANTIZED_DTYPES
 
 if TYPE_CHECKING:
@@ -54,19 +56,21 @@ _EXPERT_NAME = re.compile(
 )
 _EXPERT_STACK_NAME = re.compile(r"(?:.+\.)?experts\.(?:[^.]+)(?:\.weight)?")
 _MTP_COUNT = re.compile(r".*(nextn|mtp).*")
-# Tensors of quantized weights that may be equal for several experts, or zero.
+# Names of tensors that may be zero, or equal for several experts, such as the scales of quantized weights.
 _QUANTIZATION_METADATA = re.compile(r"scale|zero|g_idx|bias|shape|absmax|quant|SCB|nested|sink|norm")
 _LAYER_NUMBER = re.compile(r"\.layers\.(\d{1,6})\.")
 _ATTENTION = re.compile(r"attn|attention")
-# Keys of settings that decide which layers are of another kind.
+# Config keys of settings that may specify which layers have a different structure.
 _LAYER_KINDS = re.compile(r"layer|dense|sparse|shared|step|interval|freq|period|every|pattern|interleav")
 _BLOCK_NAMES = ("layers", "layer", "h", "blocks", "block")
 # Words in the names of image and audio encoders, and their nested configs.
 _ENCODER_CONFIGS = (("visual", "vision_config"), ("vision", "vision_config"), ("audio", "audio_config"))
 _TOWER_DEPTH = re.compile(r"(^|_)(depths?|layers|blocks)(_|$)")
-_ZERO_EXPERTS = "zero_expert_num"  # number of experts without parameters in LongCat-Flash
+_ZERO_EXPERTS = "zero_expert_num"  # LongCat-Flash's number of experts without parameters
 LIVE_NAMES_PROBLEM = "names in memory"
-"""Kind of the problem of files that only transformers 5 can read."""
+"""Value of `CheckpointProblem.kind` for files with in-memory tensor names, which only transformers 5
+can read.
+"""
 _TIE_SETTING = "tie_word_embeddings"
 
 
@@ -78,8 +82,8 @@ class CheckpointProblem:
         kind: Short identifier, such as `"missing"` or `"equal experts"`.
         message: Description of the problem.
         names: Names of the affected tensors.
-        cause: Known cause of such a problem. Empty if no cause is recognized.
-        repaired: Whether a conversion repairs the problem, so that it need not reject the checkpoint.
+        cause: Known cause of the problem. Empty if no cause is recognized.
+        repaired: Whether the conversion fixes the problem. If True, the checkpoint is not rejected.
     """
 
     kind: str
@@ -99,7 +103,7 @@ class CheckpointProblem:
 def check_model_complete(
     checkpoint: Checkpoint, *, partial: bool = False, expert_source: Checkpoint | None = None
 ) -> list[CheckpointProblem]:
-    """Check that a checkpoint is a complete model.
+    """Check that a checkpoint contains a complete model.
 
     Args:
         checkpoint: Checkpoint to convert.
@@ -107,11 +111,13 @@ def check_model_complete(
         expert_source: Checkpoint with the values of the experts. See `find_model_problems`.
 
     Returns:
-        The problems that a conversion repairs, or all problems if `partial` is True.
+        The problems that the conversion repairs. If `partial` is True, the list also contains the
+        problems that would otherwise raise an error.
 
     Raises:
-        CheckpointError: If tensors are missing or contradict the config. The message lists the
-            problems.
+        CheckpointError: If `partial` is False and the model has a problem that the conversion
+            cannot repair, such as a missing tensor or a conflict with the config. The message lists
+            the problems.
     """
     problems = find_model_problems(checkpoint, expert_source=expert_source)
     serious = [problem for problem in problems if not problem.repaired]
@@ -132,21 +138,31 @@ def find_model_problems(
 ) -> list[CheckpointProblem]:
     """Find the reasons why a checkpoint is not a complete model.
 
+    For an adapter, only the shapes of its LoRA tensors are checked. If a tensor is empty or a value
+    in `config.json` is invalid, only these problems are returned.
+
     Args:
-        checkpoint: Checkpoint of a model or of an adapter, with any names.
-        read_values: Whether to compare the values of experts. For most experts, this reads a few bytes.
-            In an object store, only one weight of each expert is compared.
-        expert_source: Checkpoint whose experts are compared, `checkpoint` by default. When an adapter
-            is merged, pass the base model, because reading a part of a merged weight may compute the
-            complete weight.
+        checkpoint: Checkpoint of a model or of an adapter. The tensors may have published names or
+            the names that transformers uses in memory.
+        read_values: Whether to read weights to find experts that are zero or equal to another
+            expert. For most experts, this reads a few bytes. In an object store, only one weight of
+            each expert is read.
+        expert_source: Checkpoint whose experts are read, `checkpoint` by default. When an adapter
+            is merged, pass the base model, because reading a part of a merged weight may compute
+            the complete weight.
 
     Returns:
-        The problems. Empty if the checkpoint is complete, or if nothing certain is known about the
-        model.
+        The problems. Empty if none were found. Uncertain cases are not reported. If the model class
+        is unknown, only rules that hold for every model are checked.
+
+    Raises:
+        RemoteError: If a request to an object store fails.
     """
     try:
         if find_adapter(checkpoint) is not None:
             return find_lora_shape_problems(checkpoint.tensors)
+    except RemoteError:  # the store failed, so the error does not describe the adapter
+        raise
     except CheckpointError as error:
         return find_lora_shape_problems(checkpoint.tensors) or [CheckpointProblem("adapter", str(error))]
     config = checkpoint.read_config()
@@ -190,20 +206,21 @@ def _affects_only_experts(problem: CheckpointProblem) -> bool:
 
 
 def find_lora_shape_problems(tensors: Mapping[str, Tensor]) -> list[CheckpointProblem]:
-    """Find LoRA factors that are empty or have incompatible ranks.
+    """Find empty tensors of an adapter, and LoRA factors with incompatible ranks.
 
     Args:
         tensors: Tensors of an adapter, keyed by name.
 
     Returns:
-        At most one problem. Factors that are not matrices or have no partner are not compared.
+        At most one problem. If a tensor is empty, ranks are not compared. Factors that are not matrices
+        or have no partner are never compared.
     """
     empty = tuple(name for name, tensor in tensors.items() if tensor.numel == 0)
     if empty:
         return [
             CheckpointProblem(
                 "empty",
-                f"{_format_count(empty, 'tensor')} of the adapter without elements",
+                f"the adapter contains {_format_count(empty, 'tensor')} without elements",
                 empty,
                 "the adapter was saved without gathering the partitions of ZeRO-3 or FSDP, so its values are "
                 "lost",
@@ -223,14 +240,14 @@ def find_lora_shape_problems(tensors: Mapping[str, Tensor]) -> list[CheckpointPr
             "cut adapter",
             f"the factors lora_A and lora_B of {_format_count(names, 'module')} have incompatible shapes",
             tuple(names),
-            "a save of PEFT under FSDP2 that kept only the shard of one rank looks like this; the other "
-            "shards are lost, so train the adapter again with a fixed version of Accelerate",
+            "this happens if an adapter is saved under FSDP2 with only the shard of one rank; the other "
+            "shards are lost, so train the adapter again with a newer version of Accelerate",
         )
     ]
 
 
 def _find_empty_tensors(tensors: Mapping[str, Tensor]) -> list[CheckpointProblem]:
-    """Find weights and biases without elements. Return at most one problem, which lists all of them."""
+    """Find weights and biases without elements. Return at most one problem, which lists all these tensors."""
     empty = tuple(
         name
         for name, tensor in tensors.items()
@@ -244,12 +261,17 @@ def _find_empty_tensors(tensors: Mapping[str, Tensor]) -> list[CheckpointProblem
             "ZeRO-3 leaves such placeholders if a model is saved without gathering its parameters; convert "
             "the folder with the ZeRO checkpoint instead"
         )
-    return [CheckpointProblem("empty", f"{_format_count(empty, 'tensor')} without elements", empty, cause)]
+    message = f"the checkpoint contains {_format_count(empty, 'tensor')} without elements"
+    return [CheckpointProblem("empty", message, empty, cause)]
 
 
 def _format_count(items: Iterable[object], noun: str) -> str:
     number = len(list(items))
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def _describe_missing_tensors(names: Sequence[str]) -> str:
+    return "1 tensor is missing" if len(names) == 1 else f"{len(names):,} tensors are missing"
 
 
 # -- known classes ----------------------------------------------------------------------------------------
@@ -258,16 +280,17 @@ def _format_count(items: Iterable[object], noun: str) -> str:
 def _compare_with_expected_tensors(
     checkpoint: Checkpoint, shapes: Mapping[str, Shape], config: Mapping[str, Any], expected: ExpectedTensors
 ) -> list[CheckpointProblem] | None:
-    """Compare the tensors of a checkpoint with the tensors that a class of transformers requires.
+    """Compare the tensors of a checkpoint with the tensors that its transformers class requires.
 
     Args:
         checkpoint: Checkpoint of the model.
         shapes: Shape of each tensor, including aliases, keyed by name.
         config: Content of the `config.json`.
-        expected: Tensors of the class.
+        expected: Tensors that the class requires.
 
     Returns:
-        The problems, or None if the names do not follow the layout of the class.
+        The problems, such as missing tensors. None if the tensor names do not follow the naming
+        scheme of the class.
     """
     live = _rename_shapes_to_live(checkpoint, shapes, expected)
     if live is None:
@@ -293,23 +316,24 @@ def _compare_with_expected_tensors(
     reported = {replace_layer_number(name) for name in holes}
     names = (*(mask.replace(".*.", ".N.") for mask in missing if mask not in reported), *holes)
     if names:
-        problems.append(CheckpointProblem("missing", f"{_format_count(names, 'tensor')} missing", names))
+        problems.append(CheckpointProblem("missing", _describe_missing_tensors(names), names))
     return problems + _find_wrong_shapes(checkpoint, live, config, expected)
 
 
 def _rename_shapes_to_live(
     checkpoint: Checkpoint, shapes: Mapping[str, Shape], expected: ExpectedTensors
 ) -> dict[str, Shape] | None:
-    """Convert tensor names and shapes to the names and shapes that transformers has in memory.
+    """Convert a checkpoint's tensor names and shapes to the names and shapes in transformers.
 
     Args:
         checkpoint: Checkpoint of the model.
         shapes: Shape of each tensor, including aliases, keyed by name.
-        expected: Tensors of the class.
+        expected: Tensors of the model class.
 
     Returns:
-        The shapes, keyed by name in memory. Unknown names are kept. None if the name rules are unknown,
-        if a tensor cannot be rearranged, or if fewer than half of the names belong to the class.
+        The shapes, keyed by the name that transformers uses in memory. Names that the class does
+        not have are kept. None if the name rules of the model are unknown, if a tensor cannot be
+        rearranged, or if fewer than half of the names belong to the class.
     """
     rules = find_name_rules(checkpoint)
     if rules is None:
@@ -366,7 +390,7 @@ class _TensorNames:
     """Set of tensor names that accounts for quantized weights.
 
     A quantized weight is stored as packed values and scales, which have different names than the
-    weight. If the weights are quantized, a weight therefore counts as present if its module contains
+    weight. In a quantized checkpoint, a weight therefore counts as present if its module contains
     any tensor.
     """
 
@@ -385,20 +409,30 @@ class _TensorNames:
     def has_tensor(self, name: str) -> bool:
         """Return whether a tensor exists.
 
-        If the weights are quantized, any other tensor in its module suffices.
+        The layer index in `name` may be replaced by an asterisk. The tensor must then exist in any
+        layer.
+
+        If the weights are quantized, also returns True if the checkpoint contains any tensor in the
+        same module, because a quantized weight may be stored under other names.
         """
         if name in self.names or name in self.masks:
             return True
         return name.rpartition(".")[0] in self.modules
 
     def has_non_expert_siblings(self, name_pattern: str) -> bool:
-        """Return whether the parent module of a tensor contains tensors outside of experts.
+        """Return whether the parent of a tensor's module contains tensors outside of experts.
 
-        If not, the tensor is not required, because a mixture-of-experts model may have no layer with a
-        plain MLP. True for a tensor outside of layers.
+        The caller uses this to decide whether a missing tensor is an error. For example, the parent
+        for `model.layers.*.mlp.up_proj.weight` is `model.layers.*.mlp`. If the parent only contains
+        tensors of its `experts`, every layer may be a mixture of experts. A missing dense MLP is
+        then not an error.
 
         Args:
             name_pattern: Name of the tensor, with the layer index replaced by an asterisk.
+
+        Returns:
+            Whether the parent contains such a tensor. Always True if the tensor does not belong to
+            a layer.
         """
         parent = name_pattern.rpartition(".")[0].rpartition(".")[0]
         siblings = {name for name in self.masks if name.startswith(f"{parent}.")}
@@ -412,18 +446,19 @@ def _find_missing_layers(
     config: Mapping[str, Any],
     required: Iterable[str],
 ) -> list[CheckpointProblem]:
-    """Find layers that are missing completely, and layers in excess of the number in the config.
+    """Find layers that are missing entirely, and layers that exceed the number in the config.
 
-    If the config does not contain the number of layers, only gaps between layers are found. Excess
-    layers are accepted if the model has layers for multi-token prediction.
+    If the config does not contain the number of layers, only gaps between existing layers are
+    found. Excess layers are accepted if the model has layers for multi-token prediction.
 
     Args:
         stack: Name of the stack, such as `model.layers`.
-        layers: Tensors that the layers of the class have.
+        layers: Names of the tensors that the model class defines for the layers of this stack, and
+            the config key with the number of layers.
         present: Existing layers, keyed by layer index.
         config: Content of the `config.json`.
-        required: Names of the tensors that the class always has, with the layer index replaced by an
-            asterisk.
+        required: Names of the tensors that every model of this class has. An asterisk replaces the
+            layer index.
     """
     key, depth = layers.depth, collect_integer_settings(config).get(layers.depth or "")
     if depth is None:
@@ -444,7 +479,9 @@ def _find_missing_layers(
     if missing:
         names = tuple(f"{stack}.{number}" for number in missing)
         return [
-            CheckpointProblem("layers", f"config.json has {key} {depth:,}, but layers are missing", names)
+            CheckpointProblem(
+                "layers", f"config.json has {key} {depth:,}, but some layers are missing", names
+            )
         ]
     extra = max(present) + 1 - depth
     numbers = collect_integer_settings(config)
@@ -470,10 +507,15 @@ class _TowerDepth(NamedTuple):
 
 
 def _find_tower_depth(stack: str, config: Mapping[str, Any]) -> _TowerDepth:
-    """Find the number of layers of an image or audio encoder in its nested config.
+    """Find the number of layers of an image or audio encoder in the encoder's nested config.
+
+    Args:
+        stack: Name prefix of the encoder's layers, such as `visual.blocks`.
+        config: Content of the model's `config.json`, which contains for example `vision_config`.
 
     Returns:
-        The config key and the number. An empty key and None if the nested config has no unique depth.
+        The dotted config key, such as `vision_config.depth`, and the number of layers. An empty key
+        and None if the nested config has no key for the number of layers, or several such keys.
     """
     for word, part in _ENCODER_CONFIGS:
         nested = config.get(part)
@@ -494,16 +536,17 @@ def _find_incomplete_layers(
     config: Mapping[str, Any],
     matcher: _TensorNames,
 ) -> list[str]:
-    """Find the tensors that are missing in incomplete layers.
+    """Find the tensors that are missing from partially stored layers.
 
     Layers without any tensor are not considered.
 
     Args:
         stack: Name of the stack, such as `model.layers`.
-        layers: Tensors that the layers of the class have.
+        layers: Parameters that the model class has in the layers of the stack.
         present: Names of the existing tensors, keyed by layer index and then by name in the layer.
         config: Content of the `config.json`.
-        matcher: Names of all tensors.
+        matcher: Names of all tensors in the checkpoint. In a quantized checkpoint, a weight also
+            counts as present if it is stored under other names, as packed values and scales.
 
     Returns:
         Names of the missing tensors, sorted.
@@ -532,8 +575,8 @@ def _find_incomplete_layers(
             for module in mixtures
             if not any(rest.startswith(f"{module}.") for rest in rests)
         ]
-    # The table was made from models with few layers and lacks some kinds, such as layers that share keys and
-    # values with an earlier layer. Such layers are accepted if the config distinguishes them.
+    # The table was made from models with few layers and lacks some kinds of layers, such as layers that share
+    # keys and values with an earlier layer. Such layers are accepted if the config distinguishes them.
     for kind in set(lacking.values()):
         numbers_of_kind = {number for number, rests in lacking.items() if rests == kind}
         if not _may_distinguish_layers(config, numbers_of_kind, len(lacking)):
@@ -557,17 +600,19 @@ def _find_mixture_modules(layers: LayerStack) -> list[str]:
 
 
 def _may_distinguish_layers(config: Mapping[str, Any], layers: set[int], depth: int) -> bool:
-    """Return whether a config setting can explain why only these layers have certain tensors.
+    """Return whether a config setting can explain why only some layers lack certain tensors.
 
     Args:
         config: Content of the `config.json`.
-        layers: Numbers of the layers.
-        depth: Number of layers in the model.
+        layers: Indices of the layers that lack these tensors.
+        depth: Number of layers in the stack.
 
     Returns:
-        True if the layers are the first, the last or every nth layer, and the number is in the config.
-        Also True if a list in the config contains their numbers, or one type per layer that only these
-        layers have.
+        True if a setting for layers is a number n, and the layers are the first n, the last n, all
+        except the first n, all except the last n, or every nth layer. The numbers 0, 1 and `depth`
+        do not count. Also True if the config lists the indices of these layers or of all other
+        layers, or contains a list of layer types that separates these layers from the others.
+        Always False for a single layer and for all layers.
     """
     if len(layers) < 2 or len(layers) == depth:
         return False
@@ -601,13 +646,21 @@ def _may_distinguish_layers(config: Mapping[str, Any], layers: set[int], depth: 
 def _has_replacement_module(
     rest: str, always: Iterable[str], rests: Iterable[str], contains: Callable[[str], bool]
 ) -> bool:
-    """Return whether a layer has other tensors instead of a module, such as experts instead of an MLP.
+    """Return whether a tensor is missing because another module, such as experts, replaces its module.
+
+    This is assumed if two conditions hold. First, the layer has none of the tensors that are
+    expected in the module. Second, the layer has other tensors whose names begin with the same
+    component. For example, `mlp.up_proj.weight` and all other expected tensors of `mlp` are
+    missing, but the layer has `mlp.experts.0.up_proj.weight`. The experts then replace the MLP.
 
     Args:
-        rest: Name, within the layer, of a missing tensor of the module.
-        always: Names, within the layer, of the tensors that every layer of the class has.
-        rests: Names, within the layer, of the tensors that the checkpoint contains.
-        contains: Function that returns whether the layer contains a tensor.
+        rest: Name of the missing tensor, relative to the layer.
+        always: Names of the tensors that the model class defines in every layer, relative to the
+            layer.
+        rests: Names of the tensors that the checkpoint contains for this layer, relative to the
+            layer.
+        contains: Function that returns whether the layer contains a tensor, possibly in quantized
+            form under another name.
     """
     parent = rest.rpartition(".")[0].rpartition(".")[0]
     if not parent or any(contains(other) for other in always if other.startswith(f"{parent}.")):
@@ -640,7 +693,7 @@ def _find_wrong_shapes(
         for name in rests.values()
     }
     # Some classes read head_dim if a config has it, although their own configs have no such key. The table
-    # then contains the hidden size instead of the product of the heads and their size.
+    # then contains the hidden size instead of the number of heads times the head size.
     separate_heads = sizes.get("HD") != sizes.get("E")
     wrong = []
     for name, shape in live.items():
@@ -655,13 +708,13 @@ def _find_wrong_shapes(
         )
         if not fits:
             text = ["?" if size is None else str(size) for size in wanted]
-            wrong.append(f"{name} {list(shape)} instead of [{', '.join(text)}]")
+            wrong.append(f"{name} has {list(shape)} instead of [{', '.join(text)}]")
     if not wrong:
         return []
     return [
         CheckpointProblem(
             "shapes",
-            f"{_format_count(wrong, 'tensor')} with a shape that contradicts config.json",
+            f"the shapes of {_format_count(wrong, 'tensor')} contradict config.json",
             tuple(wrong),
         )
     ]
@@ -671,9 +724,11 @@ def _find_wrong_shapes(
 
 
 def _find_layer_gaps(shapes: Mapping[str, Shape]) -> list[CheckpointProblem]:
-    """Find gaps between layers, and single layers that lack tensors that all other layers have.
+    """Find gaps between layers, and single layers that differ from all other layers of the same stack.
 
-    These rules do not require a config. They only compare the layers of a stack with each other.
+    A single layer may lack a tensor, or one of its tensors may have a different shape. The layers
+    are only compared with each other, so no config is required. Layers that are missing at the end
+    of a stack are therefore not found.
     """
     problems = []
     for stack, layers in group_names_by_layer(shapes).items():
@@ -700,9 +755,7 @@ def _find_layer_gaps(shapes: Mapping[str, Shape]) -> list[CheckpointProblem]:
                 and 0 < number < max(layers)
             ):
                 names = tuple(f"{stack}.{number}.{rest}" for rest in sorted(usual - layer_kind))
-                problems.append(
-                    CheckpointProblem("missing", f"{_format_count(names, 'tensor')} missing", names)
-                )
+                problems.append(CheckpointProblem("missing", _describe_missing_tensors(names), names))
         problems += _find_deviating_shapes(shapes, layers)
     return problems
 
@@ -710,10 +763,16 @@ def _find_layer_gaps(shapes: Mapping[str, Shape]) -> list[CheckpointProblem]:
 def _find_deviating_shapes(
     shapes: Mapping[str, Shape], layers: Mapping[int, Mapping[str, str]]
 ) -> list[CheckpointProblem]:
-    """Find layers in which one tensor has a different shape than in all other layers.
+    """Find layers in which exactly one tensor has a different shape than in all other layers.
 
-    Several tensors differ in layers with a different width. If only one tensor of one layer differs, it
-    is damaged.
+    Such a layer is probably damaged. In a layer that was designed with a different width, several
+    tensors would have different shapes. The first and the last layer are not reported, and stacks
+    with fewer than four layers are not checked.
+
+    Args:
+        shapes: Shape of each tensor, keyed by name.
+        layers: Names of the tensors in one stack, keyed by layer index and then by name in the
+            layer.
     """
     deviating: dict[int, list[str]] = {}
     for rest in set.intersection(*(set(rests) for rests in layers.values())):
@@ -727,8 +786,8 @@ def _find_deviating_shapes(
     return [
         CheckpointProblem(
             "shapes",
-            f"a tensor has the shape {list(shapes[layers[number][rests[0]]])}, which differs from the other "
-            "layers",
+            f"a tensor has the shape {list(shapes[layers[number][rests[0]]])}, but a different shape in all "
+            "other layers",
             (layers[number][rests[0]],),
         )
         for number, rests in deviating.items()
@@ -741,8 +800,9 @@ def _find_missing_embeddings(
 ) -> list[CheckpointProblem]:
     """Check that a causal language model has both its input and its output embeddings.
 
-    If `tie_word_embeddings` is false in the config, there must be at least two tables with a row for
-    each token of the vocabulary. Returns at most one problem.
+    Only models with `tie_word_embeddings` set to false in the config are checked. Draft models for
+    speculative decoding are skipped. A problem is reported if exactly one matrix has a dimension of at
+    least the vocabulary size. Returns at most one problem.
     """
     words, architecture = (
         collect_integer_settings(config).get("vocab_size", 0),
@@ -765,14 +825,20 @@ def _find_missing_embeddings(
         CheckpointProblem(
             "missing",
             f"config.json has {_TIE_SETTING} false and vocab_size {words:,}, but only one tensor has this "
-            "number of rows: input or output embeddings are missing",
+            "number of rows, so the input or output embeddings are missing",
             (tables[0],),
         )
     ]
 
 
 def _replace_expert_numbers(rests: Iterable[str]) -> set[str]:
-    """Replace the expert index in each tensor name with `*`."""
+    """Replace the expert index in each tensor name with `*`.
+
+    For example, `mlp.experts.3.up_proj.weight` becomes `mlp.experts.*.up_proj.weight`.
+
+    Args:
+        rests: Names of the tensors in a layer, relative to the layer.
+    """
     return {
         f"{match['module']}.*.{match['rest']}" if (match := _EXPERT_NAME.fullmatch(rest)) else rest
         for rest in rests
@@ -787,7 +853,7 @@ def _find_expert_problems(
     Args:
         shapes: Shape of each tensor, keyed by name.
         config: Content of the `config.json`.
-        is_known: Whether transformers contains the model class.
+        is_known: Whether `expected_tensors` contains the model class.
     """
     counts = _list_expert_counts(config) or (_list_expert_counts(config, least=0) if is_known else set())
     modules: dict[str, dict[int, set[str]]] = {}
@@ -824,8 +890,7 @@ def _find_expert_problems(
         problems.append(
             CheckpointProblem(
                 "experts",
-                f"{_format_count(holes, 'expert or tensor' if len(holes) == 1 else 'experts or tensor')} "
-                "missing",
+                f"the checkpoint lacks {len(holes):,} experts or their tensors",
                 tuple(holes),
             )
         )
@@ -833,21 +898,25 @@ def _find_expert_problems(
         problems.append(
             CheckpointProblem(
                 "experts",
-                f"config.json has {' or '.join(f'{count:,}' for count in sorted(counts))} experts, but",
+                f"config.json has {' or '.join(f'{count:,}' for count in sorted(counts))} experts, but "
+                "some layers have a different number of experts",
                 tuple(wrong),
-                "an expert-parallel save that kept the experts of one rank looks like this; the others are "
-                "lost",
+                "this happens if an expert-parallel save writes the experts of only one rank; the other "
+                "experts are lost",
             )
         )
     return problems
 
 
 def _list_expert_counts(config: Mapping[str, Any], *, least: int = 1) -> set[int]:
-    """Return the possible numbers of experts per layer according to a config.
+    """Return the numbers of experts that a layer may have according to a config.
+
+    There may be several numbers, because a config may have several settings for experts, and a
+    setting may be a list. The sum of each list is also included.
 
     Args:
         config: Content of the `config.json`.
-        least: Smallest number to include.
+        least: Smallest number of experts to include. Smaller numbers are ignored.
 
     Returns:
         The numbers. Empty if the config does not contain any.
@@ -864,9 +933,9 @@ def _list_expert_counts(config: Mapping[str, Any], *, least: int = 1) -> set[int
             numbers = [number for number in values if type(number) is int and number >= least]
             counts |= {*numbers, *([sum(numbers)] if len(numbers) > 1 else [])}
             if key == "moe_num_experts" and "vision_config" in config:
-                # ERNIE 4.5 VL stores the experts of images behind the experts of texts.
+                # ERNIE 4.5 VL stores the image experts after the text experts, so the number may be doubled.
                 counts |= {2 * number for number in numbers}
-        # LongCat-Flash also has experts without parameters, which transformers counts.
+        # LongCat-Flash also has experts without parameters, which transformers includes in the number.
         if type(extra := part.get(_ZERO_EXPERTS)) is int:
             counts |= {count + extra for count in counts}
     return counts
@@ -875,11 +944,15 @@ def _list_expert_counts(config: Mapping[str, Any], *, least: int = 1) -> set[int
 def _group_expert_weights(
     tensors: Mapping[str, Tensor], config: Mapping[str, Any]
 ) -> dict[tuple[str, str], list[_ExpertWeight]]:
-    """Group the weights to compare with each other: the same weight in all experts of a layer.
+    """Group the expert weights that have to be compared with each other.
+
+    A group contains the corresponding weights of all experts in a layer, such as all `up_proj`
+    weights.
 
     Returns:
-        The weights, keyed by experts module and name within an expert. The name is empty for stacked
-        experts.
+        The groups, keyed by two names: the module that contains the experts, and the weight within
+        an expert. For stacked experts, the first name is the name of the stack, and the second name
+        is empty.
     """
     unused = config.get(_ZERO_EXPERTS)
     groups: dict[tuple[str, str], list[_ExpertWeight]] = {}
@@ -912,7 +985,13 @@ def _find_zero_or_equal_experts(
 ) -> list[CheckpointProblem]:
     """Find experts with zero weights, or with the same weights as another expert in the layer.
 
-    Reads tensor data.
+    This reads tensor data. For most weights, a small sample is enough.
+
+    Args:
+        tensors: Tensors of the checkpoint, keyed by name.
+        config: Content of the `config.json`.
+        is_remote: Whether the tensors are in an object store. If so, only one weight of each expert
+            is examined, because each weight needs a request.
     """
     groups = _group_expert_weights(tensors, config)
     samples: dict[_ExpertWeight, Array] = {}
@@ -933,7 +1012,7 @@ def _find_zero_or_equal_experts(
             if not (sample != 0).any() and expert.is_zero():
                 zero.append(expert.name)
                 continue
-            # Weights are only equal if their samples are equal.
+            # Weights can only be equal if their samples are equal, so all other pairs are skipped.
             for other in by_sample.setdefault(sample.tobytes(), []):
                 if expert.has_same_bytes(other):
                     equal.append(f"{expert.name} = {other.name}")
@@ -946,7 +1025,7 @@ def _find_zero_or_equal_experts(
         problems.append(
             CheckpointProblem(
                 "zero experts",
-                f"{_format_count(zero, 'weight')} of experts with only zeros",
+                f"the checkpoint contains {_format_count(zero, 'expert weight')} with only zeros",
                 tuple(zero),
                 lost,
             )
@@ -955,7 +1034,8 @@ def _find_zero_or_equal_experts(
         problems.append(
             CheckpointProblem(
                 "equal experts",
-                f"{_format_count(equal, 'weight')} of experts equal to another expert",
+                f"the checkpoint contains {_format_count(equal, 'expert weight')} equal to the weight of "
+                "another expert",
                 tuple(equal),
                 lost,
             )
@@ -1021,20 +1101,21 @@ def _find_repairable_contradictions(
 ) -> list[CheckpointProblem]:
     """Find repairable contradictions between the config and the tensors.
 
-    A conversion corrects them. Examples are a `quantization_config` of an unquantized model, and
-    different embeddings that the config ties.
+    A conversion repairs each of them. Examples are a `quantization_config` for a model that is not
+    quantized, and input and output embeddings that differ although the config ties them.
     """
     problems = []
     tensors = checkpoint.tensors
-    # Sharded checkpoints always have the stacks that transformers has in memory.
+    # Only check safetensors files, because sharded checkpoints always contain the stacks that transformers
+    # has in memory.
     stacks = tuple(name for name in tensors if _EXPERT_STACK_NAME.fullmatch(name))
     rules = find_name_rules(checkpoint) if stacks and checkpoint.format == "safetensors" else None
     if rules is not None and checkpoint.names == "stored" and are_memory_names(tensors, rules):
         problems.append(
             CheckpointProblem(
                 LIVE_NAMES_PROBLEM,
-                f"{_format_count(stacks, 'stack')} of experts, although the model type has one tensor for "
-                "each expert",
+                f"the checkpoint contains {_format_count(stacks, 'stack')} of experts, although models of "
+                "this type have one tensor for each expert",
                 stacks,
                 "only transformers 5 reads such stacks; transformers 4, vLLM, SGLang and others skip the "
                 "experts, and a conversion writes one tensor for each expert",

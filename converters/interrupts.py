@@ -20,8 +20,10 @@ _MESSAGE = b"error: interrupted\n"
 def install_exit_on_interrupt() -> None:
     """Install a signal handler that exits immediately on SIGINT, without a traceback.
 
-    Use it at the start and the end of a process, when nothing has to be cleaned up. A handler other
-    than Python's default one is left unchanged.
+    Call this function at the start of a process. The handler is for the start and the end of the
+    process, when nothing has to be cleaned up. In between, `raise_first_interrupt` replaces it. A
+    handler other than Python's default one is left unchanged. Outside of the main thread, nothing is
+    installed.
     """
     if _is_main_thread() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _exit_interrupted)
@@ -29,11 +31,14 @@ def install_exit_on_interrupt() -> None:
 
 @contextmanager
 def raise_first_interrupt() -> Iterator[None]:
-    """Raise `KeyboardInterrupt` at the first SIGINT within this context, and exit at the second.
+    """Raise `KeyboardInterrupt` at the first SIGINT in this context, and exit at the second.
 
-    A second `KeyboardInterrupt` would interrupt the cleanup after the first one and print a traceback.
-    Python discards a `KeyboardInterrupt` raised in a destructor or callback, so the process exits in
-    this case as well.
+    If the second SIGINT also raised an exception, it would interrupt the cleanup after the first
+    one and print a traceback. The process also exits if the first SIGINT arrives in a destructor or
+    callback, because Python discards exceptions that are raised there.
+
+    The context has no effect outside of the main thread. It also has no effect if the current
+    SIGINT handler is neither Python's default handler nor `_exit_interrupted`.
     """
     previous_handler = signal.getsignal(signal.SIGINT)
     if not _is_main_thread() or previous_handler not in (signal.default_int_handler, _exit_interrupted):
@@ -77,7 +82,7 @@ def block_interrupts_in_children() -> Iterator[None]:
     if "multiprocessing" in sys.modules:
         from multiprocessing import resource_tracker
 
-        resource_tracker.ensure_running()  # unblocks SIGINT when it starts the tracker
+        resource_tracker.ensure_running()  # start the tracker now, because starting it unblocks SIGINT
     previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

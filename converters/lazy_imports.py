@@ -1,4 +1,4 @@
-"""Import modules, and the names of a package (PEP 562), when they are first used."""
+"""Import modules, and the attributes that a package exports (PEP 562), when they are first used."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ if TYPE_CHECKING:
 def build_lazy_getattr(package: str) -> Callable[[str], Any]:
     """Build a package's `__getattr__`, which imports the names in `__all__` when they are first used.
 
-    Every import of a submodule runs the `__init__` of its package. Without lazy imports, this would
-    import numpy, which takes longer than the conversion of a small checkpoint. The module of each name
-    is parsed from the imports below `if TYPE_CHECKING` in the package's source.
+    Importing a submodule also runs the `__init__` of its package. If `__init__` imported all public
+    names, it would load numpy, which takes longer than converting a small checkpoint. The package
+    therefore lists its imports below `if TYPE_CHECKING`. The returned function parses this list to
+    find the module of a name.
 
     Args:
         package: Name of the package.
@@ -29,7 +30,7 @@ def build_lazy_getattr(package: str) -> Callable[[str], Any]:
     def get_attribute(name: str) -> Any:
         module = sys.modules[package]
         if name not in module.__all__:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+            raise AttributeError(f"module {package!r} has no attribute {name!r}; check the name")
         value = vars(module)[name] = getattr(import_module(_find_modules_of_names(package)[name]), name)
         return value
 
@@ -38,7 +39,11 @@ def build_lazy_getattr(package: str) -> Callable[[str], Any]:
 
 @cache
 def _find_modules_of_names(package: str) -> dict[str, str]:
-    """Parse the imports in a package's source, and return the module of each imported name. Cached."""
+    """Map each name that a package's source imports to the name's module.
+
+    For example, `from a.b import c` maps `c` to `a.b`. Other forms of imports are ignored. The
+    result is cached.
+    """
     import ast  # not at the top, because only the first use of a name needs it
 
     loader: Any = sys.modules[package].__loader__  # also reads the source of a package in a zip archive
@@ -51,11 +56,14 @@ def _find_modules_of_names(package: str) -> dict[str, str]:
 class DeferredModule(ModuleType):
     """Module that is imported when one of its attributes is first read.
 
-    `importlib.util.LazyLoader` is not thread-safe before Python 3.12.
+    This class replaces `importlib.util.LazyLoader`, which is not thread-safe before Python 3.12.
     """
 
     def __getattr__(self, name: str) -> Any:
-        """Import the module, and return one of its attributes, which is stored for later reads."""
+        """Import the module, and return one of its attributes.
+
+        The attribute is then cached, so that later reads of it do not call this method.
+        """
         # Store the attribute, so that later reads of it do not call this method.
         value = self.__dict__[name] = getattr(import_module(self.__name__), name)
         return value

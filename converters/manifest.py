@@ -7,8 +7,8 @@
 The last CRC32 is the checksum of the manifest itself. Writing a manifest reads no tensor data. The
 checksums of `.distcp` and `.metadata` files are in a separate file that the manifest lists, see
 :mod:`portable.converters.formats.dcp.checksums`. For a torch.save file, `directory` is the checksum
-of the zip directory, which contains the CRC32s that torch computed while writing. They are verified
-when a tensor is read.
+of the zip directory, which contains the CRC32s that torch computed while writing. These CRC32s are
+verified when a tensor is read.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _OTHER_FORMAT_NAMES = re.compile(r"(.*/)?(\w*\.metadata|\w+\.distcp|latest_unive
 
 
 def compute_manifest_entries(folder: Path) -> ManifestEntries:
-    """Compute the manifest entries for the files that this process has written.
+    """Compute the manifest entries for all files in a folder, except for the manifest.
 
     Args:
         folder: Local folder of the checkpoint. Its subfolders are included.
@@ -87,7 +87,9 @@ def format_manifest(entries: Mapping[str, Mapping[str, int]], **about: Any) -> s
 
 
 def read_manifest(folder: AnyPath) -> dict[str, Any] | None:
-    """Read the manifest of a checkpoint, and check that it is intact.
+    """Read the manifest of a checkpoint, and check that the manifest is valid.
+
+    The files that the manifest lists are not checked.
 
     Args:
         folder: Folder or URL of the checkpoint.
@@ -96,7 +98,8 @@ def read_manifest(folder: AnyPath) -> dict[str, Any] | None:
         The manifest. None if the checkpoint does not have one.
 
     Raises:
-        CheckpointError: If the manifest is damaged, or a newer version of this program has written it.
+        CheckpointError: If the manifest is damaged, or was written by a newer version of this
+            program.
     """
     path = folder / MANIFEST
     try:
@@ -108,7 +111,9 @@ def read_manifest(folder: AnyPath) -> dict[str, Any] | None:
     if not isinstance(manifest, dict) or not _is_valid_manifest(manifest):
         raise DamagedCheckpointError(f"{path}: is damaged")
     if manifest.get("version") != _VERSION:
-        raise CheckpointError(f"{path}: written by a newer version of this program; upgrade portable-trainer")
+        raise CheckpointError(
+            f"{path}: was written by a newer version of this program; upgrade portable-trainer"
+        )
     return manifest
 
 
@@ -127,14 +132,16 @@ def check_manifest(
         folder: Folder or URL of the checkpoint.
         only: Function that takes a file name, and returns whether to check the file. None to check all
             files.
-        reads: Function that takes a file name, and returns whether to read the file and compare its
-            checksum. If not, only the size is compared. By default, all checked files are read.
+        reads: Function that takes a file name, and returns whether to compute the checksum of the file
+            and compare it. If it returns False, or if the manifest contains no checksum of the file,
+            only the size is compared. By default, all checksums of the checked files are compared.
 
     Returns:
         The manifest. None if the checkpoint does not have one, in which case nothing was checked.
 
     Raises:
-        CheckpointError: If a file is missing or has changed, or if a file of another format was added.
+        CheckpointError: If a file is missing or has changed, if a file of another format was added, or
+            if the manifest is damaged or was written by a newer version of this program.
     """
     manifest = read_manifest(folder)
     if manifest is None:
@@ -143,15 +150,15 @@ def check_manifest(
     for name in sorted(present_names):
         if name not in manifest["files"] and _OTHER_FORMAT_NAMES.fullmatch(name):
             raise CheckpointError(
-                f"{to_printable(folder / name)}: was not written by this save; move the file out of "
-                "the checkpoint"
+                f"{to_printable(folder / name)}: is not listed in {MANIFEST}; move the file out of the "
+                "checkpoint"
             )
     opened = CheckpointFolder(folder)
     checked = {name: entry for name, entry in manifest["files"].items() if only is None or only(name)}
     for name, entry in checked.items():
         path = to_printable(folder / name)
         if name not in present_names:
-            raise DamagedCheckpointError(f"{path}: is missing, although {MANIFEST} names it")
+            raise DamagedCheckpointError(f"{path}: is missing, although {MANIFEST} lists this file")
         if (size := opened.get_file(name).nbytes) != entry["bytes"]:
             raise DamagedCheckpointError(
                 f"{path}: has {size:,} bytes, but {entry['bytes']:,} bytes were written"
@@ -171,7 +178,7 @@ def check_manifest(
         for name, intact in zip(names, pool.map(is_intact, names), strict=True):
             if not intact:
                 raise DamagedCheckpointError(
-                    f"{to_printable(folder / name)}: is damaged, or from another save"
+                    f"{to_printable(folder / name)}: is damaged or from another save"
                 )
     return manifest
 
@@ -184,7 +191,8 @@ def is_listed_in_manifest(folder: AnyPath, name: str) -> bool:
         name: Path of the file, relative to the folder.
 
     Raises:
-        CheckpointError: If the manifest is damaged.
+        CheckpointError: If the manifest is damaged, or was written by a newer version of this
+            program.
     """
     manifest = read_manifest(folder)
     return manifest is not None and name in manifest["files"]
@@ -230,4 +238,4 @@ def _compute_directory_crc32(file: CheckpointFile) -> int:
 
 
 _CHECKSUMS = {"crc32": _compute_crc32, "directory": _compute_directory_crc32}
-"""Functions that compute a checksum of a file, by the key of the checksum in an entry."""
+"""Functions that compute a checksum of a file, keyed by the name of the checksum in a manifest entry."""

@@ -1,9 +1,10 @@
-"""Convert checkpoints between published tensor names and the names that transformers has in memory.
+"""Convert checkpoints between published tensor names and transformers' in-memory names.
 
     published = rename_to_published(open_checkpoint("run/checkpoints/step-000100"))
 
-The tensors, the optimizer state, and the names of tied tensors are converted. Renaming does not read any
-tensor data.
+Published names are the names in the files of the published model. In-memory names are the keys of
+the loaded model's `state_dict()`. The tensors, the optimizer state, and the names of tied tensors
+are converted. Renaming does not read any tensor data.
 """
 
 from __future__ import annotations
@@ -47,18 +48,20 @@ def find_name_rules(
     published_names: Collection[str] | None = None,
     read_shapes: Callable[[], Mapping[str, Shape]] = dict,
 ) -> NameRules | None:
-    """Find the name rules of a checkpoint.
+    """Find the rules that convert the tensor names in a checkpoint's files to the names in memory.
 
     Args:
-        checkpoint: Checkpoint with a `config.json`. If a training run recorded the rules of its base
-            checkpoint in the same folder, these rules are returned.
-        published_names: Names of the tensors in the published files from which the model was loaded, if
-            they are known. The names in old files may differ from the default names of the model type.
-        read_shapes: Function that reads the shapes of these tensors. Only called if the layout of the
-            files depends on them.
+        checkpoint: Checkpoint with a `config.json`.
+        published_names: Names of the tensors in the published files from which the model was
+            loaded. The names in old files may differ from the default names of the model type. If
+            None, the rules that a training run recorded in the checkpoint's folder are used, or
+            else the default rules of the model type.
+        read_shapes: Function that returns the shapes of the tensors in the published files, keyed
+            by name. Only called if the layout of the files depends on the shapes.
 
     Returns:
-        The rules, or None if transformers does not implement the model type or the class.
+        The rules. None if transformers does not implement the model type or the model class in the
+        `config.json`.
 
     Raises:
         CheckpointError: If the record of the training run is damaged.
@@ -72,10 +75,12 @@ def find_name_rules(
 
 
 class RecordedRules(NamedTuple):
-    """Name rules that a training run recorded in its checkpoint.
+    """Record of the rules by which a training run converted its base checkpoint's tensor names.
+
+    The run stores this record in its own checkpoint.
 
     Attributes:
-        rules: Rules of the base checkpoint.
+        rules: Rules for the tensors of the base checkpoint.
         not_loaded: Names of the base checkpoint's tensors that were not loaded.
     """
 
@@ -93,7 +98,8 @@ def read_recorded_rules(checkpoint: Checkpoint) -> RecordedRules | None:
         The recorded rules. None if the checkpoint does not contain any.
 
     Raises:
-        CheckpointError: If the record is damaged.
+        CheckpointError: If the record is damaged, or contains a rule that this version does not
+            support.
     """
     record = find_companion_file(checkpoint.root, NAME_RULES_FILE)
     if record is None:
@@ -111,7 +117,11 @@ def read_published_names(config: AnyPath) -> list[str] | None:
         config: Path of the `config.json`.
 
     Returns:
-        The tensor names, or None if the folder does not contain safetensors weights.
+        The tensor names, or None if the folder contains neither a valid `model.safetensors.index.json`
+        nor a `model.safetensors`.
+
+    Raises:
+        CheckpointError: If `model.safetensors` is damaged.
     """
     folder = config.parent
     table = read_json_object_or_empty(folder / INDEX_FILE_NAME).get("weight_map")
@@ -123,13 +133,17 @@ def read_published_names(config: AnyPath) -> list[str] | None:
 
 
 def read_published_shapes(config: AnyPath) -> dict[str, Shape]:
-    """Read the shapes of the published tensors that are stored in the folder of a `config.json`.
+    """Read the shapes of the tensors in the safetensors files next to a `config.json`.
 
     Args:
         config: Path of the `config.json`.
 
     Returns:
-        The shapes, keyed by tensor name. Tensors of shards that the folder does not contain are omitted.
+        The shapes, keyed by tensor name. Without a `model.safetensors.index.json`, the file is
+        `model.safetensors`. If a file is missing, its tensors are omitted.
+
+    Raises:
+        CheckpointError: If a safetensors file is damaged or outside the folder.
     """
     folder = config.parent
     table = read_json_object_or_empty(folder / INDEX_FILE_NAME).get("weight_map")
@@ -143,15 +157,20 @@ def read_published_shapes(config: AnyPath) -> dict[str, Shape]:
 
 
 def rename_to_published(checkpoint: Checkpoint, rules: NameRules | None = None) -> Checkpoint:
-    """Convert a checkpoint to the tensor names and shapes of published files.
+    """Convert a checkpoint to the tensor names and shapes of the model's published files.
+
+    Published files are the files that the model's authors distribute, for example on the Hub. The
+    names and shapes in the transformers model in memory may be different.
 
     Args:
         checkpoint: Checkpoint of any format.
         rules: Name rules of the model. Defaults to the result of `find_name_rules`.
 
     Returns:
-        A new `Checkpoint`. If the checkpoint already has published names, or if its model type is
-        unknown, `checkpoint` is returned unchanged.
+        The converted checkpoint. Names of torchtitan and Meta are first replaced with published
+        names. If the tensors then have published names and shapes, or if the model type is unknown,
+        nothing else is changed. A result of `rename_to_published` or `rename_to_live` is returned
+        unchanged.
 
     Raises:
         CheckpointError: If a tensor cannot be rearranged.
@@ -183,19 +202,24 @@ def rename_to_published(checkpoint: Checkpoint, rules: NameRules | None = None) 
 def rename_to_live(
     checkpoint: Checkpoint, rules: NameRules | None = None, live: Mapping[str, Shape] | None = None
 ) -> Checkpoint:
-    """Convert a checkpoint to the tensor names and shapes that transformers has in memory.
+    """Convert a checkpoint to the tensor names and shapes that transformers uses in memory.
 
     Args:
         checkpoint: Checkpoint of any format.
         rules: Name rules of the model. Defaults to the result of `find_name_rules`.
-        live: Shapes of the model's tensors in memory, if they are known.
+        live: Shapes of the model's tensors in memory, keyed by name, or None if they are not known.
+            The names show whether the model uses the prefix of its base model, such as `model.`.
+            Some rules need the shapes to split or transpose a tensor.
 
     Returns:
-        A new `Checkpoint`. If the checkpoint already has names in memory, or if its model type is
-        unknown, `checkpoint` is returned unchanged.
+        The converted checkpoint. Names of torchtitan and Meta are first replaced with published
+        names. If the model type is unknown, nothing else is changed. If the tensors already have
+        in-memory names that differ from the published names, `checkpoint` itself is returned. A
+        result of `rename_to_live` is also returned unchanged.
 
     Raises:
-        CheckpointError: If a tensor cannot be rearranged.
+        CheckpointError: If a tensor cannot be rearranged, for example because its shape does not
+            fit the rule.
     """
     if checkpoint.names == "live":
         return checkpoint
@@ -223,11 +247,16 @@ def _build_renamed_checkpoint(
 ) -> Checkpoint:
     """Build a checkpoint with new tensor names.
 
+    An alias is kept only if its owner is unchanged except for its name. The optimizer state is
+    rearranged when it is first used.
+
     Args:
         checkpoint: Checkpoint with the old names.
-        arrangements: Arrangement of each new tensor, keyed by the new name.
-        rename_alias: Function that returns the new name of a tied tensor.
-        names: Kind of the new names, `"published"` or `"live"`.
+        arrangements: Composition of each new tensor from the tensors of `checkpoint`, keyed by the
+            new name.
+        rename_alias: Function that converts the old name of a tied tensor to its new name.
+        names: Kind of the new names: `"published"` for the names in published files, or `"live"`
+            for the names in memory.
 
     Returns:
         A new `Checkpoint`.
@@ -259,10 +288,19 @@ def _build_renamed_checkpoint(
 def _rearrange_optimizer_state(
     optimizer: OptimizerState, arrangements: Mapping[str, Arrangement], tensors: Mapping[str, Tensor]
 ) -> OptimizerState:
-    """Rearrange the optimizer state in the same way as the parameters. The state stays lazy.
+    """Rearrange the optimizer state in the same way as the parameters.
+
+    The result is lazy: the data of the state is read when it is used. A new parameter has no state
+    if none of its old parameters has a state.
+
+    Args:
+        optimizer: Optimizer state, keyed by the old parameter names.
+        arrangements: Arrangement of each new parameter, keyed by its new name.
+        tensors: Old parameters, keyed by name.
 
     Raises:
-        OptimizerStateError: If a parameter consists of several source parameters, and only some have a state.
+        OptimizerStateError: If a new parameter consists of several old parameters and only some of
+            them have a state, or if a state cannot be rearranged. See `_rearrange_one_state`.
     """
     new_names: dict[str, list[str]] = {}
     state: dict[str, Mapping[str, Tensor | Scalar]] = {}
@@ -276,8 +314,8 @@ def _rearrange_optimizer_state(
         if len(states) != len(sources):
             missing = next(source for source in sources if source not in states)
             raise OptimizerStateError(
-                f"{name}: consists of several parameters, but {missing} has no optimizer state; use "
-                "--names live"
+                f"{name}: consists of several parameters, but {missing} has no optimizer state; add "
+                "--names live to keep the parameters separate"
             )
         keys = next(iter(states.values()))
         state[name] = {
@@ -307,21 +345,24 @@ def _rearrange_one_state(
     states: Mapping[str, Mapping[str, Tensor | Scalar]],
     tensors: Mapping[str, Tensor],
 ) -> Tensor | Scalar:
-    """Rearrange one optimizer state of a parameter.
+    """Rearrange one optimizer state in the same way as its parameter.
 
     Args:
         new_name: Name of the new state, used in error messages.
         state_name: Key of the state, such as `exp_avg`.
-        arrangement: Arrangement of the parameter.
-        states: Optimizer states of the parameter's sources, keyed by source and then by state.
-        tensors: Parameters under their old names.
+        arrangement: Description of how the new parameter is assembled from old parameters, which
+            are called its sources.
+        states: Optimizer states of the sources, keyed by source and then by state.
+        tensors: Old parameters, keyed by name.
 
     Returns:
-        The rearranged state. If the state is a scalar, or if the parameter is only renamed, it is returned
-        unchanged.
+        The rearranged state. If the parameter is only renamed, its state is returned unchanged. If
+        the states are scalars, such as `step`, the scalar of the first source is returned.
 
     Raises:
-        OptimizerStateError: If the state does not have the shape of its parameter.
+        OptimizerStateError: If the state is not a scalar and the parameter is not only renamed, and
+            the state does not have the shape of its parameter or the new parameter is padded with
+            zeros.
     """
     parts: dict[str, Any] = {
         source: source_states.get(state_name) for source, source_states in states.items()
@@ -339,7 +380,7 @@ def _rearrange_one_state(
     is_scalar = not isinstance(first, Tensor) or first.numel == 1
     if first is None or not (is_renamed or is_scalar):
         raise OptimizerStateError(
-            f"{new_name}: this optimizer state cannot be rearranged, because it does not have the shape of "
-            "its parameter; use --names live to keep the names in memory"
+            f"{new_name}: this optimizer state cannot be converted, because its shape differs from the "
+            "shape of its parameter; add --names live to write the names that transformers uses in memory"
         )
     return first  # type: ignore[no-any-return]

@@ -46,27 +46,33 @@ def open_checkpoint(
         (2, 48)
 
     Args:
-        path: Run folder (its newest complete step is opened), folder of a step, folder of shards, or file, as
-            a local path or a URL (`s3://bucket/run`). Only the required byte ranges of objects are fetched.
-        tag: Step to open in a folder of several steps: a folder name (`step-000100`) or a number (`100`).
-        order: Names of the model's parameters in module order, if known. If the optimizer state is keyed by
-            index and the files do not record the order, it is needed to assign names to the state.
-        companions: Paths of files, keyed by name, that replace the files next to the shards. An example
-            is the `config.json` of the model, which determines the tensor names in some formats.
-        rank: Rank and world size of this process, if each rank of a job opens the checkpoint to read only its
-            slices. The files of other ranks are then only opened if a slice needs them, so missing or damaged
-            files are only noticed then.
-        build_once: Function that writes a file in one process per node, if several processes of a node open
-            the checkpoint. It takes a key and a function that writes the file to a path, and returns the path
-            of the file, or None if the processes cannot share files. Only one process of a node then parses
-            large metadata, and the other processes memory-map the file with the result.
+        path: Run folder (its newest complete step is opened), folder of a step, folder of shards,
+            or file. It can be a local path or a URL (`s3://bucket/run`). Only the required byte
+            ranges of objects are fetched.
+        tag: Step to open in a folder of several steps: a folder name (`step-000100`) or a number
+            (`100`).
+        order: Names of the model's parameters in module order, if known. The order is needed to
+            name the optimizer state if the state is keyed by index and the files do not record the
+            order.
+        companions: Paths of files, keyed by name, that replace the files next to the shards. An
+            example is the `config.json` of the model, which determines the tensor names in some
+            formats.
+        rank: Rank and world size of this process, if each rank of a job opens the checkpoint to
+            read only its slices. The files of other ranks are then opened only if a slice needs
+            them. Missing or damaged files are therefore noticed only at that point.
+        build_once: Function `build_once(key, write)`, needed only if several processes of a node
+            open the checkpoint. It must call `write(path)` in one process per node, with a path of
+            its choice, and return the path of the finished file in every process. `key` identifies
+            the content of the file. `write` parses large metadata and writes the result to the
+            file, and all processes memory-map it. If the processes cannot share files,
+            `build_once` must return None, and every process parses the metadata itself.
 
     Returns:
         The checkpoint. Tensors are read when they are used.
 
     Raises:
-        CheckpointError: If the checkpoint is missing, damaged, incomplete, or of an unknown format. The
-            message is one line that names the file.
+        CheckpointError: If the checkpoint is missing, damaged, incomplete, or of an unknown format.
+            The message is one line that names the file.
     """
     root = parse_path_or_url(path)
     if not root.exists():
@@ -85,7 +91,7 @@ def open_checkpoint(
         raise CheckpointError(f"{error.filename or source.path}: {format_os_error(error)}") from None
     except RecursionError:
         raise CheckpointError(
-            f"{source.path}: nested too deeply to be a checkpoint; specify the file or folder of a checkpoint"
+            f"{source.path}: the data is nested too deeply; specify the file or folder of a checkpoint"
         ) from None
 
 
@@ -96,11 +102,13 @@ def read_pickled(path: str | AnyPath) -> Any:
         path: Path or URL of the file.
 
     Returns:
-        The content as dicts, lists, strings and numbers. Tensors and objects are replaced with the
-        names of their classes.
+        The content as dicts, lists, strings, numbers, booleans, and None. Objects are replaced with the
+        names of their classes, and tensors with `"StoredTensor"`. Values after the first 100,000 and
+        values that are nested more than 50 levels deep are replaced with `"..."`.
 
     Raises:
-        CheckpointError: If the file is damaged, or contains a class that torch does not write.
+        CheckpointError: If the file is missing or damaged, if it is not a zip file of `torch.save`, or
+            if it contains a class or function that is not on the allow-list.
     """
     from portable.converters.containers.pickle_reader import to_json_value
     from portable.converters.containers.torchzip import TorchZip
@@ -116,8 +124,14 @@ def read_pickled(path: str | AnyPath) -> Any:
 def _detect_checkpoint(root: AnyPath, tag: str | None) -> DetectedFormat:
     """Find the checkpoint that a path and a tag refer to, and detect its format.
 
+    Without a tag, the path itself is selected if it is a checkpoint. Otherwise, the newest complete
+    step is selected. A tag selects a step folder by its name or number. If no step folder has the
+    tag, a format with `Format.selects_tag` selects the step.
+
     Raises:
-        CheckpointError: If there is no checkpoint of a known format, or if the path is ambiguous.
+        CheckpointError: If there is no complete checkpoint of a known format, if there is none with
+            the tag, if the path is ambiguous because the names of its steps differ not only in
+            their numbers, or if a symlink points outside the run folder.
     """
     if not _is_finished_write(root):
         raise CheckpointError(_format_unfinished_write_error(root))
@@ -159,7 +173,8 @@ def _detect_checkpoint(root: AnyPath, tag: str | None) -> DetectedFormat:
     if len(chosen) > 1:
         names = " and ".join(sorted(each.source.path.name for each in chosen.values())[:4])
         raise CommandError(
-            f"{root}: contains steps of {len(chosen)} kinds, such as {names}; choose a step with --tag"
+            f"{root}: contains steps with {len(chosen)} kinds of names, such as {names}; choose a step with "
+            "--tag"
         )
     if chosen:
         return next(iter(chosen.values()))
@@ -177,9 +192,11 @@ def _validate_inside(root: AnyPath, step: AnyPath) -> AnyPath:
 
 
 def _is_finished_write(path: AnyPath) -> bool:
-    """Return whether a path was written completely, according to the marker of incomplete writes.
+    """Return whether the folder of a path has been written completely.
 
-    Only folders in object stores, and copies of such folders, have these markers.
+    If the path is a file, the folder that contains the file is checked. A folder is incomplete if
+    it contains the marker `_INCOMPLETE` but not `_COMPLETE`. Only writes to an object store create
+    `_INCOMPLETE`, so a folder on a disk is incomplete only if it is a copy of such a folder.
     """
     return not is_incomplete_folder(path.parent if path.is_file() else path)
 
@@ -199,12 +216,16 @@ class _StepFolder(NamedTuple):
 
 
 def _list_step_folders(root: AnyPath) -> list[_StepFolder]:
-    """List the step folders of a run, newest first. Folders that cannot be listed are ignored.
+    """List the step folders of a run, newest first.
 
-    The folders are in `root`, or in its subfolder `checkpoints/` (torchtitan: `checkpoint/`).
+    `root` and its subfolders `checkpoints/` and `checkpoint/` (torchtitan) are searched. The name
+    of a step folder is a number, or ends with a number after `step`, `checkpoint`, `ckpt`, `iter`,
+    or `epoch`. An example is `step-000100`. Missing folders, and local folders that cannot be
+    listed, are ignored.
 
     Raises:
         LinkError: If a symlink points outside the run folder.
+        RemoteError: If the folders in an object store cannot be listed.
     """
     steps = []
     for folder in (root / "checkpoints", root / "checkpoint", root):
@@ -244,8 +265,11 @@ def _describe_unknown_format(source: CheckpointPath) -> str:
             return reason
     if (file := _find_gguf_file(source.path)) is not None:
         return (
-            f"{file}: GGUF files are written, but not read; list its tensors with: portable-convert inspect "
-            f"{file}"
+            f"{file}: GGUF files can be written, but not read; list the tensors of this file with: "
+            f"portable-convert inspect {file}"
         )
     names = ", ".join(format_.name for format_ in iter_formats())
-    return f"{source.path}: there is no checkpoint of a known format ({names})"
+    return (
+        f"{source.path}: there is no checkpoint of a known format ({names}); specify the file or folder of a "
+        "checkpoint"
+    )

@@ -1,7 +1,7 @@
 """Define the values that the options of `portable-convert` accept.
 
-They have their own module, because `--help` needs them and the modules that implement them are slow
-to import.
+They are in a separate module because `--help` lists them. The modules that implement the options
+are slow to import, and `--help` does not need them.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ DTYPES: dict[str, str | None] = {
 }
 # Values of --quantize. See portable.converters.quantization.quantize.
 QUANTIZATION_FORMS = ("fp8-block", "fp8", "mxfp4", "int8", "int4")
-# Maximum ratio of the size of the output to the size of the source, unless --expand is given. A cast to a
-# wider dtype multiplies the size by up to four.
+# Maximum ratio of output size to source size, unless --expand is given. A cast to a wider dtype multiplies
+# the size by up to four.
 MAX_EXPANSION = 8
 # Module and function that plan the output files, for each value of --to.
 WRITERS = {
@@ -35,8 +35,8 @@ WRITERS = {
 }
 # Values of --names. See portable.converters.naming.
 NAME_KINDS = ("published", "live")
-# Formats that have published tensor names by default. The programs that read the other formats use the names
-# of the model in memory.
+# Output formats that use published tensor names by default. Programs that read the other formats use
+# in-memory names.
 FORMATS_WITH_PUBLISHED_NAMES = ("safetensors", "torch", "gguf")
 # File with the settings of a peft adapter.
 ADAPTER_CONFIG = "adapter_config.json"

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 SIMILARITY = 0.72
 """Lowest ratio of matching characters at which a name counts as similar, as in `difflib`."""
 _MAX_LENGTH = 120
-"""Number of characters of a misspelled name that are compared. Longer names are not misspellings."""
+"""Maximum number of characters to compare, because longer names are not misspellings."""
 _LAST_PART_PENALTY = 0.05
 """Amount by which the similarity is reduced if only the last part of a candidate is similar."""
 
@@ -20,7 +20,8 @@ def find_similar_names(
 ) -> list[str]:
     """Find the candidates that are most similar to a misspelled name.
 
-    Case is ignored, and dashes equal underscores.
+    A candidate is similar if its `difflib` ratio is at least `SIMILARITY`. Case is ignored, dashes
+    count as underscores, and only the first `_MAX_LENGTH` characters are compared.
 
     Args:
         name: Misspelled name.
@@ -42,7 +43,7 @@ def find_similar_names(
 
     def compute_ratio(matcher: SequenceMatcher[str], text: str) -> float:
         matcher.set_seq1(text)
-        # The first two ratios are upper bounds that cost less.
+        # The first two ratios are upper bounds on `ratio` that are cheaper to compute.
         if min(matcher.real_quick_ratio(), matcher.quick_ratio()) < SIMILARITY:
             return 0.0
         return matcher.ratio()

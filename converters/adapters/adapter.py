@@ -6,7 +6,7 @@ import hashlib
 import json
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from portable.converters.adapters.names import (
     FINGERPRINT_KEY,
@@ -39,11 +39,15 @@ _MODEL_PREFIX = "base_model."
 
 
 class LoraPair(NamedTuple):
-    """The two LoRA factors of a module. The weight update is `up @ down`, scaled.
+    """The two LoRA factors of a module.
+
+    The weight update is `up @ down`, scaled. The product is transposed for an embedding, and for
+    any other weight that is stored as `[inputs, outputs]`. The factors of a stack of experts
+    contain all experts, so `rank` is then the rank of one expert times the number of experts.
 
     Attributes:
         down: `lora_A`, `[rank, inputs]`; `[rank, inputs, ...]` for a convolution.
-        up: `lora_B`, `[outputs, rank]`.
+        up: `lora_B`, `[outputs, rank]`; `[outputs, rank, 1, ...]` for a convolution.
         is_embedding: Whether the factors belong to an embedding (`lora_embedding_A` and
             `lora_embedding_B`).
     """
@@ -57,11 +61,16 @@ class LoraPair(NamedTuple):
 class AdapterModule:
     """Adapter tensors that change one module of the model.
 
+    If an adapter targets several parameters of a module, peft nests one wrapper per parameter. The
+    tensors in each wrapper are then a separate `AdapterModule` with the same `path`.
+
     Attributes:
-        path: Name of the module in the live model.
-        num_wrappers: Number of further peft wrappers between the module and the wrapper with these
-            tensors. Greater than 0 only if the adapter targets several parameters of the module.
-        tensors: Tensors, keyed by kind and leaf. The kinds are in `portable.converters.adapters.names`.
+        path: Name of the module in the model, without peft's wrappers.
+        num_wrappers: Number of outer peft wrappers that enclose the wrapper with these tensors. 0
+            for the outermost wrapper, and thus always 0 unless the adapter targets several
+            parameters of the module.
+        tensors: Tensors, keyed by pairs of a kind and a name, such as `("lora_A", "weight")`. The
+            name is empty for a bare parameter. See `portable.converters.adapters.names`.
     """
 
     path: str
@@ -89,8 +98,8 @@ class AdapterModule:
             if first_factor is not None and second_factor is not None:
                 return LoraPair(first_factor, second_factor, embedding)
             if first_factor is not None or second_factor is not None:
-                missing_kind = second if first_factor is not None else first
-                raise DamagedCheckpointError(f"{self.path}: {missing_kind} is missing")
+                kinds = (first, second) if first_factor is not None else (second, first)
+                raise DamagedCheckpointError(f"{self.path}: has {kinds[0]}, but no {kinds[1]}")
         return None
 
 
@@ -98,14 +107,15 @@ class StoredAdapter:
     """Adapter in a checkpoint. Created by `find_adapter`.
 
     Attributes:
-        checkpoint: Adapter tensors under the names of peft's file, with their optimizer state and the
-            tokenizer.
+        checkpoint: Checkpoint that contains only the adapter tensors, named as in peft's adapter
+            file, with their optimizer state and the tokenizer.
         config: Settings of the adapter.
-        names_by_saved_name: Parsed name of each tensor, keyed by its name in peft's file.
+        names_by_saved_name: Parsed name of each tensor, keyed by the tensor's name in peft's
+            adapter file.
         base_tensors: Tensors of the base model in the same checkpoint, keyed by their names in the
-            plain model.
-        trained_config: `config.json` of the model that was trained, if the adapter's folder contains
-            one.
+            model without peft's wrappers.
+        trained_config: Path of the `config.json` of the trained model. None if the adapter's folder
+            does not contain one.
 
     Raises:
         CheckpointError: If the tensors contradict the settings.
@@ -128,7 +138,7 @@ class StoredAdapter:
 
     @property
     def root(self) -> AnyPath:
-        """Folder or file that was opened."""
+        """Folder or file from which the adapter was opened."""
         return self.checkpoint.root
 
     @property
@@ -140,11 +150,16 @@ class StoredAdapter:
     def build_included_base(self) -> Checkpoint:
         """Build a checkpoint of the base model from its tensors in the adapter's files.
 
+        If the adapter has trained biases or resized tables that are parameters of the base model
+        itself, the checkpoint contains their trained values.
+
         Raises:
-            CheckpointError: If the files do not contain a base model.
+            CheckpointError: If the files do not contain any tensor of the base model.
         """
         if not self.base_tensors:
-            raise CheckpointError(f"{self.root}: contains only the adapter; specify the base model")
+            raise CheckpointError(
+                f"{self.root}: contains an adapter, but no base model; specify the path of the base model"
+            )
         config = self.trained_config
         companions = {} if config is None else {"config.json": config}
         # Trained biases are parameters of the base model itself. A module in modules_to_save is a copy.
@@ -172,7 +187,10 @@ class StoredAdapter:
 
     @cached_property
     def modules(self) -> list[AdapterModule]:
-        """Modules that the adapter changes, in the order of the file."""
+        """Modules with adapter tensors such as LoRA factors, in the order of the file.
+
+        Tensors that replace a tensor of the base model are in `replacements` instead.
+        """
         grouped: dict[str, dict[tuple[str, str], Tensor]] = {}
         for name, part in self.names_by_saved_name.items():
             if part.kind:
@@ -185,7 +203,13 @@ class StoredAdapter:
 
     @cached_property
     def replacements(self) -> dict[tuple[str, str], Tensor]:
-        """Trained tensors that replace tensors of the base model, keyed by module and leaf."""
+        """Trained tensors that replace tensors of the base model or are added to it.
+
+        An example of an added tensor is the weight of a new classification head.
+
+        The key is a pair: the name of the module in the loaded model, and the name of the tensor in
+        the module. An example is `("lm_head", "weight")`.
+        """
         return {
             (part.module, part.leaf): self.checkpoint.tensors[name]
             for name, part in self.names_by_saved_name.items()
@@ -194,7 +218,11 @@ class StoredAdapter:
 
     @property
     def linear_shapes(self) -> dict[str, Shape]:
-        """Shapes of the linear layers that have LoRA factors, keyed by weight name."""
+        """Shapes of the linear layers that have LoRA factors, keyed by weight name.
+
+        Each shape is `(outputs, inputs)`, even if the files store the weight as `[inputs,
+        outputs]`. Embeddings and convolutions are not included.
+        """
         pairs = (
             (module.path, module.find_tensor("lora_A"), module.find_tensor("lora_B"))
             for module in self.modules
@@ -207,10 +235,14 @@ class StoredAdapter:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of the tensors and of the settings that affect their meaning. Reads all tensors.
+        """SHA-256 of the adapter's tensors and of some settings. Reads all tensors.
+
+        The settings are the type, the ranks, the alphas, and whether the adapter uses rsLoRA or DoRA. See
+        `target_settings` for other settings that determine the result of a merge.
 
         Raises:
-            CheckpointError: If a tensor contains NaN or infinity.
+            CheckpointError: If a tensor is damaged, or if an F64, F32, F16 or BF16 tensor contains NaN or
+                infinity.
         """
         config = self.config
         about = [config.type, config.r, config.alpha, config.rslora, config.dora]
@@ -218,7 +250,7 @@ class StoredAdapter:
         digest = hashlib.sha256(json.dumps([*about, *patterns]).encode())
         for name in sorted(self.checkpoint.tensors):
             tensor = self.checkpoint.tensors[name]
-            digest.update(f"{name} {tensor.dtype} {tensor.shape}\n".encode())
+            digest.update(f"{name} {tensor.dtype} {tensor.shape}\n".encode("utf-8", "surrogatepass"))
             for block in tensor.iter_blocks_then_verify(_BLOCK):
                 if (
                     tensor.dtype in CASTABLE_DTYPES
@@ -231,18 +263,37 @@ class StoredAdapter:
                 digest.update(block.view(np.uint8).data)
         return digest.hexdigest()
 
-    def _check_lora_tensors(self) -> None:
-        """Check each LoRA module: both factors must exist and have the configured rank.
+    @property
+    def target_settings(self) -> dict[str, Any]:
+        """Settings that determine which rows and parameters the tensors change, as JSON values.
 
-        With DoRA, a module must also have a magnitude. Other types of adapters are not checked, because
-        they cannot be merged.
+        Settings without a value are omitted. `digest` does not include these settings, because
+        existing records of merged adapters contain digests without them.
+        """
+        settings = {
+            "token_indices": {name: list(rows) for name, rows in self.config.token_indices.items()},
+            "target_parameters": list(self.config.target_parameters),
+        }
+        return {key: value for key, value in settings.items() if value}
+
+    def _check_lora_tensors(self) -> None:
+        """Check that the tensors of each LoRA module match the settings.
+
+        Each module must match `target_modules`. See `StoredAdapterConfig.may_target_module`. Both
+        factors of a module must exist, fit each other, and have the configured rank. The rank is
+        not checked if `target_parameters` is set. With `ensure_weight_tying`, any rank in the
+        settings is accepted. A module must have a magnitude with DoRA, and must not have a
+        magnitude without DoRA. A module with trained tokens needs no factors.
+
+        Other types of adapters are not checked, and neither are adapters with an unsupported
+        setting.
 
         Raises:
-            CheckpointError: If a module contradicts the settings.
+            CheckpointError: If a module is incomplete or contradicts the settings.
         """
         config = self.config
         if config.type != "LORA" or config.unsupported_setting is not None:
-            return  # the adapter is not merged, so its tensors may have any shapes
+            return  # `merge` checks the shapes of other types, and rejects unsupported settings
         for module in self.modules:
             with prefix_checkpoint_errors(self.root):
                 pair = module.get_lora_pair()
@@ -256,13 +307,14 @@ class StoredAdapter:
             if not config.may_target_module(module.path):
                 raise CheckpointError(
                     f"{self.root}: {module.path}: has an adapter, but does not match target_modules in "
-                    f"{config.path}; use the {ADAPTER_CONFIG} of this adapter"
+                    f"{config.path}; replace this file with the {ADAPTER_CONFIG} that was saved with these "
+                    "weights"
                 )
             down, up, _ = pair
             if len(down.shape) < 2 or len(up.shape) < 2 or down.shape[0] != up.shape[1]:
                 raise DamagedCheckpointError(
-                    f"{self.root}: {module.path}: the shapes of lora_A and lora_B, {list(down.shape)} and "
-                    f"{list(up.shape)}, are incompatible"
+                    f"{self.root}: {module.path}: lora_A has shape {list(down.shape)}, which does not match "
+                    f"shape {list(up.shape)} of lora_B"
                 )
             rank = config.get_rank(module.path)
             stacked = bool(config.target_parameters)
@@ -272,13 +324,18 @@ class StoredAdapter:
             if down.shape[0] != rank and not stacked and not tied:
                 raise CheckpointError(
                     f"{self.root}: {module.path}: has rank {down.shape[0]}, but {config.path} has rank "
-                    f"{rank}; use the {ADAPTER_CONFIG} of this adapter"
+                    f"{rank}; replace this file with the {ADAPTER_CONFIG} that was saved with these weights"
                 )
-            if config.dora != (module.find_tensor(MAGNITUDE) is not None):
-                problem = "is missing, although" if config.dora else "is present, but"
+            has_magnitude = module.find_tensor(MAGNITUDE) is not None
+            if config.dora and not has_magnitude:
                 raise CheckpointError(
-                    f"{self.root}: {module.path}: {MAGNITUDE} {problem} use_dora is "
-                    f"{str(config.dora).lower()} in {config.path}; use the {ADAPTER_CONFIG} of this adapter"
+                    f"{self.root}: {module.path}: has no {MAGNITUDE}, but use_dora is true in {config.path}; "
+                    f"replace this file with the {ADAPTER_CONFIG} that was saved with these weights"
+                )
+            if has_magnitude and not config.dora:
+                raise CheckpointError(
+                    f"{self.root}: {module.path}: has a {MAGNITUDE}, but use_dora is false in {config.path}; "
+                    f"replace this file with the {ADAPTER_CONFIG} that was saved with these weights"
                 )
 
 
@@ -287,9 +344,10 @@ def find_adapter(
 ) -> StoredAdapter | None:
     """Find the adapter in a checkpoint.
 
-    A checkpoint contains an adapter if its tensors have peft's names. In addition, an
-    `adapter_config.json` must be in the same folder, or the names must have the prefix of a
-    `PeftModel`. Tensors of the base model in the same checkpoint become `StoredAdapter.base_tensors`.
+    A checkpoint contains an adapter if its tensors have peft's names and if the settings of the
+    adapter are available. The settings are `config` or a file in the folder of the checkpoint:
+    `adapter_config.json`, or verl's `lora_train_meta.json`. The tensors of the base model in the
+    same checkpoint become `StoredAdapter.base_tensors`.
 
     Args:
         checkpoint: Checkpoint of any format.
@@ -300,8 +358,11 @@ def find_adapter(
         The adapter, or None if the checkpoint is a model without an adapter.
 
     Raises:
-        CheckpointError: If the settings are missing, damaged or of an unsupported type, or if a tensor
-            is missing or does not have the rank in the settings.
+        CheckpointError: If the settings are missing although the names begin with peft's prefix
+            `base_model.model.`. Also raised if the settings are damaged or of an unsupported type,
+            if a tensor is missing, or if the LoRA tensors contradict the settings. Also raised if
+            the checkpoint contains several adapters and `name` is None, or if it contains no
+            adapter with this name.
     """
     names = [*checkpoint.tensors, *checkpoint.aliases]
     has_peft_prefix = any(key.startswith(PEFT_PREFIX) for key in names)
@@ -334,7 +395,7 @@ def find_adapter(
     # Tied parameters are one tensor in the checkpoint, but peft's file contains each name.
     tensors = {**checkpoint.tensors, **{a: checkpoint.tensors[o] for a, o in checkpoint.aliases.items()}}
     saved_names = {key: part.saved_name for key, part in parts.items()}
-    # Leave out config.json. Otherwise a folder with it would be opened as a complete model.
+    # Leave out config.json, because a folder that contains it would be opened as a complete model.
     companions = {name: path for name, path in checkpoint.companions.items() if name != "config.json"}
 
     def open_optimizer(_: Aliases) -> OptimizerState | None:

@@ -35,16 +35,18 @@ INPUTS_FIRST = {
         ("gate_up_proj", "down_proj"),
     ),
 }
-"""Modules and parameters whose weights have inputs as rows, by model type.
+"""Names of modules and parameters whose weights are stored as `[inputs, outputs]`, keyed by model
+type.
 
-These are modules of transformers' class `Conv1D`, and parameters of stacked experts with `is_transposed`. The
-table is used only for square matrices, because other shapes show the layout.
+They are modules of transformers' class `Conv1D`, and parameters of stacked experts with
+`is_transposed`. The table is used only for square matrices, because the shape of any other matrix
+reveals its layout.
 """
 MAX_CACHED_FACTORS = 16
-"""Number of modules whose factors are cached.
+"""Number of modules whose LoRA factors are cached.
 
-The number is larger than 1, because several threads write different modules at the same time, and the factors
-of the next modules are loaded in advance.
+It is larger than 1, because several threads write different modules at the same time, and the
+factors of the next modules are loaded in advance.
 """
 
 
@@ -53,8 +55,9 @@ class TensorChange:
     """Changes that an adapter makes to one tensor of the base model.
 
     Attributes:
-        num_row_dims: Number of leading dimensions that are flattened to rows.
-        edits: Edits of rows, in order.
+        num_row_dims: Number of leading dimensions that are flattened to rows. 0 if the entire
+            tensor is one row, as for a bias.
+        edits: Edits of rows, in order. They are applied to `source` if it is not None.
         source: Tensor to start from instead of the base model's tensor, or None.
     """
 
@@ -63,9 +66,10 @@ class TensorChange:
     source: Tensor | None = None
 
     def has_same_effect(self, other: TensorChange) -> bool:
-        """Return whether this change and another have the same effect on equal tensors.
+        """Return whether this change and `other` produce the same tensor from the same base tensor.
 
-        Reads the data of replaced tensors and of edits if necessary.
+        If necessary, reads the replacement tensors (`source`) of both changes, and the arrays that
+        their edits use.
         """
         own_source, other_source = self.source, other.source
         if own_source is None or other_source is None or own_source is other_source:
@@ -80,12 +84,13 @@ class TensorChange:
 
 
 class ChangedRegion(NamedTuple):
-    """Rows of one base tensor that are changed together.
+    """Region of a base tensor that contains rows of an adapted parameter.
 
     Attributes:
-        change: Change of the tensor.
-        region: Location of the rows in the tensor and in the parameter.
-        num_rows: Number of rows.
+        change: Record of all edits that the adapter makes to the base tensor. The caller adds an
+            edit to this record in order to change the rows in the region.
+        region: Range of rows in the parameter, and the location of these rows in the base tensor.
+        num_rows: Number of rows in the region.
     """
 
     change: TensorChange
@@ -94,9 +99,10 @@ class ChangedRegion(NamedTuple):
 
 
 class BaseChanges:
-    """Changes to all tensors of a base model that an adapter is merged into.
+    """Collection of the changes that an adapter makes to the tensors of its base model.
 
-    `portable.converters.adapters.merging` adds the changes.
+    The collection is empty at first. The functions in `portable.converters.adapters.merging` add
+    the changes.
 
     Args:
         adapter: Adapter to merge.
@@ -104,13 +110,14 @@ class BaseChanges:
         dtype: Dtype of the changed tensors, as in `merge`.
 
     Attributes:
-        ties: Names of tied tensors, as a mapping from alias to owner. Both are one tensor in the live
-            model.
-        base_names: Lookup of the base model's tensors by their names in memory.
+        ties: Names of tied tensors, as a mapping from alias to owner. The loaded model has one
+            tensor for both names.
+        base_names: Lookup of the base model's tensors by their names in the loaded model.
         changes: Changes, keyed by the name of the tensor in the files.
         added_tensors: Tensors that the base model lacks.
         config_changes: New values in `config.json`, keyed by name.
-        load_vector: Cached function that loads a tensor as a vector and multiplies it by a scaling.
+        load_vector: Cached function that reads a tensor as a float32 vector and multiplies the
+            vector by a scaling factor.
     """
 
     def __init__(self, adapter: StoredAdapter, base: Checkpoint, dtype: str) -> None:
@@ -130,38 +137,45 @@ class BaseChanges:
         """Find parameters that the files omit because they share the weights of the embedding.
 
         Returns:
-            Owner of each alias.
+            Name of the stored embedding (the owner), keyed by the name of the omitted parameter
+            (the alias). For the head of an encoder such as BERT, whose name depends on the model,
+            the key is `UNNAMED_HEAD`.
         """
         return find_implied_ties(self.base_checkpoint.tensors, self.base_checkpoint.aliases, self.base_config)
 
     def locate_parameter(self, live_name: str) -> ParameterLocation:
         """Locate a parameter of the live model in the files of the base model.
 
-        If the adapter replaces it with a tensor of another size, the location has the new shape.
+        The live model is the base model in memory, after transformers has loaded it. The adapter
+        may already have replaced the parameter with a tensor of another shape, for example to add
+        tokens. The returned location then has the new shape.
 
         Args:
             live_name: Name of the parameter in the live model.
 
         Raises:
-            CheckpointError: If the base model does not have the parameter, or if it cannot be changed.
+            CheckpointError: If the base model does not contain the parameter, if several of its
+                tensors match the name, or if the layout of the files does not allow changes to the
+                parameter.
         """
         with prefix_checkpoint_errors(self.base_checkpoint.root):
             match = self.base_names.find_parameter(live_name)
         if match is None:
             similar_name = self.base_names.find_similar_name(live_name)
-            hint = f"; the nearest is {similar_name!r}" if similar_name else ""
+            hint = f" (the most similar name is {similar_name!r})" if similar_name else ""
             if similar_name not in (None, live_name) and re.sub(r"\d+", "0", similar_name) == re.sub(
                 r"\d+", "0", live_name
             ):
-                # Zamba's layers share one block, but each layer has a separate adapter.
+                # This happens for Zamba, whose layers share one block although each layer has a separate
+                # adapter.
                 raise CheckpointError(
-                    f"{self.base_checkpoint.root}: contains no {live_name!r}, which {self.adapter.root} "
-                    f"changes, but contains {similar_name!r}; if the layers share this weight, "
-                    "load the adapter with peft instead"
+                    f"{self.base_checkpoint.root}: contains {similar_name!r}, but not {live_name!r}, which "
+                    f"{self.adapter.root} changes; specify the base model that the adapter was trained on, "
+                    "or, if the layers share this weight, load the adapter with peft instead"
                 )
             raise CheckpointError(
-                f"{self.base_checkpoint.root}: contains no {live_name!r}, which {self.adapter.root} "
-                f"changes{hint}; specify the base model that the adapter was trained on"
+                f"{self.base_checkpoint.root}: does not contain the tensor {live_name!r}, which "
+                f"{self.adapter.root} changes{hint}; specify the base model that the adapter was trained on"
             )
         change = self.changes.get(match.identical_tensor or "")
         if change is not None and change.source is not None and len(change.source.shape) == len(match.shape):
@@ -177,7 +191,10 @@ class BaseChanges:
         return self.base_checkpoint.tensors[self.ties.get(name, name)].shape
 
     def get_new_row_count(self, name: str) -> int | None:
-        """Return the new number of rows of a tensor, or None if the adapter does not change it."""
+        """Return the new number of rows of a tensor, or None if the number does not change.
+
+        Only the changes that have already been recorded are considered.
+        """
         source = self.changes.get(name, TensorChange()).source
         rows = None if source is None else source.shape[0]
         return rows if rows != self.get_base_shape(name)[0] else None
@@ -190,7 +207,7 @@ class BaseChanges:
     def build_shape_error(
         self, live_name: str, base_shape: Sequence[int], *adapter_tensors: Tensor
     ) -> CheckpointError:
-        """Build (but do not raise) the error for adapter tensors that do not match a parameter's shape."""
+        """Build (but do not raise) the error for adapter tensors that do not fit the shape of a parameter."""
         shapes = " and ".join(str(list(tensor.shape)) for tensor in adapter_tensors)
         return CheckpointError(
             f"{self.base_checkpoint.root}: {live_name!r} has shape {list(base_shape)}, which does not "
@@ -199,7 +216,7 @@ class BaseChanges:
         )
 
     def get_or_add_change(self, name: str, num_row_dims: int) -> TensorChange:
-        """Return the change of a tensor. Add an empty one if the tensor has none yet.
+        """Return the recorded change of a tensor. Record an empty change if there is none.
 
         Args:
             name: Name of the tensor in the files.
@@ -211,16 +228,21 @@ class BaseChanges:
         change = self.changes.setdefault(name, TensorChange(num_row_dims))
         if change.num_row_dims != num_row_dims:
             raise CheckpointError(
-                f"{self.adapter.root}: changes {name!r} in two ways, which cannot be merged; load the "
-                "adapter with peft instead"
+                f"{self.adapter.root}: contains two changes of the tensor {name!r} that cannot be combined; "
+                "load the adapter with peft instead"
             )
         return change
 
     def has_inputs_first(self, live_name: str) -> bool:
         """Return whether a square weight is stored as `[inputs, outputs]`.
 
-        The shape of a square weight does not reveal its layout, so the layout is looked up by model type in
-        `INPUTS_FIRST`. If the config has no model type, the adapter's `fan_in_fan_out` is returned.
+        The shape of a square weight does not reveal its layout, so the layout is looked up by model
+        type in `INPUTS_FIRST`. If the config has no model type, the adapter's `fan_in_fan_out` is
+        returned.
+
+        Args:
+            live_name: Name of the weight in the live model, that is, the model in memory after
+                transformers has loaded it.
         """
         kind = self.base_config.get("model_type")
         leaf = live_name.removesuffix(".weight").rpartition(".")[2]
@@ -229,10 +251,12 @@ class BaseChanges:
         return self.adapter_config.fan_in_fan_out
 
     def build_tensor_after_edits(self, name: str, num_edits: int) -> Tensor:
-        """Build the tensor that results from the first `num_edits` edits of a base tensor.
+        """Build a base model's tensor as it is after its first `num_edits` edits.
+
+        `changes` lists the edits of each tensor in the order in which they are applied.
 
         Args:
-            name: Name of the tensor in the files. It must have a change.
+            name: Name of the tensor in the files of the base model. It must be a key of `changes`.
             num_edits: Number of edits to apply.
 
         Returns:
@@ -251,14 +275,21 @@ class BaseChanges:
     def iter_changed_regions(
         self, parameter: ParameterLocation, num_row_dims: int = 0
     ) -> Iterator[ChangedRegion]:
-        """Yield the regions of the base model's tensors that contain the rows of a parameter.
+        """Yield each region of the base model's tensors that stores rows of a parameter.
 
-        A tensor without a change gets an empty one, so that the caller can append edits to it.
+        Each item also contains the recorded change of the region's tensor. The caller appends edits
+        to this change. If no change has been recorded for the tensor, an empty `TensorChange` is
+        recorded first.
 
         Args:
             parameter: Location of the parameter.
-            num_row_dims: Number of leading dimensions that are flattened to rows. If 0, it is 2 for a stack
-                of experts and 1 otherwise.
+            num_row_dims: Number of leading dimensions that are flattened into one row dimension. 0
+                selects the default for each tensor: 2 for a tensor with three dimensions (a stack
+                of experts), 1 otherwise.
+
+        Raises:
+            CheckpointError: If the recorded change of a tensor has a different number of row
+                dimensions.
         """
         for region in parameter.regions:
             is_stack = (
@@ -271,8 +302,9 @@ class BaseChanges:
     def add_zero_bias_edit(self, module: str) -> None:
         """Add an edit that sets the bias of a module to zero.
 
-        Does nothing if the base model has no such bias. This matches peft: its output head has no bias if
-        the head has trained tokens or is tied to a saved embedding.
+        Does nothing if the base model has no such bias. peft drops the bias of an output head if
+        the head has trained tokens or is tied to a saved embedding. The merged model must therefore
+        have a zero bias.
         """
         parameter = self.base_names.find_parameter(f"{module}.bias")
         if parameter is not None and parameter.identical_tensor is not None:
@@ -282,23 +314,24 @@ class BaseChanges:
             )
 
     def add_bias_edit(self, module: str, edit: RowEdit, vector: Tensor) -> None:
-        """Add an edit to the bias of a module.
+        """Record an edit that the adapter makes to the bias of a module.
+
+        The edit is applied later, when the merged tensor is read.
 
         Args:
             module: Name of the module in the live model.
-            edit: Edit of the bias.
+            edit: Change to the values of the bias.
             vector: Adapter tensor that the edit uses. It must have the size of the bias.
 
         Raises:
-            CheckpointError: If the base model has no such bias.
+            CheckpointError: If the base model has no such bias, or if the sizes differ.
         """
         live = f"{module}.bias"
         weight = self.base_names.find_parameter(f"{module}.weight")
         if weight is not None and self.base_names.find_parameter(live) is None:
             raise CheckpointError(
-                f"{self.base_checkpoint.root}: {module} has no bias, and models of this "
-                f"architecture cannot store one, but {self.adapter.root} adds one (lora_bias); load the "
-                "adapter with peft instead"
+                f"{self.base_checkpoint.root}: {module} has no bias in models of this architecture, but "
+                f"{self.adapter.root} adds a bias (lora_bias); load the adapter with peft instead"
             )
         parameter = self.locate_parameter(live)
         if parameter.identical_tensor is None or parameter.shape != (vector.numel,):
@@ -306,18 +339,21 @@ class BaseChanges:
         self.get_or_add_change(parameter.identical_tensor, 0).edits.append(edit)
 
     def untie_changed_names(self) -> list[str]:
-        """Decide whether tied names need separate tensors after the changes, and return these names.
+        """Untie tied tensors if the adapter changes them differently, and return their names.
 
-        An adapter on an embedding does not change a head that shares its weights, and vice versa. The names
-        only stay tied if the adapter changes both in the same way. Otherwise, `tie_word_embeddings` is set
-        to false in `config_changes`.
+        Two tied tensors, such as the embedding and the head, share their weights in the base model.
+        Only one of them, the owner, is in the `tensors` of the base checkpoint, even if its files
+        contain both. The other is called its alias. An adapter on one of the two does not change the
+        other, so they stay tied only if the adapter changes both in the same way. If the changes differ
+        for one alias, all aliases are untied: `tie_word_embeddings` is set to false in
+        `config_changes`, and every alias needs a separate tensor.
 
         Returns:
-            All tied names, or an empty list if they stay tied.
+            Names of all aliases, or an empty list if the tensors stay tied.
 
         Raises:
-            CheckpointError: If the names must be untied, but the architecture does not support separate
-                tensors.
+            CheckpointError: If the tensors must be untied, but the architecture does not support
+                separate tensors.
         """
         untied_alias = next(
             (alias for alias, owner in self.ties.items() if not self._has_same_changes(alias, owner)), ""
@@ -334,10 +370,11 @@ class BaseChanges:
         return list(self.ties)
 
     def _has_same_changes(self, alias: str, owner: str) -> bool:
-        """Return whether an alias and its owner change in the same way.
+        """Return whether the adapter changes an alias in the same way as its owner.
 
-        If the owner is resized and the alias has no replacement, the alias first gets the owner's
-        replacement, because both must have a row for each token.
+        The owner is the tensor to which the alias is tied. Both have one row per token. If the
+        adapter resizes the owner but does not replace the alias, this method therefore first
+        records the owner's new tensor as the replacement of the alias as well.
         """
         owner_change = self.changes.get(owner, TensorChange())
         resized = (
@@ -349,7 +386,9 @@ class BaseChanges:
         return self.changes.get(alias, TensorChange()).has_same_effect(owner_change)
 
     def build_merged_tensor(self, name: str, tensor: Tensor) -> Tensor:
-        """Return the merged version of a tensor. It is computed when it is read.
+        """Return a tensor of the base model with the adapter merged in.
+
+        The merged values are computed when the returned tensor is read.
 
         Args:
             name: Name of the tensor in the files.
@@ -359,7 +398,9 @@ class BaseChanges:
             The merged tensor, or `tensor` itself if the adapter does not change it.
 
         Raises:
-            CheckpointError: If the tensor is quantized or its shape differs from its replacement.
+            CheckpointError: If the adapter changes a quantized tensor. Also raised if the adapter
+                edits a tensor that it also replaces, and the replacement has more or fewer
+                dimensions than `tensor`.
         """
         change = self.changes.get(name)
         if change is None:
@@ -383,12 +424,14 @@ class BaseChanges:
 
         Args:
             tensor: Tensor to change.
-            dtype: Safetensors dtype of the result.
+            dtype: Safetensors dtype of the result. If there are no edits, only F64, F32, F16 and BF16
+                tensors are cast.
             num_row_dims: Number of leading dimensions that are flattened to rows.
             edits: Edits of the rows, in order.
 
         Returns:
-            A tensor that is computed when it is read, or `tensor` itself if nothing changes.
+            A tensor that is computed when it is read, or `tensor` itself if it is neither edited nor
+            cast.
         """
         if not edits and (tensor.dtype == dtype or tensor.dtype not in CASTABLE_DTYPES):
             return tensor

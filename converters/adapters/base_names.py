@@ -1,8 +1,9 @@
 """Locate a model's parameters in the files of its checkpoint.
 
-transformers renames tensors when it loads a model, and stacks the experts of a layer into one
-parameter. An adapter uses the names in memory, but its base model usually has published names.
-`portable.converters.names` contains the rules.
+When transformers loads a model, it renames tensors and stacks the experts of a layer into one
+parameter. An adapter refers to the resulting names, the names in memory. The files of its base
+model usually have the original names, as published on the Hub. `portable.converters.names` contains
+the rules for both.
 """
 
 from __future__ import annotations
@@ -25,23 +26,25 @@ if TYPE_CHECKING:
     from portable.converters.tensors.arrangements import Arrangement, Tile
     from portable.converters.tensors.tensor import Shape, Tensor
 
-# Names of the base model's module. They are optional, because the adapter or the base may lack the head.
+# Possible names of the module that contains the base model. The prefix is optional, because the adapter or
+# the base may lack the head.
 _OUTER = re.compile(r"(model|transformer|bert|roberta|gpt_neox|decoder|encoder|base_model|backbone)\.")
 _MAX_CANDIDATES = 20_000
 
 
 @dataclass(frozen=True)
 class RowRegion:
-    """Range of rows of a parameter in memory, and their location in the files.
+    """Range of rows of a loaded parameter, and the position of these rows in a stored tensor.
 
-    The rows of a stack of experts are its first two dimensions, flattened. For other parameters, they
-    are the first dimension.
+    Rows are usually counted along the first dimension. In a stack of experts, rows are counted
+    along the first two dimensions together. If each expert has `n` rows, row `i` of expert `e` has
+    the index `e * n + i`.
 
     Attributes:
-        tensor_name: Name of the tensor in the files.
-        tensor_row: First row in this tensor.
-        start_row: First row in the parameter.
-        stop_row: End of the rows in the parameter, exclusive.
+        tensor_name: Name of the stored tensor that contains the rows.
+        tensor_row: Index of the range's first row in the stored tensor.
+        start_row: Index of the range's first row in the parameter.
+        stop_row: End of the range in the parameter, exclusive.
     """
 
     tensor_name: str
@@ -57,8 +60,8 @@ class ParameterLocation:
     Attributes:
         shape: Shape of the parameter in memory.
         regions: Regions of the files that contain the rows of the parameter.
-        identical_tensor: Name of the tensor in the files that is identical to the parameter. None if
-            there is none.
+        identical_tensor: Name of the tensor in the files that is identical to the parameter, or an
+            alias of this tensor if it is tied. None if there is none.
     """
 
     shape: Shape
@@ -67,12 +70,18 @@ class ParameterLocation:
 
 
 class _LiveParameters(NamedTuple):
-    """Parameters of the base model when it is loaded with a specific class of transformers.
+    """Parameters of the base model in memory, as one transformers model class would load them.
+
+    The class matters because different classes may give different parameter names to the same
+    tensors in the files.
 
     Attributes:
-        arrangements: Arrangement of each parameter, keyed by name.
-        errors: Error message for each parameter that cannot be arranged, keyed by name.
-        base_module: Name of the base model's module.
+        arrangements: Arrangement of each parameter, keyed by the parameter's name. An arrangement
+            lists the tensors in the files from which the parameter is assembled, and contains its
+            shape.
+        errors: Error message for each parameter that cannot be assembled, keyed by the parameter's
+            name.
+        base_module: Name of the module that contains the model without its head.
     """
 
     arrangements: Mapping[str, Arrangement]
@@ -83,8 +92,11 @@ class _LiveParameters(NamedTuple):
 class BaseNameLookup:
     """Lookup of a base model's tensors by their names in memory.
 
+    A name in memory is the name of a parameter after transformers has loaded the model. It may
+    differ from the name in the files.
+
     Args:
-        tensors: Tensors of the base model, keyed by name.
+        tensors: Tensors of the base model, keyed by their names in the files.
         aliases: Tied tensors, as a mapping from alias to owner.
         config: The base model's `config.json`.
         adapted_shapes: Shapes of the parameters that the adapter changes, keyed by their names in
@@ -107,6 +119,10 @@ class BaseNameLookup:
     def find_parameter(self, live_name: str) -> ParameterLocation | None:
         """Find the location of a parameter in the files.
 
+        The name is also found if its prefix differs from the name in the base model. For example,
+        `layers.0.mlp.weight` finds `model.layers.0.mlp.weight`, because an adapter or a base model
+        without a head may lack the prefix.
+
         Args:
             live_name: Name of the parameter in memory, or an alias of a tied tensor.
 
@@ -114,8 +130,8 @@ class BaseNameLookup:
             The location, or None if the files do not contain the parameter.
 
         Raises:
-            CheckpointError: If several tensors match the name, or if the parameter cannot be changed in the
-                layout of the files.
+            CheckpointError: If several tensors match the name, or if the parameter cannot be
+                changed in the layout of the files.
         """
         names = [live_name, _OUTER.sub("", live_name, count=1)]
         for arrangements, errors, base in self._iter_parameters_by_class():
@@ -143,10 +159,12 @@ class BaseNameLookup:
         return shapes | {alias: shapes[owner] for alias, owner in self.aliases.items() if owner in shapes}
 
     def _iter_parameters_by_class(self) -> Iterator[_LiveParameters]:
-        """Yield the parameters for each class that transformers may load the base model with.
+        """Yield the base model's parameters for each model class that transformers may load.
 
-        They are computed on demand and cached. The caller stops at the first class that has the required
-        name.
+        The class in `config.json` comes first, then the other classes of the model type, and then
+        the classes of the nested text config. Classes with the same name rules are yielded once.
+        The parameters of each class are computed on demand and cached. The caller stops at the
+        first class that has a parameter with the required name.
         """
         yield from self._parameters_by_class
         for parameters in self._uncomputed_parameters:
@@ -155,13 +173,15 @@ class BaseNameLookup:
 
     @cached_property
     def _uncomputed_parameters(self) -> Iterator[_LiveParameters]:
-        """Generator of the parameters for classes that have not been requested yet.
+        """Generator that yields the base model's parameters for each possible model class.
 
-        All calls of `_iter_parameters_by_class` share the generator, so that each class is computed once.
+        Classes with the same name rules share one item. An item is computed when it is requested.
+        All calls of `_iter_parameters_by_class` share this generator, so each item is computed only
+        once.
         """
         for rules in iter_possible_rules(self._config):
-            # If the base has names in memory, convert them to published names, because the adapter may have
-            # published names.
+            # If the files already contain names in memory, convert them to published names, because the
+            # adapter may have published names.
             if are_memory_names(self._shapes, rules):
                 yield _LiveParameters(arrange_for_files(self._shapes, rules), {}, rules.base)
                 continue
@@ -172,12 +192,27 @@ class BaseNameLookup:
             yield _LiveParameters(arrangements, errors, rules.base)
 
     def _locate_tensor(self, name: str) -> ParameterLocation:
-        """Locate a parameter that is identical to a tensor in the files."""
+        """Return the location of a parameter that is stored as one complete tensor in the files.
+
+        Args:
+            name: Name of the tensor in the files, or an alias of a tied tensor.
+        """
         shape = self._shapes[name]
         return ParameterLocation(shape, (RowRegion(name, 0, 0, _count_rows(shape)),), name)
 
     def _locate_arranged(self, live_name: str, arrangement: Arrangement) -> ParameterLocation:
-        """Locate a parameter that is arranged from tensors in the files."""
+        """Return the location of a parameter that is assembled from tensors in the files.
+
+        For example, a stack of experts is assembled from one tensor per expert.
+
+        Args:
+            live_name: Name of the parameter in memory, used in error messages.
+            arrangement: Shape of the parameter and the tensors that fill it.
+
+        Raises:
+            CheckpointError: If the files store the elements in an order in which rows are not
+                contiguous.
+        """
         identical = arrangement.find_identical_source(self._shapes.__getitem__)
         if identical is not None:
             return self._locate_tensor(identical)
@@ -191,15 +226,19 @@ class BaseNameLookup:
         )
 
     def _iter_tile_regions(self, live_name: str, shape: Shape, tile: Tile) -> Iterator[RowRegion]:
-        """Yield the rows of a parameter that a tile fills, with their location in the files.
+        """Yield a `RowRegion` for each range of parameter rows that a tile fills.
+
+        A tile copies a region of one stored tensor to a region of the parameter. In a stack of
+        experts, each expert is a separate range of rows.
 
         Args:
             live_name: Name of the parameter in memory, used in error messages.
             shape: Shape of the parameter in memory.
-            tile: Tile of the parameter's arrangement.
+            tile: One of the tiles from which the parameter is assembled.
 
         Raises:
-            CheckpointError: If the files store the elements in an order in which rows are not contiguous.
+            CheckpointError: If the files store the elements in an order in which rows are not
+                contiguous.
         """
         source_shape = self._shapes.get(tile.source, ())
         # Number of dimensions that are flattened to rows. See `RowRegion`.
@@ -214,8 +253,9 @@ class BaseNameLookup:
         )
         if not has_same_rows:
             raise CheckpointError(
-                f"{live_name!r}: cannot be merged, because the base stores its elements in a different "
-                "order; convert the base with portable-convert --names live first"
+                f"{live_name!r}: cannot be merged, because the files of the base model store the elements "
+                "of this weight in a different order; convert the base model with portable-convert --names "
+                "live, and merge the adapter into the result"
             )
         count = tile.sizes[row_dims - 1]
         for i in range(tile.sizes[0] if row_dims == 2 else 1):
@@ -242,7 +282,7 @@ class BaseNameLookup:
 
     @cached_property
     def _names_by_suffix(self) -> dict[str, list[str]]:
-        """Lists of names in the files, keyed by the name without its first component."""
+        """Names in the files, grouped by the part of the name after its first component."""
         names_by_suffix: dict[str, list[str]] = {}
         for name in self.tensors:
             names_by_suffix.setdefault(name.partition(".")[2], []).append(name)

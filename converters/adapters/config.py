@@ -52,36 +52,44 @@ _HARMLESS_SETTINGS = (
 )
 """Settings that do not change the update of a weight.
 
-An adapter with any other setting is not merged. Examples are aLoRA, Arrow, KaSA, QALoRA, VeLoRA, BD-LoRA,
-MonteCLoRA, replicated layers, and settings of later versions of peft.
+An adapter with a setting that is neither here nor in `_USED_SETTINGS` is not merged. Examples are
+aLoRA, Arrow, KaSA, QALoRA, VeLoRA, BD-LoRA, MonteCLoRA, replicated layers, and settings of later
+versions of peft.
 """
 SUPPORTED_SETTINGS = frozenset((*_USED_SETTINGS, *_HARMLESS_SETTINGS))
 BASE_CHANGING_INITS = re.compile(r"(pissa|olora|corda|loftq|lora_ga).*", re.IGNORECASE)
-"""Initializations that subtract from the base model's weights. The adapter then needs the changed weights."""
+"""Matches the initializations that modify the base model's weights.
+
+The adapter then fits only the modified weights.
+"""
 
 
 @dataclass(frozen=True)
 class StoredAdapterConfig:
-    """Settings of an adapter that merging and tensor names depend on.
+    """Settings of an adapter that affect how it is merged and how its tensors are named.
 
     Attributes:
-        path: Path of the file.
+        path: Path of the settings file, usually `adapter_config.json`.
         type: `LORA`, `IA3` or `TRAINABLE_TOKENS`.
-        r: Default rank.
+        r: Default rank of the LoRA factors.
         alpha: Default alpha.
-        rank_pattern: Ranks of some modules, keyed by regular expressions that match their names.
-        alpha_pattern: Alphas of some modules, keyed by regular expressions that match their names.
+        rank_pattern: Ranks that differ from the default, keyed by regular expressions that match
+            module names.
+        alpha_pattern: Alphas that differ from the default, keyed by regular expressions that match
+            module names.
         rslora: Whether the scaling is alpha / sqrt(rank).
         dora: Whether the adapter has DoRA's magnitudes.
         bias: Biases that were trained: `none`, `all` or `lora_only`.
         fan_in_fan_out: Whether weights are stored as `[inputs, outputs]`.
-        target_parameters: Parameters that have LoRA factors.
-        token_indices: Trained token ids, keyed by module; the key `""` means the input embedding.
-        feedforward_modules: Modules whose inputs (IA)^3 scales, as names or one regular expression.
-            None if the file does not list them.
-        ties_weights: Whether tied tables share their factors (`ensure_weight_tying`).
-        values: Content of the file.
-        matcher: Matcher for the regular expressions in the file.
+        target_parameters: Names of individual parameters, such as stacks of experts, that have LoRA
+            factors.
+        token_indices: Trained token IDs, keyed by module. The key `""` means the input embedding.
+        feedforward_modules: Names of the modules whose inputs are scaled by (IA)^3, or one regular
+            expression that matches these names. None if the file does not list them.
+        ties_weights: Whether the input embedding and the output head, if they are tied, share one
+            pair of LoRA factors (`ensure_weight_tying`).
+        values: All settings in the file.
+        matcher: Matcher that compares module names with the regular expressions in the file.
     """
 
     path: AnyPath
@@ -109,7 +117,10 @@ class StoredAdapterConfig:
 
     @property
     def peft_version(self) -> tuple[int, int] | None:
-        """Major and minor version of peft that wrote the adapter. None if unknown."""
+        """Major and minor version of peft that wrote the adapter. None if unknown.
+
+        Also None for a development version of 0.18, because it may use the layout of 0.18 or 0.19.
+        """
         version = self.values.get("peft_version")
         match = (
             re.match(r"(\d{1,4})\.(\d{1,4})(?:\.\d{1,6})?(\.dev)?", version)
@@ -123,7 +134,11 @@ class StoredAdapterConfig:
 
     @property
     def unsupported_setting(self) -> str | None:
-        """Name of the first setting that may change a weight's update in an unsupported way, or None."""
+        """Name of the first setting that is not in `SUPPORTED_SETTINGS`, or None.
+
+        Such a setting may change the update of a weight in an unknown way, so the adapter cannot be
+        merged. A setting with a false or empty value is ignored.
+        """
         return next(
             (key for key, value in self.values.items() if value and key not in SUPPORTED_SETTINGS), None
         )
@@ -131,8 +146,11 @@ class StoredAdapterConfig:
     def may_target_module(self, module: str) -> bool:
         """Return whether `target_modules` may include a module.
 
-        Names in a list are compared by their last component, because the other components differ between
-        versions of transformers.
+        A result of False is certain, but a result of True is not. If `target_modules` is a list of
+        names, only their last components are compared, because the other components differ between
+        versions of transformers. For example, the name `layers.0.q_proj` matches every `q_proj`.
+        The result is always True if `target_modules` is a pattern, empty, or missing, or if
+        `target_parameters` or `ensure_weight_tying` is set.
         """
         names = self.values.get("target_modules")
         if not isinstance(names, list) or not names or self.target_parameters or self.ties_weights:
@@ -140,9 +158,10 @@ class StoredAdapterConfig:
         return module.rpartition(".")[2] in {str(name).rpartition(".")[2] for name in names}
 
     def get_rank(self, name: str) -> int:
-        """Return the rank of a module or parameter.
+        """Return the LoRA rank of a module or parameter.
 
-        This is the value of the first pattern in `rank_pattern` that matches the name, or the default rank.
+        This is the value of the first pattern in `rank_pattern` that matches the name, or the
+        default rank.
         """
         return self.rank_pattern.get(self._find_pattern_key(self.rank_pattern, name), self.r)
 
@@ -156,7 +175,8 @@ class StoredAdapterConfig:
         """Return whether (IA)^3 scales the inputs of a module rather than its outputs.
 
         Returns:
-            True or False, or None if the file does not list the modules with scaled inputs.
+            True or False, or None if the adapter's settings do not list the modules with scaled
+            inputs.
         """
         if self.feedforward_modules is None:
             return None
@@ -177,7 +197,11 @@ class StoredAdapterConfig:
 
     @contextmanager
     def _prefix_pattern_errors(self, key: str) -> Iterator[None]:
-        """Convert a `PatternError` to a `CheckpointError` that names the file and the setting."""
+        """Convert a `PatternError` in the `with` block to a `CheckpointError`.
+
+        The message of the `CheckpointError` begins with the path of the settings file and with
+        `key`, the name of the setting that contains the pattern.
+        """
         try:
             yield
         except PatternError as error:
@@ -207,12 +231,16 @@ def find_adapter_config_file(name_or_path: str) -> AnyPath:
 def read_adapter_config(path: AnyPath) -> StoredAdapterConfig:
     """Read and check an `adapter_config.json`.
 
+    If `r` or `lora_alpha` is missing, it is 8. Settings that are not supported are not rejected
+    here. See `StoredAdapterConfig.unsupported_setting`.
+
     Args:
-        path: Path of the file. If it has the name of verl's file, the type is `LORA`.
+        path: Path of the file. verl's `lora_train_meta.json` is also accepted. If verl's file does
+            not contain a `peft_type`, the type is `LORA`.
 
     Raises:
-        CheckpointError: If the file is damaged, if the type is not supported, or if a setting has an
-            invalid value.
+        CheckpointError: If the file is damaged or cannot be read, if the type is not supported, or
+            if a setting has an invalid value.
     """
     try:
         values = json.loads(read_small_text_file(path))
@@ -231,7 +259,8 @@ def read_adapter_config(path: AnyPath) -> StoredAdapterConfig:
     if kind not in TYPES:
         shown = to_printable(kind)[:40]
         raise CheckpointError(
-            f"{path}: peft_type {shown!r} is not supported; convert an adapter of type {' or '.join(TYPES)}"
+            f"{path}: peft_type {shown!r} is not supported (supported types: {', '.join(TYPES)}); load the "
+            "adapter with peft instead"
         )
     common: dict[str, Any] = {
         "path": path,
@@ -251,7 +280,7 @@ def read_adapter_config(path: AnyPath) -> StoredAdapterConfig:
     bias = values.get("bias") or "none"
     if bias not in _BIASES:
         raise CheckpointError(
-            f"{path}: bias {to_printable(bias)[:40]!r} is not one of {', '.join(_BIASES)}; correct bias"
+            f"{path}: unknown bias {to_printable(bias)[:40]!r}; set bias to one of {', '.join(_BIASES)}"
         )
     return StoredAdapterConfig(
         **common,
@@ -270,6 +299,10 @@ def read_adapter_config(path: AnyPath) -> StoredAdapterConfig:
     )
 
 
+def _format_value(value: object) -> str:
+    return to_printable(repr(value))[:60]
+
+
 class _ConfigReader:
     """Reader that checks the types of the settings in a file.
 
@@ -285,36 +318,35 @@ class _ConfigReader:
         self.values = values
         self.matcher = PatternMatcher()
 
-    def build_value_error(self, key: str, value: object, expected: str) -> CheckpointError:
-        """Build the error for an invalid value.
-
-        Args:
-            key: Name of the setting.
-            value: Its value.
-            expected: Description of a valid value.
-        """
-        return CheckpointError(
-            f"{self.path}: {key} is {to_printable(repr(value))[:60]}, not {expected}; correct the value"
-        )
-
     def read_flag(self, key: str) -> bool:
         """Return a boolean setting, or False if it is not set."""
         value = self.values.get(key)
         if value is not None and not isinstance(value, bool):
-            raise self.build_value_error(key, value, "true or false")
+            raise CheckpointError(
+                f"{self.path}: {key} is {_format_value(value)}, but must be true or false; correct the value"
+            )
         return bool(value)
 
     def read_number(self, key: str, value: Any, *, integer_only: bool = False) -> float:
-        """Check the type and the range of a number, and return it.
+        """Check the type and the range of a number, and return it as a float.
+
+        The number must be an int or a float whose absolute value is less than `MAX_COUNT`. Booleans
+        are not accepted.
 
         Args:
             key: Name of the setting, used in error messages.
-            value: Its value.
+            value: Value of the setting.
             integer_only: Whether the value must be a positive integer.
+
+        Raises:
+            CheckpointError: If the value has another type or is outside the range.
         """
         kinds = (int,) if integer_only else (int, float)
         if type(value) not in kinds or not abs(value) < MAX_COUNT or (integer_only and value < 1):
-            raise self.build_value_error(key, value, "a positive integer" if integer_only else "a number")
+            kind = "positive integer" if integer_only else "number"
+            raise CheckpointError(
+                f"{self.path}: {key} is {_format_value(value)}, but must be a {kind}; correct the value"
+            )
         return float(value)
 
     def read_names(self, key: str) -> tuple[str, ...]:
@@ -325,7 +357,10 @@ class _ConfigReader:
         value = self.values.get(key)
         value = [value] if isinstance(value, str) else value if value is not None else []
         if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
-            raise self.build_value_error(key, value, "a list of names")
+            raise CheckpointError(
+                f"{self.path}: {key} is {_format_value(value)}, but must be a list of names; correct the "
+                "value"
+            )
         return tuple(value)
 
     def read_names_or_pattern(self, key: str) -> tuple[str, ...] | str | None:
@@ -345,11 +380,16 @@ class _ConfigReader:
         try:
             self.matcher.check_pattern(_anchor_pattern_at_end(text))
         except PatternError:
-            raise self.build_value_error(key, text, "a regular expression") from None
+            raise CheckpointError(
+                f"{self.path}: {key} is {_format_value(text)}, but must be a regular expression; correct the "
+                "value"
+            ) from None
         return text
 
     def read_patterns(self, key: str, *, integer_only: bool = False) -> dict[str, float]:
-        """Return a setting that maps regular expressions of module names to numbers, such as `rank_pattern`.
+        """Return a setting such as `rank_pattern`, which maps regular expressions to numbers.
+
+        The regular expressions match module names.
 
         Args:
             key: Name of the setting.
@@ -357,12 +397,19 @@ class _ConfigReader:
 
         Returns:
             The numbers, keyed by regular expression. Empty if the setting is not set.
+
+        Raises:
+            CheckpointError: If the setting has another type or more than `MAX_PATTERNS` entries, or
+                if a key or a number is not valid.
         """
         value = self.values.get(key)
         if value is None:
             return {}
         if not isinstance(value, dict) or len(value) > MAX_PATTERNS:
-            raise self.build_value_error(key, value, "a table of names and numbers")
+            raise CheckpointError(
+                f"{self.path}: {key} is {_format_value(value)}, but must be an object with at most "
+                f"{MAX_PATTERNS:,} numbers, keyed by module name; correct the value"
+            )
         return {
             self.validate_pattern(key, name): self.read_number(
                 f"{key} of {name[:60]!r}", number, integer_only=integer_only
@@ -375,15 +422,25 @@ class _ConfigReader:
         if not isinstance(value, list) or not all(
             type(index) is int and 0 <= index < 1 << 40 for index in value
         ):
-            raise self.build_value_error(key, value, "a list of token numbers")
+            raise CheckpointError(
+                f"{self.path}: {key} is {_format_value(value)}, but must be a list of token IDs; correct the "
+                "value"
+            )
         if len(set(value)) != len(value):
-            raise CheckpointError(f"{self.path}: {key} contains a token twice; list each token once")
+            raise CheckpointError(f"{self.path}: {key} contains a token ID twice; list each token ID once")
         return tuple(value)
 
     def read_token_indices(self, key: str) -> dict[str, tuple[int, ...]]:
-        """Return the IDs of the trained tokens, keyed by module. The key `""` means the input embedding.
+        """Return the IDs of the trained tokens, keyed by module name.
 
-        Empty if the setting is not set.
+        If the setting is a list, the IDs belong to the input embedding, and the only key is `""`.
+        If the setting is missing, the result is empty.
+
+        Args:
+            key: Name of the adapter setting, such as `trainable_token_indices`.
+
+        Raises:
+            CheckpointError: If the setting does not consist of lists of distinct token IDs.
         """
         value = self.values.get(key)
         if value is None:

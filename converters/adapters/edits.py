@@ -26,13 +26,15 @@ if TYPE_CHECKING:
 
 
 _MAX_MULTIPLICATIONS = 1 << 18
-"""Number of multiplications up to which OpenBLAS uses one thread.
+"""Maximum number of multiplications for which OpenBLAS uses a single thread.
 
-Every thread of a conversion multiplies, and the threads of OpenBLAS would wait for each other. On two busy
-cores, larger products were 40 times slower.
+Several threads of a conversion multiply at the same time. For larger products, each of them would
+also start threads of OpenBLAS, which wait for each other. On two busy cores, such products were 40
+times slower.
 """
 _BLOCK_BYTES = 1 << 20  # size of the blocks in which a weight is read
-# Each thread reuses one buffer for its products. Otherwise, new memory would displace the block in the cache.
+# Each thread reuses one buffer for its products, because newly allocated memory would displace the block in
+# the cache.
 _products = local()
 
 
@@ -48,7 +50,11 @@ def _get_product_buffer(count: int) -> Array:
 
 
 def _add_product(rows: Array, up: Array, down: Array) -> None:
-    """Add `up @ down` to `rows` in place, in tiles that fit into the cache."""
+    """Add `up @ down` to `rows` in place.
+
+    The product is computed in tiles, because OpenBLAS multiplies small matrices in a single thread.
+    See `_MAX_MULTIPLICATIONS`.
+    """
     rank, columns = down.shape
     width = max(32, min(1024, columns, _MAX_MULTIPLICATIONS // (16 * rank)))
     height = max(1, _MAX_MULTIPLICATIONS // (width * rank))
@@ -60,7 +66,7 @@ def _add_product(rows: Array, up: Array, down: Array) -> None:
     )
     for start in range(0, columns, width):
         columns_slice = slice(start, start + width)
-        # Compute a column of tiles in one call, because threads wait for the GIL between two calls.
+        # Compute a column of tiles in one call, because threads wait for the GIL between calls.
         np.matmul(up_tiles, down[:, columns_slice], out=tiles[:, :, columns_slice])
         if num_tiled_rows < len(rows):
             np.matmul(
@@ -110,15 +116,18 @@ def _find_row_overlap(block: Array, block_start: int, first_row: int, num_rows: 
 
 @dataclass
 class LowRankEdit:
-    """Edit that adds rows of the product `up @ down` to a range of rows.
+    """Edit that adds consecutive rows of the product `up @ down` to consecutive rows of a weight.
+
+    `up` and `down` are the LoRA factors of the weight's update.
 
     Attributes:
-        load_factors: Function that returns the factors.
-        first_row: First row to change.
-        first_product_row: Row of the product that is added to `first_row`.
-        num_rows: Number of rows.
-        load_magnitude: Function that returns DoRA's magnitudes. Each row is then rescaled to its
-            magnitude. None without DoRA.
+        load_factors: Function that returns the factors `up` and `down`.
+        first_row: Index of the first weight row to change.
+        first_product_row: Index of the product row that is added to the first changed weight row.
+        num_rows: Number of rows to change.
+        load_magnitude: Function that returns DoRA's magnitudes, one per row of the product. After
+            the addition, each changed row is rescaled so that its L2 norm equals its magnitude. If
+            None, the rows are not rescaled.
     """
 
     load_factors: Callable[[], LoraFactors]
@@ -128,9 +137,15 @@ class LowRankEdit:
     load_magnitude: Callable[[], Array] | None = None
 
     def apply(self, block: Array, first_row: int) -> None:
-        """Add the product to the affected rows of a block in place. With DoRA, rescale these rows.
+        """Apply the edit to a block of the tensor's rows, in place.
 
-        Other rows are unchanged.
+        The edit changes a range of the tensor's rows. If the block contains rows of this range, the
+        product of the two low-rank factors is added to these rows. With DoRA, the rows are then
+        rescaled to the magnitudes stored in the adapter. Other rows of the block are unchanged.
+
+        Args:
+            block: Consecutive rows of the tensor.
+            first_row: Index of the block's first row in the tensor.
         """
         overlap = _find_row_overlap(block, first_row, self.first_row, self.num_rows)
         if overlap is None:
@@ -148,12 +163,14 @@ class LowRankEdit:
 
 @dataclass
 class ColumnMagnitudeEdit:
-    """Edit that rescales each column to DoRA's magnitude. Used for weights whose columns are outputs.
+    """Edit that rescales each column of a weight so that its L2 norm equals DoRA's magnitude.
+
+    It is used for weights whose columns are outputs.
 
     Attributes:
-        load_magnitude: Function that returns the magnitudes.
-        build_unscaled: Function that builds the weight before this edit. The weight is a matrix and is
-            read once.
+        load_magnitude: Function that returns DoRA's magnitudes, one per column.
+        build_unscaled: Function that builds the weight before this edit, as a matrix. All of its
+            elements are read once, to compute the norms of the columns.
     """
 
     load_magnitude: Callable[[], Array]
@@ -162,17 +179,30 @@ class ColumnMagnitudeEdit:
 
     @cached_property
     def _column_factors(self) -> Array:
-        """Factor of each column: the magnitude divided by the column's norm before this edit."""
+        """Factor of each column: DoRA's magnitude divided by the norm of the column.
+
+        The norm is computed from the tensor that `build_unscaled` returns, to which all earlier
+        edits have been applied.
+        """
         before = self.build_unscaled()
         rows, columns = before.shape
-        # Use float64, because the sum is over all rows, block by block.
+        # Use float64, because the sum accumulates over all rows, block by block.
         total = np.zeros(columns)
         for block in before.iter_blocks_then_verify(max(_BLOCK_BYTES, before.nbytes // rows)):
             total += np.square(block.reshape(-1, columns)).sum(axis=0, dtype=np.float64)
         return (self.load_magnitude() / np.sqrt(total)).astype(np.float32)
 
     def apply(self, block: Array, first_row: int) -> None:
-        """Scale the columns of a block, in place."""
+        """Multiply each column of a block by its DoRA factor, in place.
+
+        The factor of a column is its DoRA magnitude divided by its L2 norm over all rows of the
+        weight.
+
+        Args:
+            block: Consecutive rows of the weight.
+            first_row: Index of the block's first row in the weight. It is not used, because a
+                column has the same factor in all rows.
+        """
         with self._lock:
             factor = self._column_factors
         block *= factor
@@ -187,7 +217,7 @@ class ScaleEdit:
         first_row: First row to change.
         first_factor: Index of the vector element that scales `first_row`. Ignored if `scales_columns`
             is True.
-        num_rows: Number of rows.
+        num_rows: Number of rows to change.
         scales_columns: Whether the vector has one factor per column instead of one per row.
     """
 
@@ -198,7 +228,14 @@ class ScaleEdit:
     scales_columns: bool
 
     def apply(self, block: Array, first_row: int) -> None:
-        """Scale the rows of a block, in place."""
+        """Scale the rows of a block that this edit covers, in place.
+
+        Other rows are unchanged.
+
+        Args:
+            block: Consecutive rows of the tensor.
+            first_row: Index of the block's first row in the tensor.
+        """
         overlap = _find_row_overlap(block, first_row, self.first_row, self.num_rows)
         if overlap is None:
             return
@@ -222,31 +259,49 @@ class AddVectorEdit:
     load_vector: Callable[[], Array]
 
     def apply(self, block: Array, first_row: int) -> None:
-        """Add the vector to a block, in place."""
+        """Add this edit's vector to a bias, in place.
+
+        Args:
+            block: Complete bias, as an array with one row.
+            first_row: Index of the block's first row. It is not used, because a bias is a single
+                block.
+        """
         block += self.load_vector()
 
 
 @dataclass
 class ReplaceRowsEdit:
-    """Edit that replaces single rows, such as the embedding rows of trained tokens.
+    """Edit that replaces individual rows of a tensor, such as the embeddings of trained tokens.
 
     Attributes:
-        rows: Indices of the rows.
-        values: Function that returns the new rows, in the same order.
+        rows: Indices of the rows to replace.
+        values: Function that returns an array with the new rows, in the order of `rows`.
     """
 
     rows: tuple[int, ...]
     values: Callable[[], Array]
 
     def apply(self, block: Array, first_row: int) -> None:
-        """Replace the affected rows of a block, in place."""
+        """Write the new rows into a block of the tensor, in place.
+
+        Rows that are outside the block are skipped.
+
+        Args:
+            block: Consecutive rows of the tensor.
+            first_row: Index of the block's first row in the tensor.
+        """
         indices = [index for index, row in enumerate(self.rows) if first_row <= row < first_row + len(block)]
         if indices:
             block[[self.rows[index] - first_row for index in indices]] = self.values()[indices]
 
 
 def are_equal_edits(first: RowEdit, second: RowEdit) -> bool:
-    """Return whether two edits have the same effect. Their fields must be equal or return equal arrays."""
+    """Return whether two edits have the same effect.
+
+    This is the case if the edits have the same type and all of their compared fields are equal.
+    Fields with `compare=False` are ignored. Fields that are functions are equal if the functions
+    return equal arrays. The functions may be called and may read tensors.
+    """
     if type(first) is not type(second):
         return False
     names = [each.name for each in fields(first) if each.compare]  # type: ignore[arg-type]
@@ -254,7 +309,11 @@ def are_equal_edits(first: RowEdit, second: RowEdit) -> bool:
 
 
 def _are_equal_values(first: Any, second: Any) -> bool:
-    """Return whether two fields of edits are equal. Functions are equal if they return equal values."""
+    """Return whether two values are equal.
+
+    Two functions are equal if they return equal values when they are called without arguments.
+    Tuples are compared element by element, and other values as arrays.
+    """
     if callable(first) and callable(second):
         return first is second or _are_equal_values(first(), second())
     if isinstance(first, tuple) and isinstance(second, tuple):

@@ -1,8 +1,8 @@
 """Merge an adapter into a base model. The result is a checkpoint that is computed while it is read.
 
-Tensors that the adapter does not change remain spans of the base model's files. The others are
-computed block by block (`portable.converters.tensors.edited_rows`), so that memory only contains
-the factors of a few modules and a few rows per thread.
+Tensors that the adapter does not change are read directly from the base model's files. The others
+are computed block by block (`portable.converters.tensors.edited_rows`). At any time, memory
+contains only the factors of a few modules, and a few rows per thread.
 """
 
 from __future__ import annotations
@@ -60,20 +60,26 @@ _MAX_CACHED_STACKS, _MAX_NESTED = 4, 4
 def merge(adapter: StoredAdapter, base: Checkpoint, *, dtype: str = "keep") -> Checkpoint:
     """Merge an adapter into a base model.
 
+    All tensors of the adapter are read immediately, to compute the digest of the adapter.
+
     Args:
         adapter: Adapter to merge.
-        base: Unquantized checkpoint of any format. Its tensors may have published names or names in
-            memory.
-        dtype: Dtype of the changed tensors: `float32`, `bfloat16`, `float16`, or `keep` for the dtype
-            of the base model's tensor. Write the result with the same dtype.
+        base: Unquantized checkpoint of any format. Its tensors may have the names in published
+            files or the names that transformers uses in memory.
+        dtype: Dtype of the changed tensors: `float32`, `bfloat16`, `float16`, or `keep` for the
+            dtype that each tensor has in the base model. Other tensors are not cast. To cast them
+            too, specify the same dtype when you write the result.
 
     Returns:
-        A checkpoint whose changed tensors are computed when they are read. Its documents include a
-        record of the merged adapter.
+        A checkpoint whose changed tensors are computed when they are read. Its `documents`, which
+        are small files to write next to the weights, include a record of the merged adapter. Its
+        `config` contains changed settings, such as `vocab_size` and `tie_word_embeddings`.
 
     Raises:
-        CheckpointError: If this type of adapter cannot be merged, or if the adapter was already merged
-            or belongs to a different base model.
+        CheckpointError: If this type of adapter cannot be merged, if the adapter was already merged
+            or belongs to a different base model, or if its names or shapes do not match the base
+            model. Also raised if an adapter tensor contains NaN or infinity, if the base model is
+            quantized or contains an adapter, or if tied tensors cannot be untied.
     """
     check_mergeable_settings(adapter)
     changes = BaseChanges(adapter, base, dtype)
@@ -83,7 +89,12 @@ def merge(adapter: StoredAdapter, base: Checkpoint, *, dtype: str = "keep") -> C
         _collect_changes(changes)
         digest = digest_future.result()
     earlier_records = _read_merge_records(base)
-    if digest in {record.get("adapter") for record in earlier_records}:
+    settings = adapter.target_settings
+    # Records of adapters without such settings, and all records of earlier versions, have no "settings".
+    if any(
+        record.get("adapter") == digest and record.get("settings", settings) == settings
+        for record in earlier_records
+    ):
         raise CommandError(
             f"{base.root}: already contains the adapter {adapter.root} (see {MERGED_ADAPTERS_FILE}); specify "
             "the base model without this adapter"
@@ -107,14 +118,18 @@ def merge(adapter: StoredAdapter, base: Checkpoint, *, dtype: str = "keep") -> C
 
 
 def check_mergeable_into(adapter: StoredAdapter, base: Checkpoint) -> None:
-    """Check that an adapter can be merged into a base model. Compares only names and shapes.
+    """Check that the settings, names and shapes of an adapter allow merging into a base model.
+
+    The values of the adapter are not read. `merge` makes further checks, for example of the
+    fingerprint and the quantization of the base model.
 
     Args:
         adapter: Adapter to merge.
         base: Base model.
 
     Raises:
-        CheckpointError: If the adapter cannot be merged into the base model. See `merge`.
+        CheckpointError: If a setting is not supported, or if the names or shapes do not match the base
+            model.
     """
     check_mergeable_settings(adapter)
     _collect_changes(BaseChanges(adapter, base, "keep"))
@@ -139,7 +154,8 @@ def check_mergeable_settings(adapter: StoredAdapter) -> None:
     """Check that all settings of the adapter that affect the weights are supported.
 
     Raises:
-        CheckpointError: If a setting is not supported, or if the initialization changed the base model.
+        CheckpointError: If a setting is not supported, or if the adapter was initialized by a
+            method that also changes the base model's weights, such as PiSSA.
     """
     config = adapter.config
     if (key := config.unsupported_setting) is not None:
@@ -150,17 +166,18 @@ def check_mergeable_settings(adapter: StoredAdapter) -> None:
     initial = config.values.get("init_lora_weights")
     if isinstance(initial, str) and BASE_CHANGING_INITS.fullmatch(initial):
         raise CheckpointError(
-            f"{config.path}: init_lora_weights is {to_printable(initial)[:40]!r}, which also changes the "
-            "weights of the base model; save the adapter with path_initial_model_for_weight_conversion"
+            f"{config.path}: init_lora_weights is {to_printable(initial)[:40]!r}, which changes the weights "
+            "of the base model; save the adapter again with save_pretrained(..., "
+            "path_initial_model_for_weight_conversion=...)"
         )
 
 
 def _list_companions(adapter: StoredAdapter, base: Checkpoint) -> dict[str, AnyPath]:
     """List the companion files of the merged model, keyed by file name.
 
-    They come from the base model. If the adapter has tokenizer files, they replace all tokenizer files
-    of the base model. The adapter's generation config, if any, replaces the base model's generation
-    config.
+    The files come from the base model. Its `merged_adapters.json` is omitted, because `merge` writes a
+    new one. If the adapter has tokenizer files, they replace all tokenizer files of the base model. The
+    adapter's generation config, if any, replaces the base model's generation config.
     """
     tokenizer_files = {
         name: path for name, path in adapter.checkpoint.companions.items() if TOKENIZER_NAMES.fullmatch(name)
@@ -175,17 +192,18 @@ def _list_companions(adapter: StoredAdapter, base: Checkpoint) -> dict[str, AnyP
 
 
 def _check_base_model(changes: BaseChanges) -> None:
-    """Check that the base model is unquantized, contains no adapter, and matches the adapter.
+    """Check that the base model is unquantized, has no adapter, and fits the fingerprint.
 
-    If the adapter records a fingerprint of the weights that it was trained on, the base model must have
-    the same fingerprint.
+    If the adapter records a fingerprint of the weights that it was trained on, the base model must
+    have the same fingerprint. Otherwise, the weights are not compared. Names and shapes are never
+    compared.
 
     Raises:
         CommandError: If the base model cannot be used.
     """
     base, adapter = changes.base_checkpoint, changes.adapter
     if any(name.startswith(PEFT_PREFIX) or parse_adapter_name(name) is not None for name in base.tensors):
-        raise CommandError(f"{base.root}: contains an adapter; specify only the base model")
+        raise CommandError(f"{base.root}: contains an adapter; specify a base model without an adapter")
     quantized = read_quantization_config(base)
     if quantized is not None:
         method = to_printable(quantized.get("quant_method"))[:40]
@@ -203,7 +221,7 @@ def _check_base_model(changes: BaseChanges) -> None:
 def _read_merge_records(base: Checkpoint) -> list[dict[str, Any]]:
     """Read the records of adapters that have already been merged into the base model.
 
-    Empty if there are none.
+    Empty if there are none, or if the file is damaged.
     """
     records = read_json_object_or_empty(base.companions.get(MERGED_ADAPTERS_FILE)).get("merged")
     return [record for record in records if isinstance(record, dict)] if isinstance(records, list) else []
@@ -213,15 +231,17 @@ def _build_merge_document(changes: BaseChanges, earlier: list[dict[str, Any]], d
     """Build the content of `merged_adapters.json`, which records all adapters merged into a model.
 
     Args:
-        changes: Changes of the adapter.
-        earlier: Records of previously merged adapters.
+        changes: Changes that the adapter makes to the base model.
+        earlier: Records of the adapters that were merged previously.
         digest: Digest of the adapter.
 
     Returns:
-        The document as JSON.
+        JSON document as UTF-8 bytes.
     """
+    settings = changes.adapter.target_settings
     about = {
         "adapter": digest,
+        **({"settings": settings} if settings else {}),
         "name": changes.adapter.root.name,
         "type": changes.adapter_config.type,
         "base": changes.adapter_config.base_model,
@@ -231,11 +251,12 @@ def _build_merge_document(changes: BaseChanges, earlier: list[dict[str, Any]], d
 
 
 def _add_token_edits(changes: BaseChanges) -> None:
-    """Add the edits of all modules with trained tokens.
+    """Add edits to `changes` that replace the weight rows of trained tokens.
 
-    A module that is tied to a module with trained tokens gets the same edits, because peft uses the
-    trained rows in both. The biases of all these modules are set to zero. See
-    `BaseChanges.add_zero_bias_edit`.
+    If such a weight is the owner of tied weights, its aliases without trained tokens get the same
+    edits, because peft uses the owner's trained rows for them. Trained tokens of an alias do not
+    change the owner. The biases of all edited modules are set to zero, because peft drops these
+    biases. See `BaseChanges.add_zero_bias_edit`.
     """
     token_modules = {
         _add_token_edit_of_module(changes, module): module
@@ -252,13 +273,22 @@ def _add_token_edits(changes: BaseChanges) -> None:
 
 
 def _add_token_edit_of_module(changes: BaseChanges, module: AdapterModule) -> str:
-    """Add the edit that replaces the rows of a module's trained tokens.
+    """Add an edit that replaces the rows of the trained tokens in a module's weight.
+
+    If the adapter added tokens to the vocabulary, their rows are appended to the weight, and
+    `vocab_size` in `changes.config_changes` is set. The IDs of the added tokens must follow the
+    last row without gaps.
+
+    Args:
+        changes: Changes to which the edit is added.
+        module: Adapter tensors of an embedding or output head.
 
     Returns:
-        Name of the module's weight in the files.
+        Name of the module's weight in the files of the base model.
 
     Raises:
-        CheckpointError: If the settings do not list the tokens, or if the rows do not fit the weight.
+        CheckpointError: If the adapter's settings do not list the trained tokens, or if the rows do
+            not fit the weight.
     """
     values = module.find_tensor(TOKENS)
     assert values is not None
@@ -278,8 +308,8 @@ def _add_token_edit_of_module(changes: BaseChanges, module: AdapterModule) -> st
     )
     if token_indices is None:
         raise CheckpointError(
-            f"{changes.adapter_config.path}: lists no trainable tokens of {module.path}; use the "
-            f"{ADAPTER_CONFIG} of this adapter"
+            f"{changes.adapter_config.path}: does not list the trainable tokens of {module.path}; "
+            f"replace this file with the {ADAPTER_CONFIG} that was saved with these weights"
         )
     weight, num_base_rows = parameter.identical_tensor, parameter.shape[0]
     new_tokens = sorted(
@@ -301,18 +331,35 @@ def _add_token_edit_of_module(changes: BaseChanges, module: AdapterModule) -> st
 
 
 def _find_token_indices(changes: BaseChanges, path: str) -> tuple[int, ...] | None:
-    """Return the IDs of a module's trained tokens from the settings, or None if there are none."""
+    """Return the IDs of a module's trained tokens, or None if the settings list none.
+
+    An adapter can train individual rows of an embedding or output head, one row per token. The IDs
+    of these tokens are in the adapter's settings (`StoredAdapterConfig.token_indices`). The first
+    entry whose name matches the end of `path` is used. The empty name matches every path.
+
+    Args:
+        changes: Changes of the adapter.
+        path: Name of the module in the live model, that is, in memory after transformers has loaded
+            it.
+    """
     token_settings = changes.adapter_config.token_indices.items()
     return next((rows for name, rows in token_settings if not name or f".{path}".endswith(f".{name}")), None)
 
 
 def _load_token_matrix(changes: BaseChanges, tensor: Tensor) -> Array:
-    """Load the rows of the trained tokens, float32 `[tokens, hidden]`."""
+    """Load the adapter's rows for the trained tokens as a float32 array `[tokens, hidden]`.
+
+    The array is taken from the cache of `changes` if it has been loaded before.
+    """
     return changes.load_vector(tensor, 1.0).reshape(tensor.shape)
 
 
 def _add_ia3_edits(changes: BaseChanges, module: AdapterModule) -> None:
-    """Add the edits for an (IA)^3 vector, which scales the inputs or the outputs of a linear layer.
+    """Add the edits for an (IA)^3 vector, which scales the inputs or outputs of a linear layer.
+
+    If the outputs are scaled, the bias of the layer is scaled as well. If the adapter's settings do
+    not list the modules with scaled inputs, the shape of the vector is used: `[1, inputs]` or
+    `[outputs, 1]`.
 
     Raises:
         CheckpointError: If the vector does not fit a linear layer of the base model.
@@ -320,18 +367,21 @@ def _add_ia3_edits(changes: BaseChanges, module: AdapterModule) -> None:
     values = module.find_tensor("ia3_l")
     if values is None or len(values.shape) != 2:
         raise CheckpointError(
-            f"{changes.adapter.root}: {module.path}: its (IA)^3 vector does not belong to a linear layer; "
-            "load the adapter with peft instead"
+            f"{changes.adapter.root}: {module.path}: has an (IA)^3 vector that does not belong to a linear "
+            "layer; load the adapter with peft instead"
         )
     live = f"{module.path}.weight"
     parameter = changes.locate_parameter(live)
     length = values.numel
     scales_inputs = changes.adapter_config.is_feedforward(module.path)
-    if scales_inputs is None:  # peft uses its defaults for the model type; vectors of inputs are rows
+    # Peft used its defaults for the model type, but the shape shows the direction: vectors for inputs are
+    # rows.
+    if scales_inputs is None:
         scales_inputs = values.shape[0] == 1
     if len(parameter.shape) != 2 or values.shape != ((1, length) if scales_inputs else (length, 1)):
         raise changes.build_shape_error(live, parameter.shape, values)
-    # The rows of a weight are its outputs, unless only the number of columns fits the vector.
+    # The dimension with the length of the vector reveals the layout. If both dimensions have this length,
+    # look the layout up by model type.
     fits = [parameter.shape[1] == length, parameter.shape[0] == length]
     inputs_first = changes.has_inputs_first(live) if all(fits) else not fits[0 if scales_inputs else 1]
     if not any(fits):
@@ -346,13 +396,17 @@ def _add_ia3_edits(changes: BaseChanges, module: AdapterModule) -> None:
 
 
 def _add_replacement(changes: BaseChanges, module: str, leaf: str, tensor: Tensor) -> None:
-    """Replace a tensor of the base model with one of the adapter, or add it if the base model lacks it.
+    """Replace a tensor of the base model with an adapter tensor, or add a new tensor.
 
-    A replaced embedding or head may have a different number of rows, which changes `vocab_size`.
+    A tensor is new if the base model lacks it, such as the weight of a classification head. A new
+    tensor is added only if its module is in `modules_to_save`. A replaced embedding or head may
+    have a different number of rows, which changes `vocab_size`. With `ensure_weight_tying`, the
+    bias of a tied head is set to zero if `modules_to_save` contains the head or the embedding. See
+    `BaseChanges.add_zero_bias_edit`.
 
     Raises:
-        CheckpointError: If the shapes do not fit, or if the base model lacks a module that it must
-            have.
+        CheckpointError: If the shapes do not fit, or if the tensor is new and its module is not in
+            `modules_to_save`.
     """
     live = f"{module}.{leaf}" if module else leaf
     with prefix_checkpoint_errors(changes.base_checkpoint.root):
@@ -379,9 +433,12 @@ def _add_replacement(changes: BaseChanges, module: str, leaf: str, tensor: Tenso
 
 
 def _check_resized_tables(changes: BaseChanges) -> None:
-    """Check that an adapter that resizes the vocabulary resizes all tables with one row per token.
+    """Check that an adapter resizes either all or none of the tables that have one row per token.
 
-    The tables are the input embedding and the output head. If they are tied, one of them may suffice.
+    The tables are the input embedding and the output head. If they are tied, resizing one of them
+    is usually enough, because peft saves a tied table once. It is not enough if the adapter
+    contains a complete new table for a module in `modules_to_save`, and does not tie the two
+    tables.
 
     Raises:
         CheckpointError: If only some tables are resized, and the others would keep their number of
@@ -400,9 +457,10 @@ def _check_resized_tables(changes: BaseChanges) -> None:
             if is_tied and (changes.adapter_config.ties_weights or not changes.is_replaced(name)):
                 continue
             raise CheckpointError(
-                f"{changes.adapter.root}: contains {name!r} with {rows:,} rows, but not {other!r}, which has "
-                f"{changes.get_base_shape(other)[0]:,} rows in {changes.base_checkpoint.root}; save the "
-                "adapter with save_embedding_layers=True"
+                f"{changes.adapter.root}: resizes {name!r} to {rows:,} rows, but does not contain "
+                f"{other!r}, which has {changes.get_base_shape(other)[0]:,} rows in "
+                f"{changes.base_checkpoint.root}; save the adapter again with save_pretrained(..., "
+                "save_embedding_layers=True)"
             )
 
 
@@ -416,7 +474,12 @@ def _is_module_to_save(changes: BaseChanges, module: str) -> bool:
 def _add_new_tensor(changes: BaseChanges, live_name: str, tensor: Tensor) -> None:
     """Add a tensor that the base model lacks, such as a head for another task.
 
-    If it is the head of a classifier, the labels in `config.json` are also changed.
+    The tensor is cast to the target dtype of the merge. If the dtypes are kept, it is cast to the
+    most common dtype of the base model's floating-point tensors.
+
+    The labels in `config.json` are taken from the config of the trained model. If that config has
+    none, and the tensor is a classifier's head with a different number of labels than the base
+    model, the labels become `LABEL_0`, `LABEL_1`, and so on.
     """
     sizes: dict[str, int] = {}
     for base_tensor in changes.base_checkpoint.tensors.values():
@@ -441,20 +504,22 @@ def _add_new_tensor(changes: BaseChanges, live_name: str, tensor: Tensor) -> Non
 
 
 class _LoraEditBuilder:
-    """Builder of the LoRA edits of all modules.
+    """Builder that adds the LoRA update of each adapted module to the changes of the base model.
+
+    An update is added as one or more edits, each of which changes rows of a base tensor.
 
     Args:
-        changes: Changes that the edits are added to.
+        changes: Changes to which the edits are added.
     """
 
     def __init__(self, changes: BaseChanges) -> None:
         self.changes = changes
-        # A stack has one pair of factors for all experts, so cache the pair for the other experts.
+        # Cache the factors of stacks, because all experts of a stack share one pair.
         self._read_cached_stack = lru_cache(_MAX_CACHED_STACKS)(read_as_float32)
         self._load_cached_factors = lru_cache(MAX_CACHED_FACTORS)(self._load_factors)
 
     def add_all_edits(self) -> None:
-        """Add the LoRA edits of all adapted modules to the changes."""
+        """Add the LoRA update of each adapted module to `changes`, as edits of the base weights."""
         changes = self.changes
         nested: dict[str, list[tuple[AdapterModule, LoraPair]]] = {}
         for module in changes.adapter.modules:
@@ -469,9 +534,10 @@ class _LoraEditBuilder:
             self._add_parameter_edits(path, modules)
 
     def _add_module_edits(self, module: AdapterModule, pair: LoraPair) -> None:
-        """Add the edits of one linear layer, embedding or convolution.
+        """Add edits that merge the LoRA factors of one linear layer, embedding or convolution.
 
-        They include DoRA's rescaling and the LoRA bias, if the adapter has them.
+        The edits are appended to the recorded changes of the base model's tensors. They include
+        DoRA's rescaling and the LoRA bias, if the adapter has them.
 
         Args:
             module: Tensors of the adapter for the module.
@@ -520,11 +586,14 @@ class _LoraEditBuilder:
     def _list_target_parameters(self, path: str) -> list[str]:
         """List the parameters of a module that `target_parameters` includes.
 
+        Parameters that the base model does not contain are omitted.
+
         Args:
             path: Name of the module in the live model.
 
         Returns:
-            Names of the parameters in the module, in the order in which peft wraps them.
+            Names of the parameters in the module, in the order in which peft usually wraps them: sorted by
+            name, with down projections last.
         """
         parameters = []
         for target in self.changes.adapter_config.target_parameters:
@@ -539,23 +608,28 @@ class _LoraEditBuilder:
     def _add_parameter_edits(self, path: str, modules: list[tuple[AdapterModule, LoraPair]]) -> None:
         """Add the edits for LoRA factors that target parameters of one module.
 
-        peft nests one wrapper per parameter, and the innermost wrapper belongs to the first parameter. The
-        names of the factors do not reveal their parameter. This function therefore uses the first order of
-        parameters in which all shapes fit.
+        peft nests one wrapper per parameter, and the innermost wrapper belongs to the first
+        parameter. The names of the factors do not identify the parameter that a wrapper adapts.
+        This method therefore tries the possible assignments of parameters to wrappers, beginning
+        with the order in which peft wraps the parameters. It uses the first assignment in which the
+        shapes of all factors fit.
 
         Args:
             path: Name of the module in the live model.
-            modules: Wrappers of the module with their factors.
+            modules: Wrappers of the module, each with its LoRA factors.
 
         Raises:
-            CheckpointError: If no order fits, or if the number of wrappers does not match the settings.
+            CheckpointError: If no assignment fits, if the module has more wrappers than parameters
+                in `target_parameters`, or if `target_parameters` includes more than `_MAX_NESTED`
+                parameters of the module.
         """
         pairs = [pair for _, pair in sorted(modules, key=lambda each: -each[0].num_wrappers)]
         leaves = self._list_target_parameters(path)
         if len(leaves) > _MAX_NESTED or len(leaves) < len(pairs):
             raise CheckpointError(
                 f"{self.changes.adapter.root}: {path}: has {len(pairs)} adapters, which do not match the "
-                f"target_parameters {leaves}; use the {ADAPTER_CONFIG} of this adapter"
+                f"target_parameters {leaves} in {self.changes.adapter_config.path}; replace this file with "
+                f"the {ADAPTER_CONFIG} that was saved with these weights"
             )
         locations = {leaf: self.changes.locate_parameter(f"{path}.{leaf}") for leaf in leaves}
         for order in permutations(leaves, len(pairs)):
@@ -575,17 +649,25 @@ class _LoraEditBuilder:
     def _find_stack_orientation(
         self, path: str, leaf: str, parameter: ParameterLocation, pair: LoraPair
     ) -> bool | None:
-        """Determine whether the rows of a parameter are the inputs of its LoRA factors.
+        """Determine whether LoRA factors treat a parameter as a stack of `[inputs, outputs]` matrices.
+
+        The parameter is a single matrix, or a stack with one matrix per expert. Its shape is
+        compared with the input and output sizes of its LoRA factors. These are not always the
+        inputs and outputs of the model: peft before 0.19 treats the rows of every stack as inputs.
 
         Args:
-            path: Name of the module in the live model.
+            path: Name of the module in the model that transformers has loaded.
             leaf: Name of the parameter in the module.
-            parameter: Location of the parameter.
+            parameter: Location of the parameter in the files.
             pair: LoRA factors.
 
         Returns:
-            True if the rows are inputs, and False if they are outputs. None if the factors do not fit the
-            parameter.
+            True if the factors treat the parameter as a stack of `[inputs, outputs]` matrices.
+            False if they treat its matrices as `[outputs, inputs]`, which is the only supported
+            layout of a single matrix. None if the factors do not fit the parameter.
+
+        Raises:
+            CheckpointError: If the matrices of a stack are square and their layout is ambiguous.
         """
         down, up, _ = pair
         count = parameter.shape[0] if len(parameter.shape) == 3 else 1
@@ -601,12 +683,19 @@ class _LoraEditBuilder:
         return fits.get((parameter.shape[-2], parameter.shape[-1]))
 
     def _has_inputs_first_in_stack(self, live_name: str) -> bool:
-        """Return whether the LoRA factors treat the rows of stacked square matrices as inputs.
+        """Return whether a stack's LoRA factors use the layout `[experts, inputs, outputs]`.
 
-        peft before 0.19 treats the second dimension of a stack as the inputs, for all models.
+        A stack is a parameter with the shape `[experts, rows, columns]`. This method is called if
+        the matrices of the stack are square. The shape then does not reveal whether the rows are
+        inputs or outputs. The result is True if the model type stores the inputs first, or if the
+        adapter was saved by peft before 0.19, which treats the rows of all stacks as inputs.
+
+        Args:
+            live_name: Name of the stack in the loaded model.
 
         Raises:
-            CheckpointError: If the factors could have either layout.
+            CheckpointError: If the model type does not store the inputs first, and the version of
+                peft is not recorded.
         """
         inputs_first = self.changes.has_inputs_first(live_name.rpartition(".")[2])
         version = self.changes.adapter_config.peft_version
@@ -614,24 +703,27 @@ class _LoraEditBuilder:
             return True
         if version is None:
             raise CheckpointError(
-                f"{self.changes.adapter_config.path}: peft_version is not recorded, and the factors of "
-                f"{live_name} fit in two ways, because peft before 0.19 stores them transposed; set "
-                "peft_version to the version that wrote the adapter"
+                f"{self.changes.adapter_config.path}: peft_version is missing, and without peft_version the "
+                f"layout of the LoRA factors of {live_name} is ambiguous, because peft before 0.19 stores "
+                "the factors transposed; set peft_version to the version of peft that saved the adapter"
             )
         return False
 
     def _add_stack_edits(
         self, live_name: str, parameter: ParameterLocation, pair: LoraPair, *, transposed: bool
     ) -> None:
-        """Add the edits for a parameter that is a stack of experts or a matrix.
+        """Add edits that merge LoRA factors into a matrix, or into a stack of the experts' matrices.
 
-        There is one edit per expert and region.
+        A region is a range of the parameter's rows that is stored in one tensor of the files. For
+        each region, one edit is added per expert whose rows it contains.
 
         Args:
-            live_name: Name of the parameter in the live model.
+            live_name: Name of the parameter in the live model, which transformers has loaded into
+                memory.
             parameter: Location of the parameter in the files.
             pair: LoRA factors of all experts.
-            transposed: Whether the rows of the parameter are inputs.
+            transposed: Whether the LoRA factors treat each matrix as `[inputs, outputs]`. See
+                `_find_stack_orientation`.
         """
         down, up, _ = pair
         count = parameter.shape[0] if len(parameter.shape) == 3 else 1
@@ -650,15 +742,20 @@ class _LoraEditBuilder:
     def _load_factors(
         self, down: Tensor, up: Tensor, scaling: float, num_experts: int, expert: int, transposed: bool
     ) -> LoraFactors:
-        """Load the factors of one expert's update, oriented so that their product has the weight's layout.
+        """Load the LoRA factors of one expert.
+
+        The product of the factors has the layout of the weight. The factors are float32 matrices.
+        The kernel dimensions of a convolution are flattened.
 
         Args:
-            down: `lora_A`, with the ranks of all experts along dim 0.
-            up: `lora_B`, whose columns alternate between the experts.
-            scaling: Factor of the product.
+            down: `lora_A` of all experts, concatenated along dim 0: all rows of expert 0 come
+                first.
+            up: `lora_B` of all experts. Its columns alternate between the experts: rank 0 of each
+                expert, then rank 1 of each expert.
+            scaling: Factor by which the product is multiplied.
             num_experts: Number of experts in the stack. 1 for a plain layer.
             expert: Index of the expert.
-            transposed: Whether the rows of the weight are inputs.
+            transposed: Whether the LoRA factors treat the weight as `[inputs, outputs]`.
         """
         read = self._read_cached_stack if num_experts > 1 else read_as_float32
         down_factor = read(down).reshape(num_experts, -1, prod(down.shape[1:]))[expert]

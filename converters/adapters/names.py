@@ -40,11 +40,15 @@ class AdapterTensorName:
     Attributes:
         module: Name of the module in the live model, without peft's wrappers.
         num_wrappers: Number of peft's wrappers between the module and this tensor.
-        kind: One of `TENSOR_KINDS`, or `""` for a tensor that replaces a tensor of the base model.
-        leaf: `weight` or `bias`, or `""` for a bare parameter. For a replacement, name of the replaced
-            tensor in the module.
-        saved_name: Name in peft's file.
-        adapter_name: Name of the adapter. None in a name from a saved file.
+        kind: One of `TENSOR_KINDS`, such as `lora_A`. `""` for a tensor that replaces a tensor of
+            the base model.
+        leaf: Last component of the name, `weight` or `bias`. `""` if the tensor is a bare
+            parameter, as in `embed_tokens.lora_embedding_A`. If `kind` is `""`, name of the
+            replaced tensor in its module.
+        saved_name: Name of the tensor in the file that peft writes.
+        adapter_name: Name of the adapter. None if the parsed name does not contain it. This
+            applies to all names in peft's file and, in memory, to replaced biases and resized
+            embeddings of the base model.
     """
 
     module: str
@@ -56,15 +60,25 @@ class AdapterTensorName:
 
     @property
     def replaced_name(self) -> str:
-        """Live name of the base model's tensor that this tensor replaces."""
+        """Name of the replaced base-model tensor, for example `lm_head.weight`.
+
+        This is the name in the live model, that is, in memory after transformers has loaded the
+        model. The value is meaningless if `kind` is not `""`, because no tensor is replaced then.
+        """
         return f"{self.module}.{self.leaf}" if self.module else self.leaf
 
 
 def parse_adapter_name(name: str) -> AdapterTensorName | None:
-    """Parse a live or saved name of an adapter tensor.
+    """Parse the name of an adapter tensor, from peft's file or from a model in memory.
+
+    An example from a file is `base_model.model.q_proj.lora_A.weight`. In memory, the same name
+    also contains the name of the adapter: `base_model.model.q_proj.lora_A.default.weight`.
 
     Returns:
-        The parsed name, or None if this is not the name of an adapter tensor.
+        The parsed name, or None if this is not the name of an adapter tensor. Also None for a
+        tensor in peft's file that replaces a tensor of the base model, such as
+        `base_model.model.lm_head.weight`, because its name does not differ from a base model's
+        name. See `parse_replaced_name`.
     """
     if _ADAPTER_MARK.search(name) is None:  # fast path, because a model may have 100,000 names
         return None
@@ -82,7 +96,8 @@ def parse_adapter_name(name: str) -> AdapterTensorName | None:
             if adapter == "":
                 return None
             module, wraps = _strip_wrappers(path[:index])
-            # peft saves the name from the time when the magnitude was a parameter and not a module.
+            # peft saves the magnitude without the leaf, because it was a parameter instead of a module in
+            # earlier versions.
             end = [leaf] if leaf and kind != MAGNITUDE else []
             return AdapterTensorName(
                 module, wraps, kind, leaf, _to_saved_name([*path[: index + 1], *end]), adapter
@@ -91,16 +106,26 @@ def parse_adapter_name(name: str) -> AdapterTensorName | None:
 
 
 def _to_saved_name(path: list[str]) -> str:
-    """Join components to a saved name, with peft's prefix."""
+    """Join name components into the tensor name that peft uses in its file.
+
+    For example, `["lm_head", "weight"]` becomes `base_model.model.lm_head.weight`.
+    """
     return PEFT_PREFIX + ".".join(path)
 
 
 def _split_adapter_and_leaf(tail: list[str]) -> tuple[str | None, str]:
-    """Split the name components that follow a kind into the adapter's name and the leaf.
+    """Split the end of a tensor name into the name of the adapter and the leaf.
+
+    The leaf is the last component, `weight` or `bias`. For example, the name
+    `q_proj.lora_A.default.weight` consists of the module `q_proj`, the kind of tensor `lora_A`, the
+    adapter name `default`, and the leaf `weight`. Some names lack the adapter name or the leaf.
+
+    Args:
+        tail: Components after the kind, for example `["default", "weight"]`.
 
     Returns:
-        The adapter's name and the leaf. The adapter's name is None if it is absent, and `""` if the
-        components are not valid.
+        Adapter name and leaf. The adapter name is None if the components do not contain one, and
+        `""` if the components are not valid. The leaf is `""` if the components do not contain one.
     """
     if not tail:
         return None, ""
@@ -110,11 +135,11 @@ def _split_adapter_and_leaf(tail: list[str]) -> tuple[str | None, str]:
 
 
 class _WrappedModule(NamedTuple):
-    """Module name without wrappers, and the number of wrappers that contain a base layer.
+    """Name of a module after peft's wrappers have been removed from the name.
 
     Attributes:
-        module: Name of the module.
-        num_wrappers: Number of wrappers with a base layer.
+        module: Name of the module, without wrappers.
+        num_wrappers: Number of removed `base_layer` components. Each one corresponds to a wrapper.
     """
 
     module: str
@@ -122,7 +147,11 @@ class _WrappedModule(NamedTuple):
 
 
 def _strip_wrappers(path: list[str]) -> _WrappedModule:
-    """Remove peft's wrappers from the end of a module's path, and count the wrappers with a base layer."""
+    """Remove the names of peft's wrappers from the end of a module's path.
+
+    The names are `base_layer` and `token_adapter`. Each `base_layer` that is removed counts as one
+    wrapper. For example, `q_proj.base_layer.base_layer` becomes `q_proj` with a count of 2.
+    """
     wraps = 0
     while path and path[-1] in (BASE_LAYER, _TOKEN_ADAPTER):
         wraps += path[-1] == BASE_LAYER
@@ -131,7 +160,11 @@ def _strip_wrappers(path: list[str]) -> _WrappedModule:
 
 
 def parse_replaced_name(name: str) -> AdapterTensorName:
-    """Parse the saved name of a tensor that replaces a tensor of the base model."""
+    """Parse the name of a tensor that replaces a tensor of the base model.
+
+    The name is from peft's file or from a model in memory. All names are accepted, so the caller
+    must make sure that the tensor replaces a tensor of the base model.
+    """
     module, _, leaf = name.removeprefix(PEFT_PREFIX).rpartition(".")
     module, wraps = _strip_wrappers(module.split("."))
     return AdapterTensorName(module, wraps, "", leaf, _to_saved_name([name.removeprefix(PEFT_PREFIX)]))
@@ -142,7 +175,10 @@ class SplitNames(NamedTuple):
 
     Attributes:
         adapter: Parsed names of the adapter's tensors, keyed by their names in the checkpoint.
-        base: Names of the base model's tensors in the checkpoint.
+            Includes the tensors that replace tensors of the base model. Other adapters are
+            omitted.
+        base: Names of the base model's tensors in the checkpoint. Empty for a file that peft
+            wrote.
     """
 
     adapter: dict[str, AdapterTensorName]
@@ -157,7 +193,8 @@ def split_tensor_names(
     Args:
         names: Names in the checkpoint.
         bias: Setting `bias` of the adapter.
-        adapter_name: Name of the adapter, if the checkpoint contains several.
+        adapter_name: Name of the adapter, if the checkpoint contains several. None for a file that
+            peft wrote, because its tensor names do not contain the name of the adapter.
         location: Path of the checkpoint, used in error messages.
 
     Raises:
@@ -170,9 +207,16 @@ def split_tensor_names(
     adapters = sorted(
         {part.adapter_name for part in parts.values() if part.adapter_name is not None and part.kind}
     )
+    if adapter_name is not None and adapter_name not in adapters:
+        raise CheckpointError(
+            f"{location}: contains no adapter {adapter_name!r}; specify one of {', '.join(adapters)}"
+            if adapters
+            else f"{location}: its tensor names contain no adapter name, so the adapter {adapter_name!r} "
+            "cannot be chosen; leave out --adapter-name"
+        )
     if not adapters:
         # In peft's file, every other tensor replaces a tensor of the base model. With `bias: all`, peft also
-        # saves the biases of a replaced module under their names in the live model.
+        # saves the biases of a replaced module under the names that they have in the live model.
         if all(name.startswith(PEFT_PREFIX) for name in names):
             parts = {name: part for name, part in parts.items() if part.kind}
             other_names = [name for name in names if not {_MODULES_TO_SAVE, _ORIGINAL} & set(name.split("."))]
@@ -181,11 +225,6 @@ def split_tensor_names(
     elif adapter_name is None and len(adapters) > 1:
         raise CheckpointError(
             f"{location}: contains several adapters ({', '.join(adapters)}); choose one with --adapter-name"
-        )
-    if adapter_name is not None and adapter_name not in adapters:
-        raise CheckpointError(
-            f"{location}: contains no adapter {adapter_name!r}; "
-            + (f"specify one of {', '.join(adapters)}" if adapters else "leave out --adapter-name")
         )
     chosen = adapter_name if adapter_name is not None else next(iter(adapters), None)
     parts = {name: part for name, part in parts.items() if part.adapter_name in (None, chosen)}

@@ -1,4 +1,5 @@
-"""Read files that contain tensors: pickles, torch.save archives, zarr arrays, and shard indexes.
+"""Read files that contain tensors: pickles, torch.save archives, zarr arrays, OCDBT databases, etc.
 
-No reader executes code from a file.
+The package also reads shard indexes and the headers of GGUF files. No reader executes code from a
+file.
 """

@@ -8,8 +8,8 @@ from typing import Any
 from portable.converters.lazy_numpy import np
 
 _POLYNOMIAL = 0x82F63B78
-# Number of parts ("lanes") whose CRCs are computed in parallel, and minimum size of the data in bytes for
-# which combining their CRCs pays off.
+# Number of parts ("lanes") whose CRCs are computed in parallel, and minimum size of the data in bytes. Below
+# this size, combining the CRCs of the lanes would take longer than it saves.
 _LANES, _MIN_BYTES_FOR_LANES = 1024, 1 << 16
 
 
@@ -24,7 +24,7 @@ def _build_byte_table() -> np.ndarray[Any, np.dtype[np.uint32]]:
 
 @cache
 def _build_byte_table_list() -> list[int]:
-    """Return the lookup table as a list, because indexing a list is faster than indexing an array."""
+    """Return the byte table of CRC-32C as a list, because lists are indexed faster than arrays."""
     listed: list[int] = _build_byte_table().tolist()
     return listed
 
@@ -54,8 +54,8 @@ def compute_crc32c(data: bytes | memoryview) -> int:
 def _build_zero_bytes_matrix(count: int) -> tuple[int, ...]:
     """Return the matrix over GF(2) that appends `count` zero bytes to a CRC register.
 
-    It is used to combine the CRCs of adjacent chunks. Element i of the result is the new register for
-    an input register in which only bit i is set.
+    The matrix is used to combine the CRCs of adjacent chunks. Element i of the result is the new
+    register for an input register in which only bit i is set.
     """
     power = tuple(int(_build_byte_table()[bit & 0xFF]) ^ (bit >> 8) for bit in (1 << i for i in range(32)))
     result = tuple(1 << i for i in range(32))
@@ -68,7 +68,15 @@ def _build_zero_bytes_matrix(count: int) -> tuple[int, ...]:
 
 
 def _multiply_gf2_matrix(matrix: tuple[int, ...], value: int) -> int:
-    """Multiply a matrix over GF(2) by a vector. The bits of an integer are the vector's elements."""
+    """Multiply a matrix over GF(2) by a vector.
+
+    Args:
+        matrix: Columns of the matrix. Bit `i` of each integer is the element in row `i`.
+        value: Vector. Bit `i` of the integer is element `i`.
+
+    Returns:
+        Product, as an integer whose bits are the elements.
+    """
     product = 0
     while value:
         low = value & -value

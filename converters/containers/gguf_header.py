@@ -1,7 +1,8 @@
 """Read the header of a GGUF file: its settings, and the names, types and shapes of its tensors.
 
-The package `gguf` is not used for this. It reads only local files, takes seconds for the vocabulary
-of a tokenizer, and does not limit the work that a damaged file can cause.
+The reader of the package `gguf` is not used for this. It reads only local files, takes seconds for
+the vocabulary of a tokenizer, and does not limit the work that a damaged file can cause. Only the
+package's table of tensor types is used.
 
 Source: https://github.com/ggml-org/ggml, docs/gguf.md.
 """
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _SCALAR_CODES = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-"""Code of the module `struct`, keyed by the type of a setting."""
+"""Format code for the module `struct`, keyed by the number of a setting's type."""
 _STRING, _ARRAY = 8, 9
 _MAX_DIMENSIONS = 4
 _ALIGNMENT_KEY = "general.alignment"
@@ -73,14 +74,19 @@ def read_gguf_header(file: CheckpointFile) -> GGUFHeader:
             name = reader.read_string()
             (kind,) = reader.read_numbers("I")
             if kind == _ARRAY:
-                reader.skip_array()
+                reader.skip_array(name)
             else:
-                settings[name] = reader.read_value(kind)
+                settings[name] = reader.read_value(kind, name)
         entries: dict[str, _TensorEntry] = {}
         for _ in range(num_tensors):
             name = reader.read_string()
-            if name in entries or len(name) > MAX_TENSOR_NAME:
-                raise DamagedCheckpointError(f"damaged: the name {name[:100]!r} is too long or not unique")
+            if len(name) > MAX_TENSOR_NAME:
+                raise DamagedCheckpointError(
+                    f"damaged: the tensor name {name[:100]!r}... is too long ({len(name):,} characters, at "
+                    f"most {MAX_TENSOR_NAME:,})"
+                )
+            if name in entries:
+                raise DamagedCheckpointError(f"damaged: the tensor {name[:100]!r} is listed twice")
             entries[name] = _read_tensor_entry(reader, name)
         alignment = settings.get(_ALIGNMENT_KEY, _DEFAULT_ALIGNMENT)
         if type(alignment) is not int or alignment < 1:
@@ -89,7 +95,7 @@ def read_gguf_header(file: CheckpointFile) -> GGUFHeader:
             )
         data_start = -(-reader.position // alignment) * alignment
         for name, (offset, tensor) in entries.items():
-            reader.check_end(data_start + offset + tensor.nbytes, repr(name))
+            reader.check_end(data_start + offset + tensor.nbytes, f"the tensor {name!r}")
     return GGUFHeader(version, settings, {name: entry.tensor for name, entry in entries.items()})
 
 
@@ -106,33 +112,38 @@ class _TensorEntry(NamedTuple):
 
 
 def _read_tensor_entry(reader: _HeaderReader, name: str) -> _TensorEntry:
-    """Read the header entry of a tensor. Its name has already been read.
+    """Read a tensor's header entry, except for the name, which the caller has already read.
 
     Args:
-        reader: Reader of the header.
+        reader: Reader of the header, positioned after the name.
         name: Name of the tensor, used in error messages.
 
     Raises:
-        CheckpointError: If the entry is damaged, or if the package `gguf` does not define its type.
+        CheckpointError: If the entry is damaged, or if the package `gguf` does not define the type
+            of the tensor.
     """
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType  # not at the top, because the import is slow
 
     (num_dimensions,) = reader.read_numbers("I")
     if num_dimensions > _MAX_DIMENSIONS:
-        raise DamagedCheckpointError(f"damaged, {name!r} has {num_dimensions:,} dimensions")
+        raise DamagedCheckpointError(
+            f"damaged: the tensor {name!r} has {num_dimensions:,} dimensions, but GGUF allows at most "
+            f"{_MAX_DIMENSIONS}"
+        )
     shape = tuple(reversed(reader.read_numbers("Q" * num_dimensions)))
     type_number, offset = reader.read_numbers("IQ")
     try:
         dtype = GGMLQuantizationType(type_number)
     except ValueError:
         raise CheckpointError(
-            f"{name!r} has the type {type_number}, which the installed package gguf does not define; update "
-            "gguf"
+            f"the tensor {name!r} has the GGML type {type_number}, which the installed package gguf does not "
+            "define; run: pip install --upgrade gguf"
         ) from None
     block_elements, block_bytes = GGML_QUANT_SIZES[dtype]
     if (shape[-1] if shape else 1) % block_elements:
         raise DamagedCheckpointError(
-            f"damaged, the rows of {name!r} are not blocks of {block_elements} elements"
+            f"damaged: the tensor {name!r} has {shape[-1] if shape else 1:,} elements per row, but the GGML "
+            f"type {dtype.name} needs a multiple of {block_elements}"
         )
     tensor = GGUFTensor(dtype.name, shape, prod(shape) // block_elements * block_bytes)
     return _TensorEntry(offset, tensor)
@@ -142,7 +153,7 @@ class _HeaderReader:
     """Sequential reader for the header of a GGUF file.
 
     Args:
-        file: The file.
+        file: GGUF file to read, from its start.
     """
 
     def __init__(self, file: CheckpointFile) -> None:
@@ -154,14 +165,17 @@ class _HeaderReader:
         """Offset of the next byte in the file."""
 
     def read_version(self) -> int:
-        """Read the start of the file, and determine its byte order.
+        """Read the start of the file, and return the GGUF version.
+
+        The version number also reveals the byte order of the file. Later reads use this byte order.
 
         Raises:
             CheckpointError: If the file is not a GGUF file of a supported version.
         """
         if (magic := self._read_bytes(4)) != _MAGIC:
             raise CheckpointError(
-                f"is not a GGUF file, because it begins with {magic!r}; download or convert the file again"
+                f"is not a GGUF file, because it begins with {magic!r} instead of {_MAGIC!r}; download or "
+                "convert the file again"
             )
         number = self._read_bytes(4)
         little, big = (int.from_bytes(number, order) for order in ("little", "big"))
@@ -169,7 +183,8 @@ class _HeaderReader:
         version = big if big in _VERSIONS else little
         if version not in _VERSIONS:
             raise CheckpointError(
-                f"has GGUF version {version}, but only versions 2 and 3 are supported; convert the file again"
+                f"has GGUF version {version}, but only versions 2 and 3 are supported; convert the model to "
+                "GGUF again"
             )
         return version
 
@@ -183,27 +198,33 @@ class _HeaderReader:
         return layout.unpack(self._read_bytes(layout.size))
 
     def read_string(self) -> str:
-        """Read a length-prefixed string."""
+        """Read a length-prefixed UTF-8 string. Invalid bytes are replaced with U+FFFD."""
         (length,) = self.read_numbers("Q")
         return self._read_bytes(length).decode("utf-8", "replace")
 
-    def read_value(self, kind: int) -> Any:
+    def read_value(self, kind: int, name: str) -> Any:
         """Read the value of a setting that is not an array.
 
         Args:
             kind: Type of the value.
+            name: Name of the setting, used in error messages.
         """
-        return self.read_string() if kind == _STRING else self.read_numbers(_get_scalar_code(kind))[0]
+        return self.read_string() if kind == _STRING else self.read_numbers(_get_scalar_code(kind, name))[0]
 
-    def skip_array(self) -> None:
+    def skip_array(self, name: str) -> None:
         """Skip the value of a setting that is an array.
 
+        Args:
+            name: Name of the setting, used in error messages.
+
         Raises:
-            CheckpointError: If the array is nested, because no program writes nested arrays.
+            CheckpointError: If the array is nested, because no program writes nested arrays. Also raised if
+                the type of its elements is unknown, or if it extends beyond the end of the file or the
+                size limit for headers.
         """
         kind, count = self.read_numbers("IQ")
         if kind != _STRING:
-            self._skip_bytes(count * struct.calcsize("<" + _get_scalar_code(kind)))
+            self._skip_bytes(count * struct.calcsize("<" + _get_scalar_code(kind, name)))
             return
         self._check_header_end(self.position + 8 * count)  # each string has at least its length
         for _ in range(count):
@@ -222,21 +243,26 @@ class _HeaderReader:
         """
         if end > self._file.nbytes:
             raise DamagedCheckpointError(
-                f"truncated or damaged, {description} would end at byte {end} of {self._file.nbytes}"
+                f"truncated or damaged: {description} would end at byte {end:,}, but the file has "
+                f"{self._file.nbytes:,} bytes"
             )
 
     def _check_header_end(self, end: int) -> None:
         """Check that an offset is within the file and within the size limit for headers."""
         self.check_end(end, "the header")
         if end > MAX_HEADER:
-            raise DamagedCheckpointError(f"damaged, its header has more than {MAX_HEADER:,} bytes")
+            raise DamagedCheckpointError(f"damaged: the header has more than {MAX_HEADER:,} bytes")
 
     def _skip_bytes(self, nbytes: int) -> None:
         self._check_header_end(self.position + nbytes)
         self.position += nbytes
 
     def _read_bytes(self, nbytes: int) -> bytes:
-        """Read the next bytes. The file is read in blocks of at least `_READ_BYTES`."""
+        """Read the next `nbytes` bytes of the header.
+
+        The file is buffered. Each access reads a block of at least `_READ_BYTES`, unless the file
+        ends earlier.
+        """
         end = self.position + nbytes
         self._check_header_end(end)
         if end > self._buffer_start + len(self._buffer):
@@ -248,12 +274,16 @@ class _HeaderReader:
         return self._buffer[start : start + nbytes]
 
 
-def _get_scalar_code(kind: int) -> str:
+def _get_scalar_code(kind: int, name: str) -> str:
     """Return the `struct` format code for a type of setting.
+
+    Args:
+        kind: Type of the value, or of the elements of an array.
+        name: Name of the setting, used in error messages.
 
     Raises:
         CheckpointError: If the type is not a number or boolean.
     """
     if (code := _SCALAR_CODES.get(kind)) is None:
-        raise DamagedCheckpointError(f"damaged: a setting has the unexpected type {kind}")
+        raise DamagedCheckpointError(f"damaged: the setting {name[:100]!r} has the unexpected type {kind}")
     return code

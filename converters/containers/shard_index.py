@@ -36,19 +36,23 @@ def read_indexed_shards(
     Args:
         folder: Folder that contains the files.
         index_name: Name of the index, `<stem>.index.json`.
-        read_shard: Function that reads one shard and returns its content, keyed by tensor name.
+        read_shard: Function that reads one shard and returns its content, keyed by tensor name. It
+            must be thread-safe, because shards in an object store are read concurrently.
 
     Returns:
-        Content of all shards, keyed by tensor name, in the order of the shards and of their tensors.
+        Content of all shards, keyed by tensor name. The shards are sorted by file name. Within a
+        shard, the tensors keep the order in which `read_shard` returns them.
 
     Raises:
-        CheckpointError: If the file is not an index, a shard is missing, or a shard does not contain
-            exactly the tensors that the index lists.
+        CheckpointError: If `index_name` is not a valid index, if a shard is missing, or if a shard
+            does not contain exactly the tensors that the index lists for it.
     """
     file = folder.get_file(index_name)
     weight_map = read_json_object(file).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
-        raise DamagedCheckpointError(f"{file.path}: is not a shard index (no weight_map)")
+        raise DamagedCheckpointError(
+            f"{file.path}: is not a shard index, because its weight_map is missing or invalid"
+        )
     files = {shard: folder.get_file(shard) for shard in sorted(set(weight_map.values()))}
     _check_distinct_files(folder, index_name, files)
     shards = dict(zip(files, map_with_prefetch(folder.path, read_shard, files.values()), strict=True))
@@ -88,20 +92,27 @@ def check_rank_files_complete(
         # Do not iterate over the world size, because it is untrusted and may be huge.
         first = next(rank for rank in range(len(files_by_rank) + 1) if rank not in files_by_rank)
         raise DamagedCheckpointError(
-            f"{path}: the {description} states of rank {first} are missing ({missing} of {world_size} ranks)"
+            f"{path}: the {description} states of {missing:,} of the {world_size:,} ranks are missing (the "
+            f"first missing rank is {first})"
         )
     extra = [name for rank, name in files_by_rank.items() if rank >= world_size]
     if extra:
         raise CheckpointError(
-            f"{path / extra[0]}: is a file of another run, because this run had {world_size} ranks; "
-            "remove the files of other runs"
+            f"{path / extra[0]}: belongs to another run, because the run that saved the other files had only "
+            f"{world_size:,} ranks; remove the files of other runs"
         )
 
 
 def _check_distinct_files(folder: CheckpointFolder, name: str, files: Mapping[str, CheckpointFile]) -> None:
-    """Check that no two names refer to the same file, which would then be read several times.
+    """Check that a shard index lists each file only once, so that no file is read several times.
 
-    For example, one name may be a symbolic link, or the names may be `a/b` and `a//b`.
+    Different names can refer to the same file, for example `a/b` and `a//b`, or a symbolic link and
+    its target.
+
+    Args:
+        folder: Folder of the checkpoint.
+        name: Name of the index, used in error messages.
+        files: Files in the index, keyed by the name that the index contains.
 
     Raises:
         CheckpointError: If a file is listed twice.

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from isal import isal_zlib
 
 from portable.converters.containers.pickle_reader import (
+    DamagedPickleError,
     PickledGlobal,
     PickledInstance,
     PickleRefusedError,
@@ -42,7 +43,7 @@ _LOCATOR64 = struct.Struct("<4sLQL")
 _CENTRAL = struct.Struct("<4s6H3L5H2L")
 _LOCAL = struct.Struct("<4s5H3L2H")
 _ENCRYPTED = 1
-# torch.save names the archive after the file. This is the name if it writes to a stream.
+# Name of the archive if torch.save writes to a stream. Otherwise, it names the archive after the file.
 _UNNAMED = "archive"
 
 
@@ -78,7 +79,13 @@ class _Directory(NamedTuple):
 
 
 class _MemberSizes(NamedTuple):
-    """Sizes and header offset of a member, in bytes."""
+    """Sizes and header offset of a file in a zip archive, in bytes.
+
+    Attributes:
+        packed_bytes: Compressed size.
+        nbytes: Uncompressed size.
+        header: Offset of the file's local header in the archive.
+    """
 
     packed_bytes: int
     nbytes: int
@@ -91,17 +98,20 @@ class TorchZip:
     Args:
         file: File that contains the archive.
         offset: Offset of the archive in the file, in bytes.
-        length: Size of the archive in bytes. By default, the archive extends to the end of the file.
-        description: Description of the archive, used in error messages. Empty for a file with one archive.
+        length: Size of the archive in bytes. By default, the archive extends to the end of the
+            file.
+        description: Description of the archive, used in error messages. Empty for a file with one
+            archive.
 
     Attributes:
-        members: Members, keyed by name.
+        members: Members, keyed by full name, `<archive>/<name>`.
         archive: Name of the archive. It is the first folder in the name of each member.
         checksum: CRC32 of the directory. The directory contains the CRC32 of each member.
 
     Raises:
-        CheckpointError: If the file is not a zip archive of torch.save, is truncated, compressed, or
-            encrypted, or if members overlap or have the same name.
+        CheckpointError: If the file is not a zip archive of torch.save, is truncated, compressed,
+            or encrypted, or was written on a big-endian machine. Also raised if members overlap or
+            have the same name.
     """
 
     def __init__(
@@ -114,8 +124,8 @@ class TorchZip:
         self.location = f"{file.path}: {description}" if description else str(file.path)
         if offset < 0 or self.length < 0 or offset + self.length > file.nbytes:
             raise DamagedCheckpointError(
-                f"{self.location}: would end at byte {offset + self.length}, but the file has "
-                f"{file.nbytes} bytes"
+                f"{self.location}: truncated or damaged: the data would end at byte "
+                f"{offset + self.length:,}, but the file has {file.nbytes:,} bytes"
             )
         # A single read fetches the end records and, for a small archive, the complete directory.
         self._tail_offset = max(0, self.length - 4096)
@@ -124,34 +134,35 @@ class TorchZip:
         roots = {name.split("/", 1)[0] for name in self.members}
         if len(roots) != 1:
             raise CheckpointError(
-                f"{self.location}: is a zip file, but was not written by torch.save; name a file that "
+                f"{self.location}: is a zip file, but was not written by torch.save; specify a file that "
                 "torch.save wrote"
             )
         self.archive = roots.pop()
         if f"{self.archive}/data.pkl" not in self.members:
             raise CheckpointError(
-                f"{self.location}: is a zip file without data.pkl, so it was not written by torch.save; name "
-                "a file that torch.save wrote"
+                f"{self.location}: is a zip file without data.pkl, so it was not written by torch.save; "
+                "specify a file that torch.save wrote"
             )
         if f"{self.archive}/byteorder" in self.members and self.read_member("byteorder") != b"little":
             raise CheckpointError(
-                f"{self.location}: was written on a big-endian machine; load the file with torch and save it "
-                "again on a little-endian machine"
+                f"{self.location}: was written on a big-endian machine; load the file with torch.load on a "
+                "little-endian machine, and save it again with torch.save"
             )
 
     def check_not_renamed(self) -> None:
-        """Check that the file still has the name that it was saved under.
+        """Check that the file still has the name under which it was saved.
 
-        A renamed file may belong to another rank or parameter. A file that torch wrote to a stream does not
-        contain its name and passes the check.
+        A renamed file may belong to another rank or parameter. torch.save stores the file's name
+        without its last extension in the archive, so only this part of the name is compared. If
+        torch.save wrote to a stream, no file name is stored, and the check passes.
 
         Raises:
             CheckpointError: If the names differ.
         """
         if self.archive not in (PurePosixPath(str(self.file.path)).stem, _UNNAMED):
             raise self._build_damage_error(
-                f"was saved as {format_untrusted_value(self.archive)}, so it is the file of another rank or "
-                "parameter"
+                f"was saved under the name {format_untrusted_value(self.archive)}, so it belongs to another "
+                "rank or parameter"
             )
 
     def _build_error(self, reason: str) -> CheckpointError:
@@ -161,7 +172,10 @@ class TorchZip:
         return DamagedCheckpointError(f"{self.location}: {reason}")
 
     def _read_bytes(self, start: int, count: int) -> bytes:
-        """Read bytes of the archive. Bytes near its end have already been read and are not read again.
+        """Read bytes of the archive.
+
+        The constructor has already read the last 4096 bytes. A range that begins in them is not read
+        again. A range that begins earlier is read from the file.
 
         Raises:
             CheckpointError: If the range extends beyond the archive.
@@ -173,10 +187,15 @@ class TorchZip:
         return self.file.read_bytes(self.offset + start, count)
 
     def _read_directory(self) -> _Directory:
-        """Read and check the end records and the central directory.
+        """Read and check the end records and the central directory of the zip file.
+
+        If the recorded CRC32s of all members are 0, torch.save wrote the file without checksums.
+        The attribute `crc32` of each member is then None.
 
         Raises:
-            CheckpointError: If a record is damaged, or if records disagree.
+            CheckpointError: If the file is not a zip file, if a record is damaged, or if the
+                records contradict each other. Also raised if members are compressed or encrypted,
+                overlap, or have the same name.
         """
         end_offset = self.length - _END.size
         if end_offset < 0 or self._read_bytes(end_offset, 4) != b"PK\5\6":
@@ -198,7 +217,7 @@ class TorchZip:
             )
             agree = all(short in (long, (1 << bits) - 1) for short, long, bits in narrow)
             if magic != b"PK\6\6" or stop + 12 + record_size != locator_offset or not agree:
-                raise self._build_damage_error("damaged zip file: the end records disagree")
+                raise self._build_damage_error("damaged zip file: the two end records contradict each other")
             num_on_disk, count, size, start = here64, count64, size64, start64
         if (
             disk
@@ -208,17 +227,17 @@ class TorchZip:
             or start + size != stop
             or count * _CENTRAL.size > size
         ):
-            raise self._build_damage_error("damaged zip file: the end record is inconsistent")
+            raise self._build_damage_error("damaged zip file: the end record contradicts the archive")
         raw, position = self._read_bytes(start, size), 0
         records: list[tuple[str, int, int, int]] = []
         for _ in range(count):
             if position + _CENTRAL.size > size:
-                raise self._build_damage_error("damaged zip file: the directory is inconsistent")
+                raise self._build_damage_error("damaged zip file: the central directory is invalid")
             fields = _CENTRAL.unpack_from(raw, position)
             magic, _, _, flags, method, _, _, crc, packed, nbytes, n, extra, note, disk, _, _, header = fields
             position += _CENTRAL.size
             if magic != b"PK\1\2" or position + n + extra + note > size or disk or flags & _ENCRYPTED:
-                raise self._build_damage_error("damaged zip file: the directory is inconsistent")
+                raise self._build_damage_error("damaged zip file: the central directory is invalid")
             name = raw[position : position + n].decode("utf-8", "replace")
             packed, nbytes, header = self._parse_zip64_sizes(
                 raw[position + n : position + n + extra], packed, nbytes, header
@@ -227,11 +246,11 @@ class TorchZip:
             if method != 0 or packed != nbytes:
                 raise self._build_error(
                     f"the record {name!r} is compressed, which torch.save never does; load the file with "
-                    "torch and save it again"
+                    "torch.load, and save it again with torch.save"
                 )
             records.append((name, header, nbytes, crc))
         if position != size:
-            raise self._build_damage_error("damaged zip file: the directory is inconsistent")
+            raise self._build_damage_error("damaged zip file: the central directory is invalid")
         records.sort(key=lambda member: member[1])
         for (name, header, nbytes, _), limit in zip(
             records, [m[1] for m in records[1:]] + [start], strict=True
@@ -251,7 +270,7 @@ class TorchZip:
         return _Directory(members, start, isal_zlib.crc32(raw))
 
     def _parse_zip64_sizes(self, extra: bytes, packed: int, nbytes: int, header: int) -> _MemberSizes:
-        """Return the sizes and the header offset of a member, from its zip64 extra field if it has one.
+        """Return the sizes and the header offset of a member. Reads its zip64 extra field if there is one.
 
         Args:
             extra: Extra field of the member in the directory.
@@ -281,19 +300,26 @@ class TorchZip:
             return self._build_damage_error("truncated: the end of the zip file is missing")
         if start.startswith(b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20"):
             return self._build_error(
-                "was written by torch before 1.6; load the file with torch and save it again"
+                "was written by a torch version before 1.6; load the file with torch.load, and save it again "
+                "with torch.save"
             )
-        return self._build_error("was not written by torch.save; name a file that torch.save wrote")
+        return self._build_error("was not written by torch.save; specify a file that torch.save wrote")
 
     def get_member_span(self, name: str) -> FileSpan:
-        """Return a file span with the content of the member `<archive>/<name>` and its CRC32.
+        """Return the content of a zip member as a span of the file, without reading the content.
+
+        The span includes the CRC32 that the zip directory records for the member.
+
+        Args:
+            name: Name of the member in the top-level folder of the zip file, such as `data.pkl`.
 
         Raises:
-            CheckpointError: If the member does not exist, or if its header does not match the directory.
+            CheckpointError: If the member does not exist, or if its header does not match the
+                directory.
         """
         member = self.members.get(f"{self.archive}/{name}")
         if member is None:
-            raise self._build_damage_error(f"the record {name!r} is missing")
+            raise self._build_damage_error(f"the record {name!r} is missing from the zip file")
         raw = self._read_bytes(member.header_offset, _LOCAL.size)
         magic, _, flags, method, _, _, _, _, _, n, extra = _LOCAL.unpack(raw)
         start = member.header_offset + _LOCAL.size
@@ -304,11 +330,14 @@ class TorchZip:
             or self._read_bytes(start, n) != member.name.encode()
         ):
             raise self._build_damage_error(
-                f"damaged zip file: the header of {name!r} does not match the directory"
+                f"damaged zip file: the local header of the record {name!r} does not match the central "
+                "directory"
             )
         start += n + extra
         if start + member.nbytes > self._directory_start:
-            raise self._build_damage_error(f"damaged zip file: the record {name!r} overlaps the directory")
+            raise self._build_damage_error(
+                f"damaged zip file: the record {name!r} overlaps the central directory"
+            )
         return self.file.get_span(
             self.offset + start, member.nbytes, crc32=member.crc32, description=f"{self.archive}/{name}"
         )
@@ -331,12 +360,13 @@ class TorchZip:
         """Load the pickled object without executing code from it. Tensors become `StoredTensor`s.
 
         Args:
-            standins: Entries of the allow-list in addition to `TORCH_STANDINS`. See `unpickle_without_code`.
+            standins: Entries of the allow-list in addition to `TORCH_STANDINS`. They replace entries with
+                the same key. See `unpickle_without_code`.
             allowed_prefixes: Prefixes of modules whose classes become `PickledInstance`s.
 
         Raises:
-            CheckpointError: If the pickle contains an object that is not on the allow-list, or if it is
-                damaged.
+            CheckpointError: If the pickle contains an object that is not on the allow-list, if the type of
+                a tensor is not supported, or if the archive is damaged.
         """
         table = {**TORCH_STANDINS, **standins} if standins else TORCH_STANDINS
         location = f"{self.location}: data.pkl"
@@ -352,7 +382,8 @@ class TorchZip:
         """Return the storage that a persistent ID in the pickle refers to.
 
         Raises:
-            CheckpointError: If the ID is damaged, or if the storage is missing or has a different size.
+            CheckpointError: If the ID is damaged, if the storage type is not supported, or if the storage
+                is missing or has a different size.
         """
         if not (
             type(persistent_id) is tuple
@@ -361,26 +392,36 @@ class TorchZip:
             and type(persistent_id[1]) is PickledGlobal
         ):
             raise DamagedCheckpointError(
-                f"{self.location}: data.pkl refers to something that is not a storage"
+                f"{self.location}: data.pkl contains an invalid reference to a tensor storage"
             )
         _, kind, key, _, numel = persistent_id
         if type(key) is not str or len(key) > MAX_NAME:
-            raise DamagedCheckpointError(f"{self.location}: data.pkl refers to a storage without a name")
+            raise DamagedCheckpointError(
+                f"{self.location}: data.pkl refers to a tensor storage without a valid name"
+            )
         name = kind.key.rpartition(".")[2]
         dtype = FROM_STORAGE.get(name)
         if dtype is None and name != "UntypedStorage":
-            raise UnsupportedCheckpointError(f"{self.location}: tensors of {name} are not supported")
+            raise UnsupportedCheckpointError(
+                f"{self.location}: tensors with the storage type {name} are not supported"
+            )
         member = self.members.get(f"{self.archive}/data/{key}")
         nbytes = numel * (get_itemsize(dtype) if dtype else 1) if type(numel) is int else -1
-        if member is None or nbytes != member.nbytes:
+        if member is None:
             raise DamagedCheckpointError(
-                f"{self.location}: the storage {format_untrusted_value(key)} is missing or has another size"
+                f"{self.location}: the tensor storage {format_untrusted_value(key)} is missing from the "
+                "zip file"
+            )
+        if nbytes != member.nbytes:
+            raise DamagedCheckpointError(
+                f"{self.location}: the tensor storage {format_untrusted_value(key)} has {member.nbytes:,} "
+                "bytes, which is not the size that data.pkl records"
             )
         return ZipStorage(self, key, dtype, nbytes)
 
 
 class ZipStorage:
-    """Storage in the archive that the pickle refers to. Several tensors may be views of it.
+    """Storage that the pickle in a zip archive refers to. Several tensors may be views of one storage.
 
     Args:
         zip: Archive that contains the storage.
@@ -411,30 +452,34 @@ class ZipStorage:
 class StoredTensor:
     """Pickled tensor: a strided view of a storage.
 
+    The attributes have the names of the arguments, except for `shape` and `strides`, which contain
+    `size` and `stride`.
+
     Args:
-        storage: Storage that contains the elements.
+        storage: `ZipStorage` that contains the elements. No element is read.
         offset: Index of the first element in the storage.
         size: Shape of the tensor.
         stride: Strides of the tensor, in elements.
         dtype: Safetensors dtype. Defaults to the dtype of the storage.
 
     Raises:
-        TypeError: If the arguments in the pickle have other types.
-        ValueError: If the tensor extends beyond its storage.
+        DamagedPickleError: If an argument in the pickle has a wrong type or an invalid value, if
+            neither `dtype` nor the storage provides a dtype, or if the tensor extends beyond its
+            storage.
     """
 
     __slots__ = ("dtype", "offset", "shape", "storage", "strides")
 
     def __init__(self, storage: Any, offset: Any, size: Any, stride: Any, dtype: str | None = None) -> None:
         if not isinstance(storage, ZipStorage) or type(size) is not tuple or type(stride) is not tuple:
-            raise TypeError("not a tensor")
+            raise DamagedPickleError("a tensor has a storage, shape or strides of the wrong type")
         dtype = dtype or storage.dtype
         if dtype is None or len(size) != len(stride) or not all(map(is_shape, (size, stride, (offset,)))):
-            raise ValueError("not a tensor")
+            raise DamagedPickleError("a tensor has an invalid dtype, shape, strides or offset")
         width = get_itemsize(dtype)
         last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
         if prod(size) and (last + 1) * width > storage.nbytes:
-            raise ValueError("a tensor larger than its storage")
+            raise DamagedPickleError("a tensor is larger than its storage")
         self.storage = storage
         self.offset = offset
         self.shape: tuple[int, ...] = size
@@ -460,7 +505,13 @@ class StoredTensor:
 def _rebuild_tensor_v2(
     storage: Any, offset: Any, size: Any, stride: Any, grad: Any = False, hooks: Any = None, bits: Any = None
 ) -> StoredTensor:
-    """Rebuild a tensor with the dtype of its storage, like torch's function of this name."""
+    """Rebuild a tensor with the dtype of its storage, like torch's function of this name.
+
+    The arguments `grad` and `hooks` are ignored.
+
+    Raises:
+        PickleRefusedError: If the tensor is damaged, or is lazily conjugated or negated.
+    """
     _check_math_bits(bits)
     return StoredTensor(storage, offset, size, stride)
 
@@ -475,12 +526,14 @@ def _rebuild_tensor_v3(
     dtype: Any,
     bits: Any = None,
 ) -> Any:
-    """Rebuild a tensor with an explicit dtype, like torch's function of this name.
+    """Rebuild a tensor that has an untyped storage, like `torch._utils._rebuild_tensor_v3`.
 
-    The storage of such a tensor is untyped.
+    The dtype is a separate argument, because the storage does not define it. The arguments `grad`
+    and `hooks` are ignored.
 
     Raises:
-        PickleRefusedError: If the dtype is not supported.
+        PickleRefusedError: If the dtype is not supported, or if the tensor is damaged, or is lazily
+            conjugated or negated.
     """
     _check_math_bits(bits)
     kind = (
@@ -495,44 +548,54 @@ def _rebuild_tensor_v3(
 
 
 def _check_math_bits(bits: Any) -> None:
-    """Check that a tensor is not lazily conjugated or negated. Its values would then differ from its data.
+    """Check that a pickled tensor is not marked as lazily conjugated or negated.
+
+    The values of such a tensor differ from its stored data.
 
     Args:
-        bits: Last argument of the pickled call: a dict with the flags `conj` and `neg`, or None.
+        bits: Last argument of the pickled call that rebuilds the tensor: a dict with the flags
+            `conj` and `neg`, or None.
 
     Raises:
         PickleRefusedError: If a flag is set, or if the argument is not a dict.
     """
     if bits and (not isinstance(bits, dict) or any(bits.values())):
         raise PickleRefusedError(
-            "contains a lazily conjugated or negated tensor, which is only supported after resolve_conj() "
-            "and resolve_neg()"
+            "contains a lazily conjugated or negated tensor, which is not supported unless resolve_conj() "
+            "and resolve_neg() are called before torch.save"
         )
 
 
 def _rebuild_device_tensor(data: Any, dtype: Any, *_: Any) -> Any:
-    """Return the CPU copy that was pickled for a tensor on a device without storages, such as XLA.
+    """Return the pickled CPU copy of a tensor that was on a device without storages, such as XLA.
 
     Args:
         data: CPU copy of the tensor.
         dtype: Recorded dtype of the tensor.
 
     Raises:
-        ValueError: If the dtype of the copy differs from the recorded dtype.
+        DamagedPickleError: If `data` is not a tensor, or if its dtype differs from the recorded dtype.
     """
     name = FROM_TORCH.get(dtype.key.removeprefix("torch.")) if isinstance(dtype, PickledGlobal) else None
     if not isinstance(data, StoredTensor) or name != data.dtype:
-        raise ValueError("a device tensor of another type than its copy")
+        raise DamagedPickleError("the dtype of a tensor differs from the dtype of its CPU copy")
     return data
 
 
 def _return_first(value: Any, *rest: Any) -> Any:
-    """Return the tensor that a wrapper of torch, such as `Parameter`, is called with."""
+    """Return the first argument.
+
+    During unpickling, this function is called instead of classes and functions of torch that only
+    wrap a tensor, such as `Parameter(tensor)`.
+    """
     return value
 
 
 def _rebuild_from_type_v2(function: Any, kind: Any, args: Any, state: Any) -> Any:
-    """Rebuild a tensor subclass as a plain tensor. torch's function of this name rebuilds the subclass.
+    """Rebuild a tensor subclass as a plain tensor.
+
+    During unpickling, this function is called instead of torch's function of the same name, which
+    would rebuild the subclass.
 
     Args:
         function: Function that rebuilds the plain tensor.
@@ -541,10 +604,10 @@ def _rebuild_from_type_v2(function: Any, kind: Any, args: Any, state: Any) -> An
         state: State of the tensor. Ignored.
 
     Raises:
-        TypeError: If the function does not rebuild a tensor.
+        PickleRefusedError: If `function` is not one of torch's functions that rebuild a tensor.
     """
     if not isinstance(function, PickledGlobal) or function.key not in _REBUILD:
-        raise TypeError("not a tensor")
+        raise PickleRefusedError("contains a tensor subclass that none of torch's functions rebuilds")
     return function(*args)
 
 
@@ -553,14 +616,14 @@ def _rebuild_dict(*args: Any) -> dict[Any, Any]:
     for pair in args[0] if args else ():
         key, value = pair
         if not isinstance(key, (str, int, float, bool, type(None))):
-            raise TypeError("not a plain key")
+            raise PickleRefusedError("contains a dict with a key that is not a string, a number or None")
         result[key] = value
     return result
 
 
 def _rebuild_size(dims: Any = ()) -> tuple[int, ...]:
     if any(type(dim) is not int for dim in dims):
-        raise TypeError("not a size")
+        raise DamagedPickleError("a torch.Size contains a value that is not an integer")
     return tuple(dims)
 
 
@@ -583,7 +646,7 @@ def _rebuild_instance(*args: Any) -> PickledInstance:
 
 
 MEMORY_FORMATS = ("TORCH_CONTIGUOUS_FORMAT", "TORCH_CHANNELS_LAST", "TORCH_PRESERVE_FORMAT")
-"""Names of the members of torch's enumerations of memory formats."""
+"""Member names of torch's enumerations of memory formats."""
 
 _REBUILD: dict[str, Standin | None] = {
     "torch._utils._rebuild_tensor": _rebuild_tensor_v2,

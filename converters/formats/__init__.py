@@ -1,11 +1,11 @@
-"""Detect and open checkpoint formats. Each format has a module.
+"""Registry that detects and opens checkpoint formats.
 
 A format finds its files at a path and opens them as a logical checkpoint. To add a format, write
 `converters/formats/<name>.py` with a module-level `FORMAT = Format(...)`, and list the module in
-`_MODULES`. List a second format of a module as `module:NAME`.
+`_MODULES`. A module may define a second format under another name. List it as `module:NAME`.
 
-Formats are tried in the order of `_MODULES`. Some formats may have their files in the same folder,
-so the one with more content (fp32 masters, optimizer state) comes first.
+Formats are tried in the order of `_MODULES`. A folder may contain the files of several formats, so
+the format with more content (fp32 masters, optimizer state) comes first.
 """
 
 from __future__ import annotations
@@ -43,15 +43,18 @@ class CheckpointPath:
 
     Attributes:
         path: Folder or file.
-        tag: Name of the step folder to open, for formats that select it themselves. If None, open the
-            folder named in the file `latest` (DeepSpeed), or `path` itself.
+        tag: Name of the step folder to open. Only used by formats with `Format.selects_tag`, such
+            as DeepSpeed. If None, `path` itself is opened if it contains the files of a checkpoint.
+            Otherwise, DeepSpeed's file `latest` or `latest_universal` selects the step folder.
         parameter_order: Names of the model's parameters in module order. Empty if the order is not
             known.
-        config_file: The model's `config.json`. If None, the folder of the files is searched.
-        rank: Rank and world size of the reader, if each rank of a job opens the checkpoint and reads
-            its own slices. Formats may then read the metadata of other ranks only on demand.
-        build_once: Function that writes a file in one process per node, so that the processes of a node
-            parse metadata only once.
+        config_file: Path of the model's `config.json`. If None, the reader looks for the file near
+            the checkpoint's files.
+        rank: Rank and world size of the reader, if each rank of a job opens the checkpoint and
+            reads only its own slices. The metadata of other ranks may then be read on demand. None
+            if the reader needs everything.
+        build_once: Function that lets one process per node write parsed metadata to a file for the
+            other processes. See `open_checkpoint`. None if each process parses the metadata itself.
     """
 
     path: AnyPath
@@ -68,14 +71,16 @@ class Format:
 
     Attributes:
         name: Value of `Checkpoint.format`.
-        find_files: Function that looks for the files of this format at a path. It returns the argument
-            for `open`, such as the folder, or None if the path has a different format or is incomplete.
-            It relies on file names and reads almost nothing.
-        open: Function that opens the files that `find_files` returned. It raises CheckpointError if the
-            files are damaged.
-        explain_incomplete: Function that returns an error message if a path resembles this format but
-            cannot be opened. It returns None for other paths.
-        selects_tag: Whether `open` itself uses `CheckpointPath.tag`.
+        find_files: Function that looks for the files of this format at a path. It returns the
+            argument for `open`, such as the folder, or None if the path has a different format or
+            is incomplete. It relies on file names and reads almost nothing.
+        open: Function that opens the files that `find_files` returned. It raises CheckpointError if
+            the files are damaged.
+        explain_incomplete: Function that returns an error message if a path resembles this format
+            but cannot be opened. It returns None for other paths.
+        selects_tag: Whether `find_files` itself selects the step folder given by
+            `CheckpointPath.tag`. If False, the caller selects the folder and passes its path
+            without a tag.
     """
 
     name: str
@@ -98,9 +103,9 @@ class DetectedFormat(NamedTuple):
     """Path whose format has been detected.
 
     Attributes:
-        format: The format.
-        source: The path.
-        files: Result of `Format.find_files`, the argument for `Format.open`.
+        format: First format that recognized the path.
+        source: Path and options with which the format was detected.
+        files: Result of `Format.find_files`, to be passed to `Format.open`.
     """
 
     format: Format
@@ -111,7 +116,7 @@ class DetectedFormat(NamedTuple):
 def detect_format(source: CheckpointPath) -> DetectedFormat | None:
     """Return the first format that recognizes a path, or None if no format does.
 
-    The modules are imported one by one, until a format recognizes the path.
+    The modules that define the formats are imported one by one, until a format recognizes the path.
     """
     for format in iter_formats():
         if (found_files := format.find_files(source)) is not None:

@@ -1,10 +1,13 @@
-"""Read DCP's sharded safetensors, written by torch's `HuggingFaceStorageWriter(save_distributed=True)`.
+"""Read DCP's sharded safetensors, written by `HuggingFaceStorageWriter(save_distributed=True)`.
 
 `shard-<rank + 1>-model-<k>-of-<n>.safetensors` contains the shards of one rank. The header entry
 `DCP_SHARDING_INFO` records the offsets of each shard in its tensor. With consolidation, these files
-are in `sharded/`, and complete files are in its parent folder. This reader uses the sharded files,
-because torch's consolidation writes zeros for a missing shard. No file records the number of ranks
-or the shapes, so a missing last file is detected only if there are consolidated files.
+are in `sharded/`, and the consolidated files, which contain complete tensors, are in its parent
+folder. This reader uses the sharded files, because torch's consolidation writes zeros for a missing
+shard.
+
+No file records the number of ranks or the full shapes of the tensors. Without consolidated files,
+the reader therefore cannot detect that all files of the last rank are missing.
 
 Source: torch/distributed/checkpoint/hf_storage.py, _hf_utils.py.
 """
@@ -48,15 +51,23 @@ _EMPTY_VIEW = View(InMemorySource(b""), 0, ())
 
 
 def _list_shard_names(path: AnyPath) -> list[str]:
-    """List the names of the shards in a folder."""
+    """List the names of the shards in a folder.
+
+    Shards are the files with names such as `shard-00001-model-00001-of-00002.safetensors`.
+    """
     return [name for name in list_entry_names(path) if _SHARD.fullmatch(name)]
 
 
 def _find_shard_folder(path: AnyPath) -> AnyPath | None:
     """Find the folder of the shards. The path may be a shard, its folder, or the parent folder.
 
+    In the parent folder, only the subfolder `sharded` is searched.
+
     Returns:
         The folder, or None if there are no shards.
+
+    Raises:
+        LinkError: If `sharded` is a link to a target outside the parent folder.
     """
     if path.is_file():
         return path.parent if _SHARD.fullmatch(path.name) else None
@@ -72,8 +83,14 @@ def _find_shard_folder(path: AnyPath) -> AnyPath | None:
 def _open_sharded_safetensors(source: CheckpointPath, path: AnyPath) -> Checkpoint:
     """Open the shards in the folder `path` as a checkpoint.
 
+    The files do not record the unsharded shape of a tensor, so the shape is derived from the
+    offsets and shapes of its shards. If the files contain optimizer state, all parameters with
+    state form one group without settings such as `lr`.
+
     Raises:
-        CheckpointError: If a shard is missing or damaged, or if shards disagree about a dtype or shape.
+        CheckpointError: If a shard is missing or damaged, if shards disagree about a dtype or a
+            number of dimensions, if the folder contains shards of two checkpoints, or if the shards
+            contradict the consolidated files.
     """
     folder, location = CheckpointFolder(path), str(path)
     names = _list_shard_names(path)
@@ -89,12 +106,13 @@ def _open_sharded_safetensors(source: CheckpointPath, path: AnyPath) -> Checkpoi
             part_offsets = offsets.get(key)
             if part_offsets is None or len(part_offsets) != len(part.shape):
                 raise DamagedCheckpointError(
-                    f"{file.path}: damaged: {DCP_INFO_KEY} does not record where {key!r} begins"
+                    f"{file.path}: damaged: the header entry {DCP_INFO_KEY} has no valid offsets for the "
+                    f"tensor {key!r}"
                 )
             dtype, size = dtypes_and_shapes.setdefault(key, (part.dtype, [0] * len(part_offsets)))
             if part.dtype != dtype or len(size) != len(part_offsets):
                 raise DamagedCheckpointError(
-                    f"{file.path}: {key!r} has a different type or shape in other shards"
+                    f"{file.path}: the dtype or number of dimensions of {key!r} differs between the shards"
                 )
             size[:] = [
                 max(n, start + count) for n, start, count in zip(size, part_offsets, part.shape, strict=True)
@@ -128,19 +146,21 @@ def _open_sharded_safetensors(source: CheckpointPath, path: AnyPath) -> Checkpoi
 
 
 def _check_shard_numbers(names: list[str], path: AnyPath) -> None:
-    """Check that the numbers in the names of the shards have no gaps.
+    """Check that the numbers in the names of the shard files have no gaps.
 
-    Otherwise, a missing shard would not be noticed: its tensors would only be shorter or missing.
+    Without this check, a missing file would not be noticed. The checkpoint would only have fewer
+    tensors, or tensors with smaller shapes. A missing last rank does not leave a gap, so this check
+    does not detect it.
 
     Raises:
-        CheckpointError: If a shard is missing, or if the shards are from two saves.
+        CheckpointError: If a file is missing, or if the folder contains files of two saves.
     """
     matches = [match for name in names if (match := _SHARD.fullmatch(name))]
     counts = {int(match[3]) for match in matches}
     if len(counts) > 1:
         raise CheckpointError(
-            f"{path}: contains shards of two saves, with {min(counts)} and {max(counts)} files; remove the "
-            "shards of the other save"
+            f"{path}: contains shards of two checkpoints, one with {min(counts)} and one with {max(counts)} "
+            "files per rank; remove the shards of one checkpoint"
         )
     # Every rank has parts of nearly all tensors, so it has a file. A missing last rank is not detected here,
     # because its tensors would only appear shorter.
@@ -150,17 +170,18 @@ def _check_shard_numbers(names: list[str], path: AnyPath) -> None:
     missing_pair = next((pair for pair in expected_pairs if pair not in numbers), None)
     if missing_pair is not None:
         raise DamagedCheckpointError(
-            f"{path}: the file of shard {missing_pair[0]:05d}, model {missing_pair[1]:05d} is missing"
+            f"{path}: the file "
+            f"shard-{missing_pair[0]:05d}-model-{missing_pair[1]:05d}-of-{models:05d}.safetensors is missing"
         )
     if len(numbers) != shards * models:
         raise CheckpointError(
-            f"{path}: contains files whose numbers are not 1 to {shards} of {models}; remove the shards of "
-            "the other save"
+            f"{path}: contains shard files other than the files 1 to {models} of the shards 1 to {shards}; "
+            "remove the other shard files"
         )
 
 
 def _parse_shard_offsets(text: str | None, file: CheckpointFile) -> dict[str, tuple[int, ...]]:
-    """Parse the offsets of the tensors in a shard, which its header records.
+    """Parse the tensor offsets that the header of a shard records.
 
     Args:
         text: JSON in the header entry `DCP_SHARDING_INFO`, or None if the header does not have it.
@@ -174,23 +195,36 @@ def _parse_shard_offsets(text: str | None, file: CheckpointFile) -> dict[str, tu
     """
     table = parse_json(file.path, text.encode("utf-8", "surrogatepass")) if text is not None else None
     if not isinstance(table, dict):
-        raise DamagedCheckpointError(f"{file.path}: contains no {DCP_INFO_KEY}, so it is not a shard of DCP")
+        raise CheckpointError(
+            f"{file.path}: the header has no valid {DCP_INFO_KEY}, so the file is not a shard that "
+            "torch.distributed.checkpoint wrote; move the file out of the checkpoint, or copy the checkpoint "
+            "again"
+        )
     offsets: dict[str, tuple[int, ...]] = {}
     for key, entry in table.items():
         low = entry.get(DCP_OFFSETS_KEY) if isinstance(entry, dict) else None
         if not is_shape(low):
             raise DamagedCheckpointError(
-                f"{file.path}: damaged: {DCP_INFO_KEY} does not record where {key!r} begins"
+                f"{file.path}: damaged: the header entry {DCP_INFO_KEY} has no valid offsets for the tensor "
+                f"{key!r}"
             )
         offsets[key] = tuple(low)
     return offsets
 
 
 def _check_consolidated_shapes(path: AnyPath, stored: dict[str, Tensor]) -> None:
-    """Compare the shapes with the consolidated files in the parent folder, if there are any.
+    """Compare the shapes of the tensors with the consolidated files, if there are any.
+
+    The consolidated files are in the parent folder of the shards. Nothing is checked if the folder
+    of the shards is not named `sharded`, or if its parent has no `model.safetensors.index.json`.
+
+    Args:
+        path: Folder of the shards.
+        stored: Tensors assembled from the shards, keyed by name.
 
     Raises:
-        CheckpointError: If a tensor is missing or shorter, because a shard is missing.
+        CheckpointError: If a tensor in the consolidated files is missing from `stored`, or has a
+            different shape in `stored`. In both cases, a shard is missing.
     """
     above = make_absolute(path).parent
     if path.name != _FOLDER or not (above / INDEX_FILE_NAME).is_file():
@@ -201,11 +235,14 @@ def _check_consolidated_shapes(path: AnyPath, stored: dict[str, Tensor]) -> None
     for name, tensor in index.items():
         stored_tensor = stored.get(name)
         if stored_tensor is None or stored_tensor.shape != tensor.shape:
-            problem = "is missing" if stored_tensor is None else f"is {list(stored_tensor.shape)}"
-            raise DamagedCheckpointError(
-                f"{path}: {name!r} {problem}, but {list(tensor.shape)} in the previous files, so a "
-                "shard is missing"
+            problem = (
+                f"{name!r} is missing from the shards, although the consolidated files in {above} contain "
+                "the tensor"
+                if stored_tensor is None
+                else f"{name!r} has shape {list(stored_tensor.shape)} in the shards, but "
+                f"{list(tensor.shape)} in the consolidated files in {above}"
             )
+            raise DamagedCheckpointError(f"{path}: {problem}, so a shard is missing")
 
 
 FORMAT = Format(

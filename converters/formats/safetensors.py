@@ -1,7 +1,8 @@
 """Read checkpoints in safetensors format: one file, or numbered shards with an index.
 
-The index is `model.safetensors.index.json`. The format has no checksum, so this reader can check
-lengths, offsets, overlaps and the index, but not the values.
+The index is `model.safetensors.index.json`, or another file whose name ends with
+`.safetensors.index.json`. The format has no checksum, so this reader can check lengths, offsets,
+overlaps and the index, but not the values.
 
 Source: https://github.com/huggingface/safetensors, section "Format".
 """
@@ -43,10 +44,20 @@ if TYPE_CHECKING:
 
 
 def _find_model_file(source: CheckpointPath) -> str | None:
-    """Find the index, `model.safetensors`, or the only .safetensors file in a folder, in this order.
+    """Find the safetensors file to open, or the index that lists several such files.
+
+    In a folder, the first of these files is selected:
+
+    1. `model.safetensors.index.json`
+    2. `model.safetensors`
+    3. The only other index
+    4. The only other .safetensors file
+
+    Hidden files and files of the optimizer do not count.
 
     Returns:
-        The file name. None if the folder has none of them, or several files without an index.
+        The file name. None if `source` is a file of another type, or if the folder has no such
+        file. A folder with several other .safetensors files needs an index.
     """
     path = source.path
     if path.is_file():
@@ -66,10 +77,12 @@ def _find_model_file(source: CheckpointPath) -> str | None:
 
 
 def _explain_incomplete(source: CheckpointPath) -> str | None:
-    """Explain that a folder has several .safetensors files without an index.
+    """Return an error message if a folder has several .safetensors files but no index.
+
+    Call this function only if the folder has no index, because it does not search for one.
 
     Returns:
-        The explanation as one line. None for any other path.
+        The message as one line. None for any other path.
     """
     if (
         source.path.is_dir()
@@ -83,7 +96,15 @@ def _explain_incomplete(source: CheckpointPath) -> str | None:
 
 
 def _open_safetensors_checkpoint(source: CheckpointPath, name: str) -> Checkpoint:
-    """Open the file or index `name` as a checkpoint, with the optimizer state in the same folder."""
+    """Open a safetensors file, or the files that an index lists, as a checkpoint.
+
+    If the folder also contains an optimizer state, the checkpoint includes it. The state is ignored
+    if the file does not have a standard name such as `model.safetensors`.
+
+    Args:
+        source: Path that the user specified, with options. It is the file or its folder.
+        name: Name of the safetensors file or of the index, which ends in `.index.json`.
+    """
     root = source.path if source.path.is_dir() else source.path.parent
     folder = CheckpointFolder(root)
     if source.path.is_dir():
@@ -110,7 +131,7 @@ def _open_safetensors_checkpoint(source: CheckpointPath, name: str) -> Checkpoin
             return None
         if (folder.path / OPTIMIZER_FILE_NAME).is_file():
             return _read_safetensors_optimizer(folder, plain)
-        # Otherwise, look for a torch.save file, because transformers' Trainer and Accelerate write one.
+        # transformers' Trainer and Accelerate write the optimizer to a torch.save file, so look for one.
         ordered_names = [name for name in source.parameter_order if name in plain]
         order = ordered_names or sort_in_module_order(plain, companions.get("config.json"))
         return open_optimizer_file(folder, plain, lambda: order and deduplicate_tied_names(order, aliases))
@@ -130,10 +151,11 @@ def _read_safetensors_optimizer(folder: CheckpointFolder, tensors: dict[str, Ten
 
     Args:
         folder: Folder of the model.
-        tensors: Tensors of the model.
+        tensors: Tensors of the model, keyed by name.
 
     Raises:
-        CheckpointError: If the state and the groups do not fit each other or the model.
+        CheckpointError: If the optimizer state does not match its parameter groups or the tensors
+            of the model.
     """
     stored, _ = read_safetensors_file(folder.get_file(OPTIMIZER_FILE_NAME))
     state: dict[str, dict[str, Tensor | Scalar]] = {}
@@ -147,14 +169,15 @@ def _read_safetensors_optimizer(folder: CheckpointFolder, tensors: dict[str, Ten
     file = folder.get_file(OPTIMIZER_GROUPS_FILE_NAME)
     groups = read_json_object(file).get("param_groups")
     if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
-        raise DamagedCheckpointError(f"{file.path}: contains no param_groups")
+        raise DamagedCheckpointError(f"{file.path}: has no valid param_groups")
     parameter_names = [group.get("params", []) for group in groups]
     if not all(isinstance(names, list) for names in parameter_names):
-        raise DamagedCheckpointError(f"{file.path}: param_groups does not list the parameters")
+        raise DamagedCheckpointError(f"{file.path}: the params of a parameter group are not a list")
     grouped = {name for names in parameter_names for name in names if isinstance(name, str)}
     if not state.keys() <= grouped:
         raise DamagedCheckpointError(
-            f"{file.path}: does not list every parameter with state in {OPTIMIZER_FILE_NAME}"
+            f"{file.path}: param_groups does not list every parameter that has a state in "
+            f"{OPTIMIZER_FILE_NAME}"
         )
     return OptimizerState(state, groups)
 
@@ -175,8 +198,8 @@ def read_safetensors_file(file: CheckpointFile) -> SafetensorsContent:
     """Read the header of a safetensors file.
 
     Raises:
-        CheckpointError: If the file is truncated, or if the offsets leave gaps, overlap, or do not fit
-            the shapes.
+        CheckpointError: If the file is truncated, if the header is damaged or contains an unsupported
+            dtype, or if the offsets leave gaps, overlap, or do not fit the shapes.
     """
     if file.nbytes < 8:
         raise DamagedCheckpointError(f"{file.path}: is truncated or not a safetensors file")
@@ -187,7 +210,7 @@ def read_safetensors_file(file: CheckpointFile) -> SafetensorsContent:
         )
     header = parse_json(file.path, file.read_bytes(8, length))
     if not isinstance(header, dict):
-        raise DamagedCheckpointError(f"{file.path}: the header is not a table of tensors")
+        raise DamagedCheckpointError(f"{file.path}: the header is not a dict of tensors")
     metadata = header.pop("__metadata__", {})
     data_start = 8 + length
     spans: list[tuple[int, int, str]] = []
@@ -197,11 +220,14 @@ def read_safetensors_file(file: CheckpointFile) -> SafetensorsContent:
             dtype, shape, start, end = _parse_header_entry(name, entry)
             if end - start != prod(shape) * get_itemsize(dtype):
                 raise DamagedCheckpointError(
-                    f"{name!r} has {end - start} bytes, which does not match {dtype} {shape}"
+                    f"{name!r} has {end - start:,} bytes, but a {dtype} tensor of shape {shape} needs "
+                    f"{prod(shape) * get_itemsize(dtype):,} bytes"
                 )
             if data_start + end > file.nbytes:
-                location = f"byte {data_start + end} of {file.nbytes}"
-                raise DamagedCheckpointError(f"truncated or damaged: {name!r} would end at {location}")
+                raise DamagedCheckpointError(
+                    f"truncated or damaged: {name!r} would end at byte {data_start + end:,}, but the file "
+                    f"has {file.nbytes:,} bytes"
+                )
             span = file.get_span(data_start + start, end - start, description=repr(name))
             tensors[name] = Tensor.from_source(name, dtype, shape, span)
             spans.append((start, end, name))
@@ -211,7 +237,7 @@ def read_safetensors_file(file: CheckpointFile) -> SafetensorsContent:
         if stop != start:
             description = f"after {previous_name!r}" if previous_name else f"before {next_name!r}"
             why = "unused bytes" if stop < start else "overlapping tensors"
-            raise DamagedCheckpointError(f"{file.path}: truncated or damaged: {why} {description}")
+            raise DamagedCheckpointError(f"{file.path}: truncated or damaged: there are {why} {description}")
     plain = isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values())
     return SafetensorsContent(tensors, metadata if plain else {})
 
@@ -244,11 +270,13 @@ def _parse_header_entry(name: str, entry: Any) -> _HeaderEntry:
     except (TypeError, KeyError, ValueError):
         is_valid = False
     if not is_valid or not is_shape(shape) or not is_shape((low, high)):
-        raise DamagedCheckpointError(f"the header entry of {name!r} is damaged")
+        raise DamagedCheckpointError(
+            f"damaged: the header entry of {name!r} has no valid dtype, shape or data_offsets"
+        )
     if dtype not in SUPPORTED_DTYPES:
         raise CheckpointError(
-            f"{name!r} has the element type {dtype[:20]!r}, which is not supported; save the tensor with "
-            "another dtype"
+            f"{name!r} has the dtype {dtype[:20]!r}, which is not supported; save the tensor with another "
+            "dtype"
         )
     return _HeaderEntry(dtype, list(shape), low, high)
 

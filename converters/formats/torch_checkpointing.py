@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from portable.converters.storage.path_or_url import AnyPath
 
 _METADATA = "metadata.pkl"
-# Text at the beginning of the table in version 1 and 2, or of an empty table.
+# Texts that occur at the start of the table in versions 1 and 2, or in an empty table.
 _MARKS = (b"nested_path_to_metadata", b"rank_to_layout_info", b"sharding_metadata")
 _VERSION = "2.0"
 _TORCH, _SAFETENSORS = "TorchSerialization", "SafetensorsSerialization"
@@ -89,11 +89,11 @@ class _TensorLayout(NamedTuple):
 
 
 class _GroupLayout(NamedTuple):
-    """Group of ranks, and the layout of a tensor on it.
+    """Group of ranks that store a tensor, and the tensor's layout on these ranks.
 
     Attributes:
-        ranks: Ranks of the group.
-        layout: Layout of the tensor.
+        ranks: Ranks that store the tensor.
+        layout: Dtype and shape of the tensor, and its placements on these ranks.
     """
 
     ranks: frozenset[int]
@@ -101,7 +101,7 @@ class _GroupLayout(NamedTuple):
 
 
 class _ItemFile(NamedTuple):
-    """File that contains an item on one rank.
+    """File that one rank wrote for an item, such as the model.
 
     Attributes:
         name: Name of the file in the folder.
@@ -113,11 +113,12 @@ class _ItemFile(NamedTuple):
 
 
 class _SavedItem(NamedTuple):
-    """Saved item of the state dict, such as the model.
+    """Top-level entry of the saved state dict, such as the model or the optimizer.
 
     Attributes:
-        files: File of each rank.
-        layouts: Layouts of each sharded tensor, keyed by path.
+        files: The file that each rank wrote for the entry, keyed by rank.
+        layouts: Layouts of the sharded tensors, keyed by the path of the tensor in the entry. A
+            tensor has one layout for each group of ranks that stores it.
     """
 
     files: dict[int, _ItemFile]
@@ -129,7 +130,8 @@ class _Metadata(NamedTuple):
 
     Attributes:
         world_size: Number of ranks that saved the checkpoint.
-        items: Items that contain sharded tensors, keyed by name.
+        items: Top-level entries of the state dict that contain sharded tensors, such as the model
+            or the optimizer, keyed by name.
     """
 
     world_size: int
@@ -137,9 +139,10 @@ class _Metadata(NamedTuple):
 
 
 def _find_checkpoint_folder(source: CheckpointPath) -> AnyPath | None:
-    """Find the folder of a checkpoint. The path may be the folder or a file in it.
+    """Find the folder of a checkpoint.
 
-    None if the path does not belong to a checkpoint of this format.
+    The path may be the folder, its file `metadata.pkl`, or a file in it with a name such as
+    `model_0.pt`. None if the path does not belong to a checkpoint of this format.
     """
     path = source.path if source.path.is_dir() else source.path.parent
     if _METADATA not in list_file_names(path) or not any(
@@ -154,7 +157,7 @@ def _open_torch_checkpointing(source: CheckpointPath, path: AnyPath) -> Checkpoi
     """Open the checkpoint in the folder `path`. The files of all ranks are read and merged.
 
     Raises:
-        CheckpointError: If the checkpoint is damaged or contains no model.
+        CheckpointError: If the checkpoint is damaged, is not supported, or contains no model.
     """
     folder = CheckpointFolder(path)
     world, items = _read_metadata(path)
@@ -165,7 +168,7 @@ def _open_torch_checkpointing(source: CheckpointPath, path: AnyPath) -> Checkpoi
             key = ".".join(map(str, (name, *below)))
             if key in leaves:
                 raise UnsupportedCheckpointError(
-                    f"{path}: two values have the name {format_untrusted_value(key)}"
+                    f"{path}: two values have the same name, {format_untrusted_value(key)}"
                 )
             leaves[key], paths[key] = leaf, (name, *below)
     roles = classify_state_dict_keys(
@@ -190,7 +193,9 @@ def _open_torch_checkpointing(source: CheckpointPath, path: AnyPath) -> Checkpoi
             names = ", ".join(
                 format_untrusted_value(".".join(map(str, each))) for each in sorted(roles.optimizers)[:8]
             )
-            raise OptimizerStateError(f"{path}: contains several optimizers: {names}")
+            raise OptimizerStateError(
+                f"{path}: contains several optimizers ({names}), but only one can be converted"
+            )
         return build_optimizer_state(
             roles,
             tensors,
@@ -212,10 +217,11 @@ def _open_torch_checkpointing(source: CheckpointPath, path: AnyPath) -> Checkpoi
 
 
 def _read_metadata(path: AnyPath) -> _Metadata:
-    """Read `metadata.pkl`.
+    """Read `metadata.pkl`, which lists the saved items and the layouts of their tensors.
 
     Raises:
-        CheckpointError: If the table is damaged or its version is not supported.
+        CheckpointError: If the file is damaged, has an unsupported version, or lists no sharded
+            tensors.
     """
     file = path / _METADATA
     try:
@@ -224,16 +230,19 @@ def _read_metadata(path: AnyPath) -> _Metadata:
         raise CheckpointError(f"{file}: {format_os_error(error)}") from None
     table = unpickle_without_code(data, location=str(file), standins={})
     if not isinstance(table, dict) or not isinstance(table.get("metadata"), dict):
-        raise DamagedCheckpointError(f"{file}: damaged: the file is not a dict of items")
+        raise DamagedCheckpointError(f"{file}: damaged: the file contains no dict of saved items")
     if table.get("version") != _VERSION:
         version = format_untrusted_value(table.get("version"))
         raise CheckpointError(
-            f"{file}: has version {version}, not {_VERSION}; load the checkpoint with "
-            "torch_checkpointing, and save it again"
+            f"{file}: has version {version}, but only version {_VERSION} is supported; load the checkpoint "
+            "with torch_checkpointing, and save it again"
         )
     world = table.get("world_size")
     if type(world) is not int or not 0 < world <= MAX_COUNT:
-        raise DamagedCheckpointError(f"{file}: damaged: world_size is {format_untrusted_value(world)}")
+        raise DamagedCheckpointError(
+            f"{file}: damaged: world_size is {format_untrusted_value(world)}, not a number from 1 to "
+            f"{MAX_COUNT:,}"
+        )
     items: dict[str, _SavedItem] = {}
     for name, entry in table["metadata"].items():
         with prefix_checkpoint_errors(file):
@@ -247,23 +256,34 @@ def _read_metadata(path: AnyPath) -> _Metadata:
 
 
 def _parse_item(name: Any, entry: Any, world: int) -> _SavedItem:
-    """Parse the entry of an item in `metadata.pkl`.
+    """Parse the entry of one item in `metadata.pkl`.
+
+    An item is a saved object with one file per rank, such as the model or the optimizer.
+
+    Args:
+        name: Name of the item.
+        entry: Unpickled entry of the item.
+        world: Number of ranks that saved the checkpoint.
 
     Raises:
         CheckpointError: If the entry is damaged or does not list a file for each rank.
     """
     if type(name) is not str or not isinstance(entry, dict):
-        raise DamagedCheckpointError("damaged: an item has no name")
+        raise DamagedCheckpointError(
+            "damaged: the name of an item is not a string, or its entry is not a dict"
+        )
     file_records, layout_records = entry.get("rank_to_layout_info"), entry.get("nested_path_to_metadata")
     if not isinstance(file_records, dict) or not isinstance(layout_records, dict):
         raise DamagedCheckpointError(
-            f"damaged: the item {format_untrusted_value(name)} has no files or tensors"
+            f"damaged: the item {format_untrusted_value(name)} has no rank_to_layout_info or no "
+            "nested_path_to_metadata"
         )
     if len(file_records) != world or not all(
         type(rank) is int and 0 <= rank < world for rank in file_records
     ):
         raise DamagedCheckpointError(
-            f"damaged: the item {format_untrusted_value(name)} does not list the files of {world} ranks"
+            f"damaged: the item {format_untrusted_value(name)} does not list one file for each of the "
+            f"{world} ranks"
         )
     return _SavedItem(
         {rank: _parse_item_file(name, rank, layout) for rank, layout in file_records.items()},
@@ -275,7 +295,17 @@ def _parse_item(name: Any, entry: Any, world: int) -> _SavedItem:
 
 
 def _parse_item_file(name: str, rank: int, layout: Any) -> _ItemFile:
-    """Parse the record of an item's file on one rank. If there is none, use `<item>_<rank>.pt`."""
+    """Parse the name and format of the file that contains an item on one rank.
+
+    Args:
+        name: Name of the item, such as `model`.
+        rank: Rank that wrote the file.
+        layout: Record of the file in `metadata.pkl`. If None, the file is `<item>_<rank>.pt`, in
+            the format of `torch.save`.
+
+    Raises:
+        CheckpointError: If the record has no file name or no known format.
+    """
     if layout is None:
         return _ItemFile(f"{name}_{rank}.pt", _TORCH)
     file = layout.get("file_path") if isinstance(layout, dict) else None
@@ -283,13 +313,16 @@ def _parse_item_file(name: str, rank: int, layout: Any) -> _ItemFile:
     kind = serialization.get("type") if isinstance(serialization, dict) else None
     if type(file) is not str or kind not in (_TORCH, _SAFETENSORS, *_OTHER_FORMATS):
         raise DamagedCheckpointError(
-            f"damaged: the file of item {format_untrusted_value(name)} on rank {rank} is not recorded"
+            f"damaged: the file name or format of the item {format_untrusted_value(name)} on rank {rank} is "
+            "missing or unknown"
         )
     return _ItemFile(file, kind)
 
 
 def _parse_tensor_path(text: Any) -> KeyPath:
-    """Parse the path of a tensor within its item: a JSON list of keys.
+    """Parse the path of a tensor within a top-level entry of the state dict.
+
+    The path is a JSON list of keys. The entry is, for example, the model or the optimizer.
 
     Raises:
         CheckpointError: If the value is not a nonempty list of strings and integers.
@@ -307,7 +340,8 @@ def _parse_group_layouts(name: Any, groups: Any, world: int) -> list[_GroupLayou
     """Parse the layouts of a tensor, one per group of ranks.
 
     Raises:
-        CheckpointError: If there are no layouts, or if the groups of ranks overlap.
+        CheckpointError: If there are no layouts, if a layout is damaged or not supported, or if the
+            groups of ranks overlap or contain an invalid rank.
     """
     layouts: list[_GroupLayout] = []
     seen: set[int] = set()
@@ -315,49 +349,55 @@ def _parse_group_layouts(name: Any, groups: Any, world: int) -> list[_GroupLayou
         ranks = group.get("ranks") if isinstance(group, dict) else None
         if not is_shape(ranks) or not seen.isdisjoint(ranks) or max(ranks, default=world) >= world:
             raise DamagedCheckpointError(
-                f"damaged: the ranks of {format_untrusted_value(name)} are {format_untrusted_value(ranks)}"
+                f"damaged: the ranks of {format_untrusted_value(name)} are not distinct numbers below {world}"
             )
         seen.update(ranks)
         layouts.append(
             _GroupLayout(frozenset(ranks), _parse_tensor_layout(name, group.get("sharding_metadata")))
         )
     if not layouts:
-        raise DamagedCheckpointError(f"damaged: {format_untrusted_value(name)} is not on any rank")
+        raise DamagedCheckpointError(f"damaged: {format_untrusted_value(name)} is not stored on any rank")
     return layouts
 
 
 def _parse_tensor_layout(name: Any, packed: Any) -> _TensorLayout:
-    """Parse the layout of a tensor on a group of ranks.
+    """Parse the recorded layout of a sharded tensor on a group of ranks.
+
+    Args:
+        name: Path of the tensor, used in error messages.
+        packed: Record of the layout in `metadata.pkl`.
 
     Raises:
-        CheckpointError: If the layout is damaged, or if it is not a DTensor of a supported dtype.
+        CheckpointError: If the record is damaged, does not describe a DTensor, or contains an
+            unsupported dtype.
     """
     kind = packed.get("type") if isinstance(packed, dict) else None
     data = packed.get("data") if isinstance(packed, dict) else None
     if kind != _DTENSOR:
         raise UnsupportedCheckpointError(
-            f"{format_untrusted_value(name)}: sharding metadata of type {format_untrusted_value(kind)} is "
-            "not supported"
+            f"{format_untrusted_value(name)}: the type {format_untrusted_value(kind)} of sharding metadata "
+            "is not supported"
         )
     mesh = data.get("mesh_spec") if isinstance(data, dict) else None
     if not isinstance(data, dict) or not isinstance(mesh, dict):
-        raise DamagedCheckpointError(f"damaged: the layout of {format_untrusted_value(name)} is incomplete")
+        raise DamagedCheckpointError(
+            f"damaged: the sharding metadata of {format_untrusted_value(name)} has no mesh_spec"
+        )
     dtype = data.get("dtype")
     converted_dtype = FROM_TORCH.get(dtype.removeprefix("torch.")) if type(dtype) is str else None
     if converted_dtype is None:
         raise UnsupportedCheckpointError(
-            f"{format_untrusted_value(name)}: the element type {format_untrusted_value(dtype)} is not "
-            "supported"
+            f"{format_untrusted_value(name)}: the dtype {format_untrusted_value(dtype)} is not supported"
         )
     shape, sizes, ranks = data.get("global_shape"), mesh.get("mesh_shape"), mesh.get("mesh_data")
     placements = data.get("placements")
     if not is_shape(shape) or not is_shape(sizes) or not is_shape(ranks):
         raise DamagedCheckpointError(
-            f"damaged: the shape or mesh of {format_untrusted_value(name)} is not a list of numbers"
+            f"damaged: the shape or device mesh of {format_untrusted_value(name)} is not a list of numbers"
         )
     if prod(sizes) != len(ranks) or len(set(ranks)) != len(ranks):
         raise DamagedCheckpointError(
-            f"damaged: the mesh of {format_untrusted_value(name)} does not list each rank once"
+            f"damaged: the device mesh of {format_untrusted_value(name)} does not list each rank once"
         )
     if not isinstance(placements, list) or not all(isinstance(each, dict) for each in placements):
         raise DamagedCheckpointError(f"damaged: {format_untrusted_value(name)} has no placements")
@@ -376,7 +416,8 @@ def _merge_rank_files(folder: CheckpointFolder, name: str, item: _SavedItem) -> 
         The values of the item, keyed by path, with `RankParts` and `RankCopies` for tensors.
 
     Raises:
-        CheckpointError: If a file is missing or contradicts `metadata.pkl` or the other ranks.
+        CheckpointError: If a file is missing, damaged, or listed for two ranks, or if it contradicts
+            `metadata.pkl` or the other ranks.
     """
     files = {rank: file for rank, (file, kind) in item.files.items() if kind not in _OTHER_FORMATS}
     check_rank_files_complete(folder.path, files, len(item.files), name)
@@ -399,8 +440,9 @@ def _merge_rank_files(folder: CheckpointFolder, name: str, item: _SavedItem) -> 
     for path, groups in item.layouts.items():
         if counts.get(path, 0) != sum(len(ranks) for ranks, _ in groups):
             raise DamagedCheckpointError(
-                f"{folder.path}: {format_untrusted_value('.'.join(map(str, path)))} is missing from the "
-                f"{name} file of a rank that {_METADATA} lists"
+                f"{folder.path}: the ranks whose {name} files contain "
+                f"{format_untrusted_value('.'.join(map(str, path)))} differ from the ranks that {_METADATA} "
+                "lists"
             )
     return merged
 
@@ -409,7 +451,7 @@ def _check_distinct_files(folder: CheckpointFolder, files: Mapping[int, str]) ->
     """Check that no two ranks share a file.
 
     Raises:
-        CheckpointError: If a file is listed twice, possibly under two names.
+        CheckpointError: If a file is listed twice, possibly under two names, or if a file is missing.
     """
     files_by_identity: dict[object, str] = {}
     for file in files.values():
@@ -421,15 +463,16 @@ def _check_distinct_files(folder: CheckpointFolder, files: Mapping[int, str]) ->
 
 
 def _check_recorded_layout(path: KeyPath, value: Any, item: _SavedItem, rank: int, location: str) -> None:
-    """Check the dtype and shape of a value in a rank's file against `metadata.pkl`.
+    """Check that a value in a rank's file has the dtype and shape that `metadata.pkl` records.
 
-    Values that are not sharded tensors may be missing in `metadata.pkl`.
+    Only sharded tensors must be listed in `metadata.pkl`. Other values may be missing from it.
 
     Args:
-        path: Path of the value in the item.
+        path: Keys that lead to the value within its item. An item is a top-level entry of the state
+            dict, such as the model.
         value: Value in the rank's file.
-        item: Layouts of the item in `metadata.pkl`.
-        rank: Rank of the file.
+        item: Record of the item in `metadata.pkl`.
+        rank: Rank that wrote the file.
         location: Path of the file, used in error messages.
 
     Raises:
@@ -447,13 +490,13 @@ def _check_recorded_layout(path: KeyPath, value: Any, item: _SavedItem, rank: in
     ):
         return
     description = (
-        f"{value.dtype} {list(value.shape)}"
+        f"has the dtype {value.dtype} and the shape {list(value.shape)}"
         if isinstance(value, (ShardedRecord, StoredTensor))
-        else "not a tensor"
+        else "is not a tensor"
     )
     raise DamagedCheckpointError(
-        f"{location}: {format_untrusted_value('.'.join(map(str, path)))} is {description}, but {_METADATA} "
-        f"has {layout.dtype} {list(layout.shape)}"
+        f"{location}: {format_untrusted_value('.'.join(map(str, path)))} {description}, but {_METADATA} "
+        f"records the dtype {layout.dtype} and the shape {list(layout.shape)}"
     )
 
 
@@ -464,13 +507,15 @@ def _get_layout(item: _SavedItem, path: KeyPath, rank: int) -> _TensorLayout | N
 def _iter_safetensors_parts(
     folder: CheckpointFolder, name: str, rank: int, item: _SavedItem
 ) -> Iterator[tuple[KeyPath, ShardedRecord]]:
-    """Read the tensor parts in a rank's safetensors file.
+    """Read the parts of sharded tensors in a rank's safetensors file.
 
     Yields:
-        The path and the record of each part, with its position in the complete tensor.
+        The path of a tensor, and a record of the rank's part. The record contains the position of
+        the part in the complete tensor.
 
     Raises:
-        CheckpointError: If the file does not contain exactly the listed parts.
+        CheckpointError: If the file does not contain exactly the parts that `metadata.pkl` lists,
+            or if a part has an unexpected dtype or shape.
     """
     file = folder.get_file(name)
     tensors, _ = read_safetensors_file(file)
@@ -481,14 +526,16 @@ def _iter_safetensors_parts(
         part = tensors.pop(".".join(map(str, path)), None)
         location = f"{file.path}: {format_untrusted_value('.'.join(map(str, path)))}"
         if part is None:
-            raise DamagedCheckpointError(f"{location} is missing")
+            raise DamagedCheckpointError(
+                f"{location} is missing from the file, but {_METADATA} lists the tensor"
+            )
         offsets, shape = compute_rank_extent(
             layout.shape, layout.mesh_sizes, layout.mesh_ranks, layout.placements, rank, location
         )
         if part.dtype != layout.dtype or part.shape != shape:
             raise DamagedCheckpointError(
-                f"{location} is {part.dtype} {list(part.shape)}, but {_METADATA} has {layout.dtype} "
-                f"{list(shape)}"
+                f"{location} has the dtype {part.dtype} and the shape {list(part.shape)}, but {_METADATA} "
+                f"records the dtype {layout.dtype} and the shape {list(shape)}"
             )
         yield path, ShardedRecord(PlacedPart.__name__, layout.dtype, layout.shape, PlacedPart(offsets, part))
     if tensors:
@@ -499,10 +546,13 @@ def _iter_safetensors_parts(
 
 
 def _iter_nested_values(content: Any, location: str) -> Iterator[tuple[KeyPath, Any]]:
-    """Yield the path and value of each entry in a nested state dict. Lists count as values.
+    """Yield the path and the value of each leaf in a nested state dict.
+
+    Only dicts are entered. A list is yielded as one value.
 
     Raises:
-        CheckpointError: If the content is not a dict, is nested too deeply, or has unsupported keys.
+        CheckpointError: If the content is not a dict, is nested too deeply, has too many values, or
+            has a key that is neither a string nor a small integer.
     """
     if not isinstance(content, dict):
         raise CheckpointError(
@@ -516,8 +566,8 @@ def _iter_nested_values(content: Any, location: str) -> Iterator[tuple[KeyPath, 
         remaining_values -= 1
         if remaining_values < 0 or len(path) > MAX_CONTAINER_DEPTH:
             raise CheckpointError(
-                f"{location}: nested too deeply or too large to be a state dict; save the state_dict() of "
-                "the model"
+                f"{location}: has more than {MAX_VALUES:,} values or more than {MAX_CONTAINER_DEPTH} levels "
+                "of nesting, so it is not a state dict; save the state_dict() of the model"
             )
         if not isinstance(value, dict):
             yield path, value
@@ -525,8 +575,8 @@ def _iter_nested_values(content: Any, location: str) -> Iterator[tuple[KeyPath, 
         for key, inner in reversed(value.items()):
             if type(key) is not str and (type(key) is not int or abs(key) > MAX_KEY_IN_PATH):
                 raise CheckpointError(
-                    f"{location}: the key {format_untrusted_value(key)} is not the name of a value; save the "
-                    "state_dict() of the model"
+                    f"{location}: the key {format_untrusted_value(key)} is neither a string nor an integer "
+                    f"of at most {MAX_KEY_IN_PATH:,}; save the state_dict() of the model"
                 )
             pending.append(((*path, key), inner))
 
@@ -538,14 +588,15 @@ def _add_rank_value_to(
 
     Args:
         merged: Values of the previous ranks. Modified in place.
-        path: Path of the value in the item.
+        path: Keys that lead to the value in the rank's file.
         value: Value of the rank.
-        rank: The rank.
+        rank: Rank that saved the value.
         location: File and name of the value, used in error messages.
 
     Raises:
-        CheckpointError: If the ranks have different types of values, or different values that are not
-            tensors.
+        CheckpointError: If the value is a tensor only on some ranks, or a sharded tensor only on
+            some ranks. Also raised if the dtype or shape of a sharded tensor differs between the
+            ranks, or if a value is not a tensor and differs.
     """
     previous = merged.get(path)
     if isinstance(value, (ShardedRecord, StoredTensor)):
@@ -568,10 +619,14 @@ def _is_merged_tensor(leaf: Any) -> bool:
 
 
 def _get_first_part(leaf: RankParts | RankCopies) -> StoredTensor | None:
-    """Return the first nonempty part of a sharded tensor that is stored in a torch.save file.
+    """Return the first nonempty part of a sharded tensor, if the part is in a `torch.save` file.
 
-    The part is used to find tied tensors. None for an unsharded tensor, or if the tensor has no such
-    part.
+    Such a part records its storage and its position in the storage. Two tensors whose first parts
+    are the same view of the same storage are tied.
+
+    Returns:
+        The part. None if the tensor is not sharded, has no elements, or is stored in safetensors
+        files, which do not record storages.
     """
     return (
         leaf.first_part if isinstance(leaf, RankParts) and isinstance(leaf.first_part, StoredTensor) else None
@@ -579,22 +634,29 @@ def _get_first_part(leaf: RankParts | RankCopies) -> StoredTensor | None:
 
 
 def _to_optimizer_state(leaf: Any) -> Tensor | Scalar | None:
-    """Convert a merged value to an optimizer state: a tensor or a number. None if it is neither."""
+    """Convert a value that was merged from all ranks to an entry of the optimizer state.
+
+    Returns:
+        A tensor or a number. None if the value is neither.
+    """
     if isinstance(leaf, (RankParts, RankCopies)):
         return leaf.to_tensor()
     return leaf if isinstance(leaf, (int, float)) else None
 
 
 def _to_plain_value(leaf: Any) -> Any:
-    """Convert a merged tensor to Python numbers, and return other values unchanged."""
+    """Convert a tensor that was merged from the files of all ranks to Python numbers.
+
+    Other values are returned unchanged.
+    """
     return leaf.to_tensor().tolist() if isinstance(leaf, (RankParts, RankCopies)) else leaf
 
 
 def _read_step(folder: CheckpointFolder) -> dict[str, int]:
-    """Read the step from the file of the item `step`.
+    """Read the training step from the file `step_0.pt` or `step_0.json`.
 
     Returns:
-        `{"step": step}`. Empty if the step is not recorded.
+        `{"step": step}`. Empty if the file is missing or does not contain an integer.
     """
     name = next((name for name in list_file_names(folder.path) if _STEP.fullmatch(name)), None)
     step = None

@@ -1,10 +1,12 @@
 """Convert the tensor names of torchtitan and Meta to published names.
 
-torchtitan names its parameters as Meta's Llama does. For Llama, the row order also differs: the
-rotary embedding of torchtitan and Meta pairs adjacent rows of a head, and transformers' rotary
-embedding pairs the first half of a head with the second half. Therefore, the rows of the query and
-key projections, and of their optimizer state, are permuted. torchtitan stacks the experts of a
-layer in one tensor, which is split into one tensor per expert.
+torchtitan names its parameters as Meta's Llama does. For Llama and Mistral, the row order also
+differs: the rotary embedding of torchtitan and Meta pairs adjacent rows of a head, and
+transformers' rotary embedding pairs the first half of a head with the second half. Therefore, the
+rows of the query and key projections, and of their optimizer state, are permuted. torchtitan stacks
+the corresponding weights of all experts of a layer in one tensor. Such a stack is split into one
+tensor per expert. The stacks of gpt-oss are kept, but the last two dimensions of their weights are
+swapped.
 
 Source: `state_dict_adapter.py` in torchtitan/models/llama3, qwen3, deepseek_v3 and gpt_oss;
 "RoFormer", arXiv:2104.09864, section 3.4.2.
@@ -40,7 +42,7 @@ _OUTSIDE_LAYERS = {
     "lm_head.weight": "lm_head.weight",
 }
 _EMBEDDING = "tok_embeddings.weight"
-# Frequencies of the rotary embedding, which transformers computes.
+# Frequencies of the rotary embedding. They are not converted, because transformers computes them.
 _FREQUENCIES = re.compile(r"freqs_cis|rope\.(freqs|cache)")
 
 _ATTENTION = {
@@ -90,10 +92,11 @@ _NAMES_BY_MODEL_TYPE = {
     "deepseek_v3": _DEEPSEEK,
     "gpt_oss": _GPT_OSS,
 }
-"""Names of modules in a layer and their published names, keyed by model type."""
-# Model types for which transformers and the other programs pair the rows of a head differently.
+"""For each model type, the published names of the modules in a layer, keyed by their torchtitan names."""
+# Model types for which query and key rows are permuted, because transformers pairs the rows of a head
+# differently.
 _PERMUTED = ("llama", "mistral")
-# Older versions of torchtitan have fewer levels, and no letters for the dimensions.
+# Names in older versions of torchtitan have fewer levels, and no letters for the dimensions.
 _EXPERT = re.compile(r"moe\.(?:routed_experts\.)?(?:inner_)?experts\.(w[123])(?:_[A-Z]{3})?")
 _SINGLE_EXPERT = re.compile(r"model\.layers\.\d+\.mlp\.experts\.\d+\.\w+\.weight")
 _GPT_OSS_EXPERT = re.compile(
@@ -107,15 +110,19 @@ _WHOLE_NAMES = {
 
 
 def rename_from_torchtitan(checkpoint: Checkpoint, config: Mapping[str, Any] | None = None) -> Checkpoint:
-    """Convert a checkpoint from the tensor names of torchtitan or Meta to published names.
+    """Rename tensors from the names of torchtitan or Meta to the names of the published model.
+
+    The published names are the names in the model's checkpoint on the Hugging Face Hub. For
+    example, `tok_embeddings.weight` becomes `model.embed_tokens.weight`. Some tensors also change
+    their layout. For example, a stack of experts is split into one tensor per expert.
 
     Args:
         checkpoint: Checkpoint of any format.
-        config: The model's `config.json`. Defaults to the companion of the checkpoint.
+        config: The model's `config.json`. If None, the `config.json` of the checkpoint is read.
 
     Returns:
-        A new `Checkpoint`, whose tensors are read lazily. If the tensors have other names, or if the
-        mapping of the model type is unknown, `checkpoint` is returned unchanged.
+        A new `Checkpoint`, whose tensors are read lazily. If the tensors have other names, or if
+        the model type is not supported, `checkpoint` is returned unchanged.
 
     Raises:
         CheckpointError: If the config does not contain a number of heads that fits the tensors.
@@ -144,10 +151,10 @@ def rename_from_torchtitan(checkpoint: Checkpoint, config: Mapping[str, Any] | N
 
 
 class _TorchtitanConversion:
-    """Converter of a checkpoint's tensors to published names.
+    """Conversion of a checkpoint's tensors to the names and layout that published models use.
 
     Args:
-        checkpoint: Checkpoint with the old names.
+        checkpoint: Checkpoint with the names of torchtitan or Meta.
         config: The model's `config.json`.
 
     Attributes:
@@ -174,13 +181,16 @@ class _TorchtitanConversion:
         value = default if value is None else value
         if type(value) is not int or not 0 < value <= MAX_COUNT:
             raise CheckpointError(
-                f"{self._root}: config.json has no valid {key}, which is needed to convert the names of "
-                "torchtitan or Meta; specify the model's own config.json with --config-from"
+                f"{self._root}: config.json has no valid {key}, which is needed to convert the tensor names "
+                "of torchtitan or Meta; specify the config.json of this model with --config-from"
             )
         return value
 
     def to_published_name(self, name: str) -> str:
-        """Return the published name of a tensor. Stacked experts and unknown tensors keep their names."""
+        """Return the published name of a tensor.
+
+        Unknown tensors keep their names, and so do stacks of experts, except in gpt-oss.
+        """
         match = _LAYER.fullmatch(name)
         if match is None:
             return _OUTSIDE_LAYERS.get(name, name)
@@ -206,11 +216,11 @@ class _TorchtitanConversion:
             shape: Shape of the tensor.
 
         Returns:
-            One name for most tensors. One name per expert for stacked experts, and an empty list for rotary
-            frequencies.
+            One name for most tensors. One name per expert for stacked experts, and an empty list
+            for rotary frequencies.
 
         Raises:
-            CheckpointError: If there are too many experts.
+            CheckpointError: If the stack contains more than `MAX_EXPERTS` experts.
         """
         if _FREQUENCIES.fullmatch(name):
             return []
@@ -226,15 +236,20 @@ class _TorchtitanConversion:
         return [f"{prefix}.{i}.{_EXPERTS[expert[1]]}.weight" for i in range(shape[0])]
 
     def convert_tensor(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
-        """Convert a tensor, or an optimizer state with the shape of the tensor, to the published layout.
+        """Convert a torchtitan tensor to the names and the layout of the published model.
+
+        A stack of experts is split into one tensor per expert. The stacks of gpt-oss are instead kept,
+        and the last two dimensions of their weights are swapped. The rows of some query and key weights
+        are reordered. Other tensors are only renamed.
 
         Args:
             name: Name of the tensor in torchtitan.
-            tensor: Tensor or optimizer state.
+            tensor: Tensor to convert. It can also be an optimizer state that has the shape of the
+                named tensor.
 
         Returns:
-            The tensors, keyed by published name. If only the name changes, this is `tensor` itself. Other
-            results are lazy.
+            The tensors, keyed by published name. If only the name changes, the value is `tensor`
+            itself. Other results are lazy. Empty for rotary frequencies, which are not published.
         """
         new_names = self.list_published_names(name, tensor.shape)
         if not self.is_rearranged(name, tensor.shape):
@@ -268,8 +283,14 @@ def _convert_optimizer(
 ) -> OptimizerState:
     """Convert the optimizer state in the same way as the parameters.
 
+    Args:
+        optimizer: Optimizer state with torchtitan's parameter names.
+        conversion: Conversion that was applied to the parameters.
+        shapes: Shapes of the parameters, keyed by torchtitan's name.
+
     Raises:
-        OptimizerStateError: If a parameter is rearranged, and its state has a different shape.
+        OptimizerStateError: If the conversion rearranges a parameter, and a state tensor of the
+            parameter has several elements, but not the parameter's shape.
     """
     new_names = {name: conversion.list_published_names(name, shape) for name, shape in shapes.items()}
     state: dict[str, dict[str, Tensor | Scalar]] = {}
@@ -284,8 +305,8 @@ def _convert_optimizer(
                 and conversion.is_rearranged(name, shapes.get(name, ()))
             ):
                 raise OptimizerStateError(
-                    f"{to_printable(name)}: the optimizer state {to_printable(key)} does not have the "
-                    "shape of the parameter, so it cannot be converted; convert without --optimizer"
+                    f"{to_printable(name)}: the optimizer state {to_printable(key)} does not have the shape "
+                    "of the parameter"
                 )
             else:
                 converted = dict.fromkeys(new_names.get(name, [conversion.to_published_name(name)]), value)
@@ -311,7 +332,8 @@ def _convert_optimizer(
 def _permute_rotary_rows(tensor: Tensor, heads: int) -> Tensor:
     """Reorder the rows of each head from adjacent pairs to two halves.
 
-    The first half consists of the first row of each pair, the second half of the second row.
+    The first half contains the first row of each pair, and the second half contains the second row of
+    each pair.
 
     Args:
         tensor: Query or key projection, or an optimizer state of its shape.
@@ -323,8 +345,8 @@ def _permute_rotary_rows(tensor: Tensor, heads: int) -> Tensor:
     rows, *rest = tensor.shape
     if rows % (2 * heads):
         raise CheckpointError(
-            f"{to_printable(tensor.name)}: {rows} rows cannot be split into {heads} heads; specify the "
-            "config.json of this model with --config-from"
+            f"{to_printable(tensor.name)}: {rows} rows cannot be divided into {heads} heads with an even "
+            "number of rows each; specify the config.json of this model with --config-from"
         )
     return permute_split_dims(
         tensor, (heads, rows // heads // 2, 2, *rest), (0, 2, 1, *range(3, 3 + len(rest)))

@@ -1,4 +1,4 @@
-"""Map the keys of a state dict to canonical Hugging Face names, and separate model and optimizer."""
+"""Map state dict keys to canonical Hugging Face names, and separate the model from the optimizer."""
 
 from __future__ import annotations
 
@@ -33,9 +33,10 @@ _OUTER_MODEL_PREFIX, _INNER_MODEL_PREFIXES = (
 
 
 def is_parameter_index(text: str) -> bool:
-    """Return whether a string is a number with at most nine digits, such as a parameter index.
+    """Return whether a string consists of one to nine ASCII digits, as a parameter index does.
 
-    `str.isdigit` also accepts superscripts and numbers of any length.
+    `str.isdigit` is not strict enough, because it also accepts superscripts and any number of
+    digits.
     """
     return text.isascii() and text.isdigit() and len(text) < 10
 
@@ -67,10 +68,13 @@ def check_no_flat_parameters(names: Iterable[object], location: str) -> None:
 
 
 def strip_common_prefixes(values: Mapping[str, V], *, location: str) -> dict[str, V]:
-    """Remove wrapper components and common prefixes from the names in a state dict.
+    """Remove wrapper prefixes and wrapper components from the names in a state dict.
 
-    The prefix `module.` of DDP is removed if all names have it. The prefix `model.` is removed if a
-    transformers model is the attribute `model` of another module, as in Lightning and Composer.
+    Some wrappers insert a component: torch.compile, for example, inserts `_orig_mod`. Such
+    components are always removed. DDP adds the prefix `module.`, which is removed if all names have
+    it. Lightning and Composer store a transformers model in the attribute `model` of another
+    module, which adds the prefix `model.`. It is removed under two conditions: all names have it,
+    and at least one name continues with `model.`, `lm_head.` or `transformer.`.
 
     Args:
         values: Values of the state dict, keyed by name.
@@ -80,7 +84,8 @@ def strip_common_prefixes(values: Mapping[str, V], *, location: str) -> dict[str
         The values, keyed by the new names.
 
     Raises:
-        CheckpointError: If two new names are equal, or if a name is not a string or is too long.
+        CheckpointError: If two new names are equal, if a name is not a string or is too long, or if
+            the state dict contains a flat parameter of FSDP1.
     """
     check_no_flat_parameters(values, location)
     for name in values:
@@ -91,8 +96,8 @@ def strip_common_prefixes(values: Mapping[str, V], *, location: str) -> dict[str
             )
         if len(name) > MAX_TENSOR_NAME:
             raise CheckpointError(
-                f"{location}: a tensor name is too long ({len(name):,} characters, at most "
-                f"{MAX_TENSOR_NAME:,}): {format_untrusted_value(name)}; rename the tensor in the checkpoint"
+                f"{location}: the tensor name {format_untrusted_value(name)} is too long ({len(name):,} "
+                f"characters, at most {MAX_TENSOR_NAME:,}); rename the tensor in the checkpoint"
             )
     names = [remove_wrapper_parts(name) for name in values]
     if all(name.startswith(_DDP_PREFIX) for name in names):
@@ -105,25 +110,27 @@ def strip_common_prefixes(values: Mapping[str, V], *, location: str) -> dict[str
     for short, value in zip(names, values.values(), strict=True):
         if short in plain:
             raise CheckpointError(
-                f"{location}: two tensors have the name {short!r} without their wrapper prefixes; rename one "
-                "of the tensors in the checkpoint"
+                f"{location}: two tensors have the same name {short!r} after the prefixes of wrappers such "
+                "as DDP are removed; rename one of the tensors in the checkpoint"
             )
         plain[short] = value
     return plain
 
 
 def find_plain_name(name: str, names: Container[str]) -> str:
-    """Return the model's name for an optimizer's parameter, without the prefixes that wrappers add.
+    """Find the model's name for a parameter in an optimizer's state.
 
-    Tries to remove each prefix that `strip_common_prefixes` removes.
+    The name in the optimizer's state may have wrapper components, such as `_orig_mod`, and
+    prefixes. The components are removed first. The result is then tried as it is, without
+    `module.`, without `model.`, and without both prefixes.
 
     Args:
         name: Name in the optimizer's state.
         names: Names of the model's parameters.
 
     Returns:
-        The first result that is the name of a parameter. If there is none, the name without wrapper
-        components.
+        The first of the tried names that the model has. If it has none of them, the name without
+        wrapper components.
     """
     plain = remove_wrapper_parts(name)
     outer = plain.removeprefix(_DDP_PREFIX)
@@ -144,12 +151,15 @@ class StateKey(NamedTuple):
 
 
 class _OptimizerPath(NamedTuple):
-    """Path of a key in an optimizer, split into components.
+    """Path of an optimizer's key in a nested state dict, split into three parts.
+
+    For example, `("optim", "state", "a.weight", "exp_avg")` is split into `("optim",)`, `state` and
+    `("a.weight", "exp_avg")`.
 
     Attributes:
-        container: Path of the optimizer.
-        table: `state` or `param_groups`.
-        rest: Path below the table.
+        container: Path of the optimizer's dict in the state dict.
+        table: Name of a table in the optimizer's dict, `state` or `param_groups`.
+        rest: Remaining path within the table.
     """
 
     container: StateDictPath
@@ -161,15 +171,20 @@ class _OptimizerPath(NamedTuple):
 class KeyRoles:
     """Keys of a flattened state dict, grouped by role.
 
+    Nested keys are joined into one key. For example, the path `("optim", "state", 0, "step")`
+    becomes the key `optim.state.0.step`.
+
     Attributes:
-        model: Keys of the parameters and buffers, by name.
-        optimizer_state: Keys of the optimizer state, by the name or index of the parameter and the name
-            of the state.
-        param_groups: Keys of the parameter groups, by the path below `param_groups`. The path is `()`
-            if the complete list is one item.
-        other: Other keys, such as keys of schedulers, counters, and data loaders.
-        optimizers: Paths of the optimizers. `optimizer_state` and `param_groups` are only valid if
-            there is one.
+        model: Flattened key of each parameter and buffer, by tensor name.
+        optimizer_state: Flattened key of each optimizer state, by the name or index of the
+            parameter, and then by state name.
+        param_groups: Flattened key of each value in the parameter groups, by the path below
+            `param_groups`, such as `(0, "lr")`. The path is `()` if a single key contains the
+            complete list of groups.
+        other: Other flattened keys, such as keys of schedulers, counters, and data loaders.
+        optimizers: Paths in the nested state dict at which optimizers were found, such as
+            `("optim",)`. If there are several, `optimizer_state` and `param_groups` mix the keys of
+            all optimizers and must not be used.
     """
 
     model: dict[str, str] = field(default_factory=dict)
@@ -184,10 +199,15 @@ def classify_state_dict_keys(
 ) -> KeyRoles:
     """Find the role of each key in a flattened state dict.
 
-    The dicts that contain an optimizer or the model are recognized by their content, not by their
-    names: an optimizer has `state` and `param_groups`, and the model is the container of the other
-    tensors. The model is found by nested paths instead of prefixes of flattened keys, because the
-    prefix `model.` may also belong to the name of a parameter, as in Llama.
+    An optimizer is a dict with `param_groups`. A dict without `param_groups` is only an optimizer
+    if its own name and the names of its states are typical of an optimizer. The model is the dict
+    that contains the tensors outside the optimizers. If several dicts contain such tensors,
+    `find_model_container` selects one of them, mainly by its name, such as `model`. If it cannot
+    select one, all these tensors belong to the model, and their names include the path of the dict.
+
+    The keys are located by their paths in the nested state dict, not by prefixes of the flattened
+    keys. A prefix such as `model.` would be ambiguous, because it also occurs in parameter names,
+    for example in Llama.
 
     Args:
         paths: Path of each key in the nested state dict before it was flattened.
@@ -195,7 +215,8 @@ def classify_state_dict_keys(
         location: File of the state dict, used in error messages.
 
     Raises:
-        CheckpointError: If a flattened key of an optimizer's state is too long.
+        CheckpointError: If a flattened key of an optimizer's state has more characters than a
+            tensor name may have.
     """
     roles = KeyRoles()
     optimizers = _find_optimizer_containers(paths)
@@ -229,10 +250,15 @@ def classify_state_dict_keys(
 
 
 def infer_key_paths(keys: Iterable[str], *, location: str) -> dict[str, StateDictPath]:
-    """Infer the paths of keys that were saved without their nesting.
+    """Infer the nesting of a state dict from its flattened keys.
 
-    Keys are split at the tables of the optimizers (`state` and `param_groups`), and then at a common
-    `model.`.
+    A key of an optimizer is split before and after `state` or `param_groups`. For example,
+    `optimizer.state.norm.weight.exp_avg` becomes `("optimizer", "state", "norm.weight.exp_avg")`.
+
+    The prefix `model.` of other keys is ambiguous, because names of parameters may also begin with
+    it. It is split off if any of these keys begins with `model.model.`, `model.lm_head.` or
+    `model.transformer.`. For example, `model.model.norm.weight` becomes `("model",
+    "model.norm.weight")`.
 
     Args:
         keys: Flattened keys.
@@ -242,7 +268,7 @@ def infer_key_paths(keys: Iterable[str], *, location: str) -> dict[str, StateDic
         The path of each key.
 
     Raises:
-        CheckpointError: If there are too many optimizers.
+        CheckpointError: If the keys contain more than `MAX_OPTIMIZERS` optimizers.
     """
     keys = list(keys)
     containers = {
@@ -251,7 +277,10 @@ def infer_key_paths(keys: Iterable[str], *, location: str) -> dict[str, StateDic
         if (match := re.fullmatch(r"(?:(?P<container>.+?)\.)?param_groups(?:\..*)?", key))
     }
     if len(containers) > MAX_OPTIMIZERS:
-        raise DamagedCheckpointError(f"{location}: damaged: the keys contain {len(containers):,} optimizers")
+        raise DamagedCheckpointError(
+            f"{location}: damaged: the keys contain {len(containers):,} optimizers, but at most "
+            f"{MAX_OPTIMIZERS} are supported"
+        )
     paths: dict[str, StateDictPath] = {}
     rest: list[str] = []
     for key in keys:
@@ -278,8 +307,8 @@ def infer_key_paths(keys: Iterable[str], *, location: str) -> dict[str, StateDic
 def _find_optimizer_containers(paths: Mapping[str, StateDictPath]) -> set[StateDictPath]:
     """Find the containers in a nested state dict that are optimizers.
 
-    A container is an optimizer if it has parameter groups, or if both its name and the names of its
-    states are typical of an optimizer.
+    A container is an optimizer if it has parameter groups, or if both its name and the name of at least
+    one of its states are typical of an optimizer.
 
     Args:
         paths: Path of each key in the nested state dict.
@@ -307,7 +336,10 @@ def _find_optimizer_containers(paths: Mapping[str, StateDictPath]) -> set[StateD
 
 
 def _split_optimizer_path(path: StateDictPath, containers: set[StateDictPath]) -> _OptimizerPath | None:
-    """Split an optimizer key's path into the path of the optimizer, the table, and the rest.
+    """Split the path of an optimizer's key into three parts.
+
+    The parts are the path of the optimizer, the name of its table (`state` or `param_groups`), and
+    the path within this table.
 
     Args:
         path: Path of the key in the nested state dict.
@@ -328,14 +360,20 @@ def _split_optimizer_path(path: StateDictPath, containers: set[StateDictPath]) -
 
 
 def find_model_container(paths: Sequence[StateDictPath]) -> StateDictPath | None:
-    """Find the container of the model's tensors.
+    """Find the nested dict that contains the model's tensors.
+
+    If all tensors are in the same dict, the result is this dict. Otherwise, nested dicts with a
+    conventional key, such as `model` or `state_dict`, are candidates. The result is the candidate
+    at the lowest depth if there is only one at this depth. Without candidates, the result is the
+    top level if it contains a tensor whose name has a dot.
 
     Args:
         paths: Paths of the tensors that do not belong to an optimizer.
 
     Returns:
-        Path of the container. None if there are several candidates, in which case the containers must
-        remain in the names.
+        Path of the dict, which is `()` for the top level of the state dict. None if no rule
+        applies. In this case, the caller has to include the path of the dict in each
+        tensor name.
     """
     counts: dict[StateDictPath, int] = {}
     for path in paths:
@@ -358,7 +396,7 @@ def split_state_key(joined: str, names: Container[str]) -> StateKey:
     """Split a flattened optimizer key `<parameter>.<state>`.
 
     The parameter is the longest parameter name that the key starts with. If there is none, the key is
-    split at the last dot.
+    split at the last dot. The parameter name is empty if the key contains no dot.
 
     Args:
         joined: Flattened key.
@@ -369,8 +407,8 @@ def split_state_key(joined: str, names: Container[str]) -> StateKey:
     """
     if len(joined) > MAX_TENSOR_NAME:
         raise CheckpointError(
-            f"an optimizer state name has {len(joined):,} characters: {format_untrusted_value(joined)}; "
-            "rename the tensor in the checkpoint"
+            f"the optimizer state name {format_untrusted_value(joined)} is too long ({len(joined):,} "
+            f"characters, at most {MAX_TENSOR_NAME:,}); rename the tensor in the checkpoint"
         )
     cut = joined.rfind(".")
     while cut > 0:

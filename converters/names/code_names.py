@@ -2,7 +2,8 @@
 
 Integer tensors may also be lookup tables, masks, or counters. The codes (integer or packed values)
 of a quantized weight are recognized by their names, by the scales that belong to them, or by an
-8-bit floating-point dtype, which only codes have.
+8-bit floating-point dtype. Some scales and zero points also have such a name or dtype, and are then
+treated as codes.
 """
 
 from __future__ import annotations
@@ -27,6 +28,9 @@ _SCALES = ("_scale", "_scale_inv", "_scale_2", "_scales", "_global_scale", "_zer
 
 def is_quantized_code(name: str, tensor: Tensor, names: Container[str]) -> bool:
     """Return whether a tensor contains the codes of a quantized weight.
+
+    The result is also True for some scales and zero points, such as scales with the dtype `F8_E4M3` and
+    tensors named `qzeros`.
 
     Args:
         name: Name of the tensor.

@@ -23,7 +23,8 @@ _CODES = re.compile(
     r"(^|\.|_)(qweight|weight_packed|packed|qzeros|scales|codes|codebooks?|g_idx|absmax|qdata|SCB|blocks)\b"
     r"|scale|quant|:"
 )
-# Types of the settings that a conversion reads. Null always means that a setting is not set.
+# Types of the settings that a conversion reads. Null is always valid, because it means that a setting is not
+# set.
 _TYPES: dict[str, tuple[type, str]] = {
     "model_type": (str, "a string"),
     "architectures": (list, "a list of strings"),
@@ -46,18 +47,21 @@ _DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 EXPERT_COUNT = re.compile(
     r"(n|num)(_local|_routed|_total|_moe)?_experts|moe_num_(routed_|local_)?experts|num_experts_per_layer"
 )
-"""Config keys with the number of experts in a layer."""
+"""Pattern of the config keys that contain the number of experts in a layer."""
 
 
 def describe_invalid_settings(config: Mapping[str, Any], names: Iterable[str]) -> list[str]:
-    """Find settings whose values have a type, sign or size that no model has.
+    """Describe the settings whose values are invalid for every model.
+
+    A value can be invalid because of its type, its sign or its magnitude.
 
     Args:
-        config: Content of the `config.json`.
-        names: Names of the tensors. If none belongs to an expert, the number of experts is not checked.
+        config: Content of the `config.json`. A nested `text_config` is also checked.
+        names: Names of the tensors. If no tensor belongs to an expert, the number of experts is not
+            checked.
 
     Returns:
-        A description of each setting.
+        One description per invalid setting, with the current value and the valid values.
     """
     is_known = find_tensors_of_class(config) is not None
     has_experts = any("experts." in name for name in names)
@@ -71,7 +75,7 @@ def describe_invalid_settings(config: Mapping[str, Any], names: Iterable[str]) -
             if wanted is not None:
                 shown = json.dumps(value)
                 shown = shown if len(shown) <= _MAX_SHOWN else f"{shown[:_MAX_SHOWN]}..."
-                invalid.setdefault(key, f"{key} is {shown} instead of {wanted}")
+                invalid.setdefault(key, f"{key} is {shown}, but must be {wanted}")
     return list(invalid.values())
 
 
@@ -81,7 +85,7 @@ def _describe_valid_values(key: str, value: Any, is_known: bool, has_experts: bo
     Args:
         key: Name of the setting.
         value: Value of the setting.
-        is_known: Whether transformers contains the model class.
+        is_known: Whether `expected_tensors.json` contains the model class.
         has_experts: Whether the model has experts. Otherwise, numbers of experts are not checked.
 
     Returns:
@@ -99,8 +103,8 @@ def _describe_valid_values(key: str, value: Any, is_known: bool, has_experts: bo
     least = 1 if key in _POSITIVE and is_known else 0
     if isinstance(value, list) and key not in _DEPTHS:
         # Some models have one value per layer.
-        return None if all(_is_size(entry, 0) for entry in value) else "whole numbers"
-    # Code of a model that transformers does not contain may accept a float.
+        return None if all(_is_size(entry, 0) for entry in value) else "a list of whole numbers"
+    # A float is accepted for custom model code, which transformers does not contain and which may convert it.
     is_integral = isinstance(value, float) and value.is_integer() and not is_known
     if _is_size(int(value) if is_integral else value, least):
         return None
@@ -112,7 +116,7 @@ def _is_size(value: Any, least: int) -> bool:
 
 
 def has_stale_quantization(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> bool:
-    """Return whether a config describes a quantization although no tensor is quantized."""
+    """Return whether a config has quantization settings although no tensor is quantized."""
     text = config.get("text_config")
     parts = (config, text if isinstance(text, dict) else {})
     if not tensors or not any(isinstance(part.get("quantization_config"), dict) for part in parts):
@@ -126,15 +130,15 @@ def has_stale_quantization(tensors: Mapping[str, Tensor], config: Mapping[str, A
 
 
 def find_contradicted_tie(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> TiedPair | None:
-    """Find output embeddings that differ from the input embeddings although the config ties them.
+    """Find an output embedding that differs from the input embedding although the config ties them.
 
     Args:
-        tensors: Tensors of the checkpoint without aliases.
+        tensors: Tensors of the checkpoint, keyed by name. Aliases of tied tensors are not included.
         config: Content of the `config.json`.
 
     Returns:
-        Names of the output and input embeddings. None if nothing contradicts the config, or if the model
-        class is unknown.
+        Names of the output and input embeddings. None if the tensors agree with the config, or if
+        the model class is unknown.
     """
     expected = find_tensors_of_class(config)
     # Some classes have output embeddings that transformers never ties, regardless of the config.
@@ -146,11 +150,12 @@ def find_contradicted_tie(tensors: Mapping[str, Tensor], config: Mapping[str, An
 
 
 def has_contradicted_text_tie(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> bool:
-    """Return whether only the text config ties output embeddings that are not tied in the tensors.
+    """Return whether `text_config` wrongly states that the input and output embeddings are tied.
 
-    transformers 5 writes such a config for Qwen3-VL-MoE: it reads the setting of the complete model,
-    but writes the default for the text config. transformers 4.57 and vLLM read the setting of the text
-    config.
+    This is the case if `text_config` sets `tie_word_embeddings` to true, the top-level config sets
+    it to false, and the checkpoint contains separate input and output embeddings. transformers 5
+    writes such a config for Qwen3-VL-MoE: it reads the top-level setting, but writes the default
+    into `text_config`. transformers 4.57 and vLLM read the setting in `text_config`.
     """
     text = config.get("text_config")
     is_contradicted = isinstance(text, dict) and text.get("tie_word_embeddings") is True
@@ -164,7 +169,8 @@ def has_contradicted_text_tie(tensors: Mapping[str, Tensor], config: Mapping[str
 def find_tensors_of_class(config: Mapping[str, Any]) -> ExpectedTensors | None:
     """Return the parameters of the model class that a config specifies.
 
-    None if the config does not specify a class, or if the class is unknown.
+    None if the config does not specify both a model type and a class, or if `expected_tensors.json`
+    does not contain this class for the model type.
     """
     model_type, architecture = config.get("model_type"), get_architecture(config)
     if not isinstance(model_type, str) or architecture is None:

@@ -1,11 +1,12 @@
-"""Add and remove legacy config keys of transformers 4, which transformers 5 stores elsewhere.
+"""Add the legacy config keys of transformers 4 to a config of transformers 5, or remove them.
 
 transformers 5 moves `rope_theta` and similar keys into `rope_parameters`, and renames a few others.
-Programs that read the legacy keys, such as transformers 4.57, mlx-lm, and the converter of
-llama.cpp, then use their defaults or fail. `earlier_config_keys.json` contains the legacy keys of
-each model type, with the path under which transformers 5 stores the value. It also lists the model
-types whose `rope_scaling` has a `type` instead of a `rope_type`. `python -m tests.earlier_keys`
-generates the file.
+Some programs, such as transformers 4.57, mlx-lm, and the converter of llama.cpp, still read the
+legacy keys. If a legacy key is missing, these programs fail or silently use a default.
+
+`earlier_config_keys.json` contains the legacy keys of each model type, with the path under which
+transformers 5 stores the value. It also lists the model types whose `rope_scaling` has a `type`
+instead of a `rope_type`. `python -m tests.earlier_keys` generates the file.
 """
 
 from __future__ import annotations
@@ -70,9 +71,10 @@ def _iter_nested_configs(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _compute_earlier_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Compute the values of a model type's legacy keys from the keys of transformers 5.
+    """Compute the legacy config keys of transformers 4 from a config of transformers 5.
 
-    Missing keys are skipped.
+    A legacy key is omitted if the config does not contain the value from which it is computed. The
+    result is empty if the model type has no legacy keys.
     """
     model_type = config.get("model_type")
     paths = _read_table()["types"].get(model_type, {}) if isinstance(model_type, str) else {}

@@ -1,8 +1,8 @@
-"""Look up the tensors that a model class of transformers requires, in `expected_tensors.json`.
+"""Look up the tensors that a transformers model class requires, in `expected_tensors.json`.
 
-`python -m tests.expected_tensors` generates the file by building many variants of every text model
-in transformers. It contains only facts that hold in all variants, so it never contradicts a sound
-checkpoint.
+`python -m tests.expected_tensors` generates the file. For this, it builds many variants of every
+text model in transformers. The file contains only facts that hold in all variants, so it never
+contradicts a valid checkpoint.
 """
 
 from __future__ import annotations
@@ -71,13 +71,16 @@ number of heads times the head size. A letter and a digit are a multiple, such a
 
 
 def compute_formula_sizes(config: Mapping[str, Any]) -> dict[str, int]:
-    """Compute the value of each formula in `SIZES` that the config determines.
+    """Compute the values of the size formulas in `SIZES` from the settings in a config.
+
+    For example, the formula `HD` is the number of heads times the size of a head.
 
     Args:
         config: Content of the `config.json`.
 
     Returns:
-        The sizes, keyed by formula. A formula is omitted if the config does not contain its values.
+        The values, keyed by formula. A formula is omitted if the config lacks a setting that it
+        needs, or has two settings that contradict each other.
     """
     text = config.get("text_config")
     # Ignore the top level of a composite config, because it may have default values that do not apply to the
@@ -131,7 +134,11 @@ def may_tie_embeddings(config: Mapping[str, Any], *, default: bool) -> bool:
 
 
 def replace_layer_number(name: str) -> str:
-    """Replace the layer index in a name with an asterisk. Return a name outside of layers unchanged."""
+    """Replace the layer index in a tensor name with an asterisk.
+
+    For example, `model.layers.3.mlp.up_proj.weight` becomes `model.layers.*.mlp.up_proj.weight`. A
+    name without a layer index is returned unchanged.
+    """
     match = _LAYER.fullmatch(name)
     return f"{match['stack']}.*.{match['rest']}" if match else name
 
@@ -156,12 +163,15 @@ def group_names_by_layer(names: Iterable[str]) -> dict[str, dict[int, dict[str, 
 
 @dataclass(frozen=True)
 class LayerStack:
-    """Parameters of the layers in a stack, such as `model.layers`.
+    """Names of the parameters in the layers of a stack, such as `model.layers`.
+
+    The names are relative to the layer, such as `mlp.up_proj.weight`.
 
     Attributes:
-        depth: Config key with the number of layers, or None if it is unknown.
-        always: Parameters of every layer.
-        groups: Groups of parameters that only occur together in a layer.
+        depth: Name of the config key that contains the number of layers, or None if it is unknown.
+        always: Names of the parameters that every layer has.
+        groups: Groups of parameter names. A layer has either all parameters of a group or none of
+            them.
     """
 
     depth: str | None
@@ -178,10 +188,11 @@ class ExpectedTensors:
     Attributes:
         required: Parameters that the class always has.
         untied: Parameters that the class has if `tie_word_embeddings` is false.
-        stacks: Layers, keyed by the name of the stack.
-        shapes: Formula of each dimension, keyed by the name of the parameter. The formulas are listed
-            in `SIZES`. `?` means that the config does not determine the size.
-        tied: Value of `tie_word_embeddings` if the config does not contain the key.
+        stacks: Parameters of each stack of layers, keyed by the name of the stack, such as
+            `model.layers`.
+        shapes: Formula for the size of each dimension, keyed by the name of the parameter. `SIZES`
+            lists the formulas. `?` means that the config does not determine the size.
+        tied: Default of `tie_word_embeddings`, used if the config does not contain this key.
     """
 
     required: frozenset[str]
@@ -198,9 +209,16 @@ def _load_table() -> dict[str, Any]:
 
 @cache
 def find_expected_tensors(model_type: str, architecture: str) -> ExpectedTensors | None:
-    """Return the parameters of a model class, or None if the table does not contain the class.
+    """Look up the parameters of a model class in the table that is part of this package.
 
     Results are cached, because decoding an entry of the table is slow.
+
+    Args:
+        model_type: `model_type` in the model's config.
+        architecture: Name of the class, such as `LlamaForCausalLM`.
+
+    Returns:
+        The parameters, or None if the table does not contain the class.
     """
     table = _load_table()
     index = table["classes"].get(f"{model_type} {architecture}")

@@ -40,10 +40,12 @@ class GroupPosition(NamedTuple):
 
 
 def list_possible_parameters(order: Iterable[str], tensors: Mapping[str, Tensor]) -> list[NamedShape]:
-    """List the tensors of a model that an optimizer may train. Known buffers are omitted.
+    """List the tensors of a model that could be trained parameters.
+
+    Known buffers and tensors that are not floating-point are omitted.
 
     Args:
-        order: Names in the order of the model.
+        order: Tensor names in the order in which the model defines them.
         tensors: Tensors of the model, keyed by name.
     """
     return [
@@ -54,7 +56,7 @@ def list_possible_parameters(order: Iterable[str], tensors: Mapping[str, Tensor]
 
 
 def flatten_group_keys(groups: Sequence[Sequence[K]], state: Collection[K], location: str) -> list[K]:
-    """Check the keys in all parameter groups, and return them in order.
+    """Check the keys in all parameter groups, and return them as one list, in order.
 
     Args:
         groups: Keys of the parameters in each group.
@@ -69,7 +71,7 @@ def flatten_group_keys(groups: Sequence[Sequence[K]], state: Collection[K], loca
         raise DamagedCheckpointError(f"{location}: damaged: a parameter is in several optimizer groups")
     if not set(state) <= set(keys):
         raise DamagedCheckpointError(
-            f"{location}: damaged: there is state of a parameter that is not in any group"
+            f"{location}: damaged: the optimizer state contains a parameter that is not in any group"
         )
     return keys
 
@@ -80,46 +82,56 @@ def map_indices_to_names(
     candidates: Sequence[tuple[str, Shape]],
     location: str,
 ) -> dict[K, str]:
-    """Find the parameter name for each key of an optimizer that numbers its parameters group by group.
+    """Map each parameter index in an optimizer state to the parameter's name.
+
+    The optimizer numbers its parameters group by group. The indices are matched to the model's
+    parameters by the shapes of their states, and the parameters of each group must be in the order
+    of the model.
 
     Args:
-        groups: Keys of the parameters in each group, in the order of the model.
-        shapes: Shape of each key's state. A key without state is missing or has the shape None.
-        candidates: Possible parameters in the order of the model.
+        groups: Indices of the parameters in each group, in the order of the model.
+        shapes: Shape of the state of each parameter, keyed by index. If a parameter has no state,
+            its index is missing or has the value None.
+        candidates: Names and shapes of the model's possible parameters, in the order of the model.
+            A candidate that is not matched is frozen.
         location: File of the optimizer, used in error messages.
 
     Raises:
-        OptimizerStateError: If the shapes match the parameters in no way or in several ways.
+        OptimizerStateError: If no assignment fits the shapes, or if several assignments fit them.
     """
     positions = match_groups_to_parameters(
         candidates, [[shapes.get(key) for key in group] for group in groups]
     )
     if isinstance(positions, int):
         why = (
-            "matches the model's parameters in several ways"
+            "its shapes match the model's parameters in several ways"
             if positions
-            else "does not match the model's parameters"
+            else "its shapes do not match the model's parameters"
         )
-        raise OptimizerStateError(f"{location}: the state is keyed by index and {why}")
+        raise OptimizerStateError(
+            f"{location}: the optimizer state contains indices instead of parameter names, and {why}"
+        )
     return {groups[group][index]: name for name, (group, index) in positions.items()}
 
 
 def match_groups_to_parameters(
     candidates: Sequence[tuple[str, Shape]], group_shapes: Sequence[Sequence[Shape | None]]
 ) -> dict[str, GroupPosition] | int:
-    """Find the only way to assign parameters, in order, to the shapes in the parameter groups.
+    """Find the only way to assign a model's parameters to the shapes in an optimizer's groups.
 
-    Uses dynamic programming over the parameters. A state consists of the number of assigned parameters
-    in each group, and its value is the number of ways to reach it.
+    The parameters that are assigned to a group keep the order of the model.
+
+    Uses dynamic programming over the parameters. A state consists of the number of assigned
+    parameters in each group, and the value of a state is the number of ways to reach this state.
 
     Args:
-        candidates: Possible parameters in the order of the model. Parameters that are not assigned are
-            frozen.
+        candidates: Possible parameters in the order of the model. Parameters that are not assigned
+            are frozen.
         group_shapes: Shape of each parameter in each group, or None if the parameter has no state.
 
     Returns:
-        Position of each assigned parameter, keyed by name. If there is not exactly one way, an integer:
-        0 if no way exists, or 2 if there are several ways or too many to count.
+        Position of each assigned parameter, keyed by name. If there is not exactly one way, an
+        integer: 0 if no way exists, or 2 if there are several ways or too many to count.
     """
     frozen = len(candidates) - sum(map(len, group_shapes))
     if frozen < 0:

@@ -1,8 +1,10 @@
-"""Detect tensor names that do not belong to a model type of transformers.
+"""Detect tensor names that do not belong to the model type in a transformers config.
 
-`module_words.json` contains the words in the tensor names of each model type. `python -m
-tests.module_words` generates the file. A name from another program, such as
-`transformer.h.0.attn.qkv.weight` in a Llama, contains words that do not occur in the model type.
+A tensor name consists of words, which are separated by dots. `module_words.json` contains the words
+that occur in the tensor names of each model type. `python -m tests.module_words` generates the
+file. A name from another program contains other words. For example,
+`transformer.h.0.attn.qkv.weight` cannot be the name of a tensor in a Llama model, because the words
+`h`, `attn` and `qkv` do not occur there.
 """
 
 from __future__ import annotations
@@ -25,16 +27,18 @@ def _load_words() -> dict[str, str]:
 
 
 def find_unknown_names(names: Iterable[str], config: Mapping[str, Any]) -> list[str]:
-    """Find the tensor names that contain words unknown to the model type.
+    """Find the tensor names with words that are unknown to the model type.
 
-    The last word of a name is ignored, because quantized weights add tensors such as `weight_scale`.
+    A word is a component of a name between dots. It is unknown if it does not occur in the names of
+    the model type's tensors and modules. Numbers are ignored. The last word is also ignored,
+    because quantization adds tensors whose names end differently, such as `weight_scale`.
 
     Args:
         names: Names of the tensors.
         config: The model's `config.json`.
 
     Returns:
-        The unknown names. Empty if transformers does not implement the model type.
+        The names with unknown words. Empty if transformers does not implement the model type.
     """
     words: set[str] = set()
     for model_type in _iter_model_types(config):

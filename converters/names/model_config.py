@@ -1,4 +1,7 @@
-"""Change the settings in a `config.json`, parse its sizes, and compare them with the tensors."""
+"""Read and change settings in a `config.json`, and compare its sizes with the tensors.
+
+The compared sizes are the vocabulary size, the hidden size, and the number of layers.
+"""
 
 from __future__ import annotations
 
@@ -42,8 +45,9 @@ def parse_llama_sizes(config: Mapping[str, Any], location: str) -> dict[str, int
         location: Path of the checkpoint, used in error messages.
 
     Returns:
-        Number of layers (L), hidden size (E), number of attention heads (H) and of key-value heads (K), size
-        of a head (D), size of the MLP (M), and size of the vocabulary (V).
+        The sizes, keyed by letter: number of layers (`L`), hidden size (`E`), number of attention
+        heads (`H`), number of key-value heads (`K`), size of a head (`D`), size of the MLP (`M`),
+        and size of the vocabulary (`V`).
 
     Raises:
         CheckpointError: If a size is missing or not valid.
@@ -53,7 +57,10 @@ def parse_llama_sizes(config: Mapping[str, Any], location: str) -> dict[str, int
         value = config.get(name)
         value = default if value is None else value
         if type(value) is not int or not 0 < value <= MAX_COUNT:
-            raise CheckpointError(f"{location}: config.json has no {name}; add {name} to config.json")
+            raise CheckpointError(
+                f"{location}: config.json has no valid {name}; set {name} in config.json to a positive "
+                "integer"
+            )
         return value
 
     layers, heads, hidden = map(read_size, ("num_hidden_layers", "num_attention_heads", "hidden_size"))

@@ -61,7 +61,8 @@ def sort_in_module_order(names: Iterable[str], config_path: AnyPath | None) -> l
         config_path: Path of a `config.json` with the `model_type`. None if there is no config.
 
     Returns:
-        The sorted names. None if the order is unknown for the model type or one of the names.
+        The sorted names. None if there is no config, or if the order is unknown for the model type or
+        one of the names.
     """
     model_type = read_json_object_or_empty(config_path).get("model_type")
     order = _ORDERS.get(model_type) if isinstance(model_type, str) else None

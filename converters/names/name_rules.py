@@ -34,14 +34,19 @@ Operation = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class RuleDirection:
-    r"""One direction of a rule.
+    r"""One direction of a name rule, either from files to memory or from memory to files.
+
+    The rule searches a tensor's name for a source pattern, and replaces the match with a target
+    pattern.
 
     Attributes:
-        pattern: Regular expression that contains a group `g<i>` for each source pattern.
+        pattern: Regular expression that joins the source patterns. Source pattern `i` is the named
+            group `g<i>`.
         sources: Source patterns.
-        targets: Target patterns. `\1` is replaced with the first group inside the match.
-        operations: Operations to apply to the tensors, in order. Each one consists of its name and its
-            arguments.
+        targets: Target patterns. `\1` in a target is replaced with the text of the source pattern's
+            first group.
+        operations: Operations to apply to the tensors, in order. Each one consists of its name and
+            its arguments.
         offset: Number that a `shift` rule adds to the layer number.
     """
 
@@ -54,17 +59,28 @@ class RuleDirection:
 
 @dataclass(frozen=True)
 class NameRule:
-    """Rule of transformers in both directions.
+    """Rule by which transformers converts names or tensors, in both directions.
+
+    The kinds of rules are:
+
+    - `rename` changes a name.
+    - `convert` changes names and rearranges the tensors.
+    - `prefix` adds or removes the first module of a name.
+    - `group` contains several renamings. The others are ignored until the first one has matched the
+      name of a tensor in the checkpoint.
+    - `shift` changes a layer number.
+    - `pairs` joins two consecutive layers of the files into one layer in memory. Some files number
+      the attention and the MLP of a layer separately. For example, `layers.4.mixer` and
+      `layers.5.mixer` become `layers.2.self_attn` and `layers.2.mlp`.
 
     Attributes:
-        kind: Type of the rule: `rename` changes names, `convert` also rearranges tensors, `prefix` adds
-            or removes the first module, `group` applies either all of its renamings or none, `shift`
-            changes a layer number, and `pairs` joins two layers.
+        kind: Kind of the rule.
         read: Direction from files to memory.
         write: Direction from memory to files.
-        scope: Path of the submodule that the rule applies to, or None if it applies to the complete
-            model.
-        base: Name of the base model's module. It may be missing at the beginning of `scope`.
+        scope: Path of the submodule to which the rule applies, relative to the base model. None if
+            the rule applies to the complete model.
+        base: Name of the module that contains the base model, such as `model`. In models that
+            contain the base model as a module, tensor names have this prefix before `scope`.
     """
 
     kind: str
@@ -76,18 +92,20 @@ class NameRule:
 
 @dataclass(frozen=True)
 class NameRules:
-    """Renaming and conversion rules of one model.
+    """Rules that convert the names and layouts of one model's tensors between files and memory.
+
+    Published files are the files that the model's authors distribute, for example on the Hub.
 
     Attributes:
         rules: Rules in the order in which transformers applies them when it loads the model.
         base: Name of the base model's module, such as `model` or `transformer`. May be empty.
-        config: The model's `config.json`, because some operations depend on it.
-        recorded: Whether the rules were selected by the names in a base checkpoint. Otherwise, they are
-            the defaults of the model type.
-        file_shapes: Shapes of tensors in the base checkpoint, keyed by published name. Only contains
-            tensors whose layout differs between published files, and can only be inferred from the
-            shape. For example, published files of Qwen3-VL-MoE contain experts of shape `[experts,
-            inputs, outputs]`, and `save_pretrained` writes `[experts, outputs, inputs]`.
+        config: Content of the model's `config.json`. Some operations depend on it.
+        recorded: Whether the rules were selected because they match the tensor names in a base
+            checkpoint. Otherwise, they are the defaults of the model type.
+        file_shapes: Shapes of some tensors in the base checkpoint, keyed by the names in the files.
+            Such a tensor has one of two layouts in published files, and only its shape shows which
+            one. For example, published files of Qwen3-VL-MoE contain experts of shape
+            `[experts, inputs, outputs]`, and `save_pretrained` writes `[experts, outputs, inputs]`.
     """
 
     rules: tuple[NameRule, ...]
@@ -98,7 +116,11 @@ class NameRules:
 
     @property
     def depends_on_shapes(self) -> bool:
-        """Whether the layout of a tensor in the files depends on the shapes of a base checkpoint."""
+        """Whether the shapes of a base checkpoint are needed to choose the layout of a tensor.
+
+        A base checkpoint is a published checkpoint of the model. Some tensors have one of two
+        layouts in published files, and only their shapes in the base checkpoint show which one.
+        """
         return any(map(_depends_on_expected_shape, self.rules))
 
 
@@ -129,7 +151,7 @@ def serialize_rule(rule: NameRule) -> dict[str, Any]:
 
 
 def _parse_direction(value: Mapping[str, Any]) -> RuleDirection:
-    """Parse one direction of a rule from JSON."""
+    """Parse one direction of a rule from JSON: files to memory (`read`) or memory to files (`write`)."""
     return RuleDirection(
         value["find"],
         tuple(value["sources"]),
@@ -155,13 +177,13 @@ def _serialize_direction(direction: RuleDirection) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Submodel:
-    """Submodule with its own rules.
+    """Submodule with its own rules for tensor names, such as the text model in a multimodal model.
 
     Attributes:
         path: Path of the submodule, or an empty string for the complete model.
-        key: Key of its rules in the table.
-        config: Keys that lead from the model's config to the submodule's config.
-        model_type: Model type of the submodule's config when the table was generated.
+        key: Key of the submodule's rules in `published_names.json`.
+        config: Keys that lead from the model's config to the nested config of the submodule.
+        model_type: Model type of the submodule's config when `published_names.json` was generated.
     """
 
     path: str
@@ -171,7 +193,10 @@ class _Submodel:
 
 
 class _RuleTable:
-    """Content of `published_names.json`."""
+    """Table of conversion rules for all models in transformers, read from `published_names.json`.
+
+    The rules convert tensor names and shapes between published files and the model in memory.
+    """
 
     def __init__(self) -> None:
         table = json.loads(_TABLE.read_bytes())
@@ -188,7 +213,10 @@ class _RuleTable:
         return [self.rules[i] for i in self.by_key.get(key, ())]
 
     def contains_rule(self, rule: NameRule) -> bool:
-        """Return whether the table contains a rule, regardless of its scope."""
+        """Return whether the table contains a rule, even if the rule is restricted to a submodule.
+
+        The attributes `scope` and `base`, which express the restriction, are ignored.
+        """
         return replace(rule, scope=None, base="") in self._unscoped
 
 
@@ -205,7 +233,7 @@ def get_architecture(config: Mapping[str, Any]) -> str | None:
 
 
 def get_default_rules(config: Mapping[str, Any], architecture: str | None = None) -> NameRules | None:
-    """Return the default rules of a model.
+    """Return the default rules that convert a model's tensor names between files and memory.
 
     Args:
         config: The model's `config.json`.
@@ -240,9 +268,11 @@ def get_default_rules(config: Mapping[str, Any], architecture: str | None = None
 
 
 def iter_possible_rules(config: Mapping[str, Any]) -> Iterator[NameRules]:
-    """Yield the rules of each class that transformers may load a model with, without duplicates.
+    """Yield the name rules of every class that transformers may use for a model, without duplicates.
 
-    The class in the config comes first, then the other classes of its model type and of its text model.
+    Name rules convert the names in files to the names in memory. The rules of the class that the
+    config names come first. The other classes for the config's model type follow. The classes for
+    the model type of the nested text config come last.
     """
     table = _load_table()
     seen: set[tuple[NameRule, ...]] = set()
@@ -259,17 +289,24 @@ def iter_possible_rules(config: Mapping[str, Any]) -> Iterator[NameRules]:
 
 
 def get_legacy_rules() -> tuple[NameRule, ...]:
-    """Return the rules for names in old files, which apply to all model types."""
+    """Return the rules that rename tensors with outdated names, as in old checkpoints.
+
+    For example, `LayerNorm.gamma` becomes `LayerNorm.weight`. These legacy rules apply to all model
+    types.
+    """
     return tuple(_load_table().get_rules("legacy"))
 
 
 def add_legacy_rules(rules: NameRules) -> NameRules:
-    """Add the legacy rules. transformers uses the result to read any file of the model."""
+    """Return the rules of a model, followed by the rules for names in old files.
+
+    transformers applies these legacy rules to the files of every model that it reads.
+    """
     return replace(rules, rules=(*rules.rules, *get_legacy_rules()))
 
 
 def _resolve_rules_key(submodel: _Submodel, config: Mapping[str, Any]) -> str:
-    """Return the key of a submodel's rules in the table.
+    """Return the key of a submodel's rules in `published_names.json`.
 
     The key depends on the model type in the submodel's config. If the config has no model type, the
     default key of the submodel is returned.
@@ -298,7 +335,8 @@ def parse_rules_record(value: Any, config: Mapping[str, Any], source: str) -> Na
         The recorded rules.
 
     Raises:
-        CheckpointError: If the record is damaged, or contains a rule that is not in the table.
+        CheckpointError: If the record is damaged, or contains a rule that is not in
+            `published_names.json`.
     """
     try:
         base, values = value["base"], value["rules"]
@@ -326,7 +364,7 @@ def parse_rules_record(value: Any, config: Mapping[str, Any], source: str) -> Na
 
 
 def build_rules_record(rules: NameRules) -> dict[str, Any]:
-    """Build a record of the rules that `parse_rules_record` can read."""
+    """Convert the rules to a JSON record. `parse_rules_record` reads such a record."""
     record = {"version": 1, "base": rules.base, "rules": [serialize_rule(rule) for rule in rules.rules]}
     shapes = {name: list(shape) for name, shape in rules.file_shapes.items()}
     return {**record, "file_shapes": shapes} if shapes else record
@@ -350,7 +388,12 @@ class MatchedRule(NamedTuple):
 
 
 class ConvertedName(NamedTuple):
-    """Name after the first matching `convert` rule, and the rule itself (None if no rule matches)."""
+    """Result of applying the first matching `convert` rule to a tensor's name.
+
+    Attributes:
+        name: New name, or the unchanged name if no rule matches.
+        rule: The matching rule, or None.
+    """
 
     name: str
     rule: MatchedRule | None
@@ -367,15 +410,15 @@ class _RenamedKey(NamedTuple):
 
 
 class Renamer:
-    """Renamer that applies rules in one direction and records which rules were used.
+    """Converter of tensor names that applies rules in one direction and records which it has used.
 
     Args:
         rules: Rules in the order in which to apply them.
-        write: Whether to convert from memory to files. Otherwise, names are converted from files to
-            memory.
+        write: Whether to convert names in memory to names in files. Otherwise, names in files are
+            converted to names in memory.
 
     Attributes:
-        used_rule_indices: Indices of the rules that have changed or matched a name so far.
+        used_rule_indices: Indices of the rules that have matched a name so far.
     """
 
     def __init__(self, rules: Iterable[NameRule], *, write: bool) -> None:
@@ -385,19 +428,23 @@ class Renamer:
         self._active: set[int] = set()
 
     def get_direction(self, index: int) -> RuleDirection:
-        """Return the direction in which this renamer applies a rule: `write` or `read`."""
+        """Return one direction of a rule: `write` if this renamer converts to files, `read` otherwise.
+
+        Args:
+            index: Index of the rule in `rules`.
+        """
         rule = self.rules[index]
         return rule.write if self.write else rule.read
 
     def apply_convert_rule(self, key: str) -> ConvertedName:
-        """Apply the first rule of kind `convert` that matches a name.
+        """Apply the first matching `convert` rule to a name.
 
         Args:
             key: Name of a tensor.
 
         Returns:
-            The name, in which the first target pattern replaces the match, and the rule. If no rule
-            matches, the unchanged name and None.
+            The new name and the rule. In the new name, the first target pattern of the rule
+            replaces the match. If no rule matches, the unchanged name and None.
         """
         for index, rule in enumerate(self.rules):
             if rule.kind == CONVERT:
@@ -419,8 +466,8 @@ class Renamer:
     def _apply_rule(self, index: int, key: str) -> _RenamedKey:
         """Apply one rule to a name, and record the rule as used if it matches.
 
-        If the first pattern of a `group` rule matches, the other patterns of the rule are activated as
-        well.
+        A `group` rule contains several source patterns. Until the first pattern has matched a name,
+        the other patterns are ignored.
 
         Args:
             index: Index of the rule.
@@ -473,11 +520,11 @@ _LAYER_OF_TWO = re.compile(r"layers\.(\d{1,9})\.(mixer|attn_alpha|mlp_alpha)(?=\
 
 
 def _join_layer_pairs(key: str) -> str:
-    """Rename a layer's module such that each pair of layers becomes one layer.
+    """Convert a name from a file that counts a layer's attention and MLP as two layers.
 
-    Some files number the attention block and the MLP block of a layer as two layers. For example,
-    `layers.4.mixer` and `layers.5.mixer` become `layers.2.self_attn` and `layers.2.mlp`. Other names
-    are returned unchanged.
+    For example, `layers.4.mixer` and `layers.5.mixer` become `layers.2.self_attn` and
+    `layers.2.mlp`. The scalars `attn_alpha` and `mlp_alpha` of a layer become `lambda_1` and
+    `lambda_2`. Other names are returned unchanged.
     """
 
     def rename_layer(match: re.Match[str]) -> str:
@@ -511,16 +558,19 @@ def select_used_rules(
 ) -> NameRules:
     """Select the rules that apply to at least one name in a published checkpoint.
 
-    transformers saves a model with the rules that it used to load it.
+    transformers applies these rules when it loads the checkpoint. When it saves the model later, it
+    applies them in reverse.
 
     Args:
         rules: Default rules of the model.
         names: Names of the tensors in the published checkpoint.
-        shapes: Shapes of the tensors, which are needed if `rules.depends_on_shapes` is True. Without
-            them, tensors whose layout depends on the shape are later written in their layout in memory.
+        shapes: Shapes of these tensors, keyed by name. They do not affect the selection. Needed if
+            `rules.depends_on_shapes` is True. In this case, some tensors have one of two layouts in
+            published files. Their shapes are recorded in the result, so that a later save restores
+            the layout in the file. Without shapes, the save uses the layout in memory.
 
     Returns:
-        The selected rules, including legacy rules.
+        The selected rules. They may include legacy rules, which rename tensors with outdated names.
     """
     candidates = add_legacy_rules(rules)
     renaming = Renamer(candidates.rules, write=False)
@@ -544,9 +594,13 @@ def select_used_rules(
 
 
 def list_write_rules(rules: NameRules) -> Sequence[NameRule]:
-    """Return the rules for writing, in the order in which to apply them.
+    """Return the rules that convert names in memory to published names, in order of application.
 
-    Default `prefix` rules are omitted, because only some published files need them.
+    Published names are the tensor names in published checkpoint files, for example on the Hub.
+
+    If the rules were selected to match a base checkpoint, all of them are returned. Otherwise, they
+    are the default rules of the model type. Most `prefix` rules are then omitted, because not all
+    published files use the prefix.
     """
     used = (
         rules.rules if rules.recorded else [rule for rule in rules.rules if _is_written(rule, rules.config)]
@@ -571,15 +625,21 @@ _TYPES_WITH_PREFIXED_TOWERS = frozenset(
 )
 """Model types of transformers 4.57 whose vision towers contain a module `vision_model`.
 
-Published files and servers have this name. transformers 5 removes it while it reads a file.
+Published files and inference servers use this name. transformers 5 removes it while it reads a
+file.
 """
 
 
 def _is_written(rule: NameRule, config: Mapping[str, Any]) -> bool:
-    """Return whether to apply a default rule for writing a model without a known base checkpoint.
+    """Return whether a rule applies on saving if the model's base checkpoint is unknown.
 
-    All rules except `prefix` rules are applied. `prefix` rules are only applied inside the vision
-    towers of the model types in `_TYPES_WITH_PREFIXED_TOWERS`.
+    All rules apply except most `prefix` rules, because only some published files have the prefix. A
+    `prefix` rule only applies inside the vision tower of a model type in
+    `_TYPES_WITH_PREFIXED_TOWERS`.
+
+    Args:
+        rule: One of the default rules of the model type.
+        config: The model's `config.json`.
     """
     in_tower = rule.scope is not None and rule.scope.endswith("_tower")
     return rule.kind != PREFIX or (in_tower and config.get("model_type") in _TYPES_WITH_PREFIXED_TOWERS)

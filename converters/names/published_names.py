@@ -1,7 +1,8 @@
-"""Convert tensors between published files and the layout that transformers has in memory.
+"""Convert tensors between the layout of published files and transformers' layout in memory.
 
-Both directions follow `portable.converters.names.name_rules`. Tensors are rearranged lazily: most
-operations of the rules slice or stack rows, so the result consists of spans of the original files.
+Both directions follow the rules in `portable.converters.names.name_rules`. Tensors are rearranged
+lazily. Most operations only slice or stack rows, so the new tensors refer to spans of the original
+files.
 """
 
 from __future__ import annotations
@@ -47,11 +48,14 @@ class _OperationContext:
     """Properties of the model and of the applied rule that an operation may depend on.
 
     Attributes:
-        direction: Direction of the rule that is applied.
-        name: Name of the result, with the first target pattern expanded.
-        config: The model's `config.json`.
-        find_shape: Function that returns the shape of a parameter in memory, or in the files if
-            `NameRules.file_shapes` contains it. Returns None if the shape is unknown.
+        direction: Direction in which the rule is applied: from files to memory, or from memory to
+            files.
+        name: Name of the first resulting tensor. The part of the old name that matched the source
+            pattern is replaced by the rule's first target pattern.
+        config: Content of the model's `config.json`.
+        find_shape: Function that returns the shape of a parameter in memory, or None if the shape
+            is unknown. If tensors are converted to files, shapes in `NameRules.file_shapes` take
+            precedence.
     """
 
     direction: RuleDirection
@@ -61,13 +65,13 @@ class _OperationContext:
 
     @property
     def text_config(self) -> Mapping[str, Any]:
-        """Config of the text model."""
+        """Config of the text model. This is the complete config if it has no `text_config`."""
         text_config = self.config.get("text_config")
         return text_config if isinstance(text_config, dict) else self.config
 
 
 def arrange_for_files(shapes: Mapping[str, Shape], rules: NameRules) -> dict[str, Arrangement]:
-    """Arrange the tensors of a model in memory in the layout of its published files.
+    """Compute how a model's tensors in memory are rearranged into the layout of its published files.
 
     Args:
         shapes: Shape of each tensor, keyed by the name in memory.
@@ -77,7 +81,8 @@ def arrange_for_files(shapes: Mapping[str, Shape], rules: NameRules) -> dict[str
         The arrangement of each published tensor, keyed by the published name.
 
     Raises:
-        CheckpointError: If a tensor cannot be rearranged.
+        CheckpointError: If a tensor cannot be rearranged, for example because its shape does not
+            fit the rule or because two tensors would get the same name.
     """
     renaming = Renamer(list_write_rules(rules), write=True)
     groups: dict[str, _TensorGroup] = {}
@@ -110,16 +115,23 @@ def arrange_for_memory(
     errors: dict[str, str] | None = None,
     adapted_shapes: Mapping[str, Shape] | None = None,
 ) -> dict[str, Arrangement]:
-    """Arrange the tensors of published files in the layout that transformers has in memory.
+    """Compute how the tensors of published files are rearranged into the layout in memory.
+
+    The rules for names in old files are also applied, unless the rules were selected to match a
+    base checkpoint. If `memory_shapes` contains the published name of a tensor but not its new
+    name, the tensor is not changed.
 
     Args:
         shapes: Shape of each tensor, keyed by the published name.
         rules: Rules of the model.
-        memory_shapes: Shapes of the model's tensors in memory, if they are known. They determine
-            whether names begin with the base model's module.
-        errors: Dict to which an error message is added for each tensor that cannot be rearranged.
-        adapted_shapes: Shapes of the parameters that an adapter changes, keyed by the name in memory.
-            They are used if `memory_shapes` is None.
+        memory_shapes: Shapes of the model's tensors in memory, keyed by name, or None if they are
+            not known. The names show whether the model uses the prefix of its base model, such as
+            `model.`. The shapes are needed by some rules that split or transpose a tensor.
+        errors: Dict to which an error message is added for each tensor that cannot be rearranged,
+            keyed by the name in memory. The tensor is then omitted from the result. If None, an
+            error is raised instead.
+        adapted_shapes: Shapes of the parameters that an adapter changes, keyed by the name in
+            memory. If `memory_shapes` is None, the rules use these shapes instead.
 
     Returns:
         The arrangement of each tensor, keyed by the name in memory.
@@ -161,11 +173,11 @@ def arrange_for_memory(
 def find_unclaimed_names(
     names: Collection[str], rules: NameRules, memory_names: Collection[str]
 ) -> list[str]:
-    """Find published tensors that do not correspond to a tensor of the model in memory.
+    """Find tensors in published files that do not correspond to a tensor of the model in memory.
 
     Args:
         names: Names of all tensors in the files.
-        rules: Rules of the model.
+        rules: Rules that convert the published names to names in memory.
         memory_names: Names of the model's tensors in memory, including tied tensors.
 
     Returns:
@@ -182,7 +194,7 @@ def find_unclaimed_names(
 
 
 def _match_base_prefix(key: str, base: str, memory_names: Collection[str]) -> str:
-    """Add or remove the base model's module at the start of a name if the result is a name of the model.
+    """Add or remove the base model's prefix if this results in a name that the model has.
 
     Args:
         key: Name of a tensor.
@@ -190,8 +202,7 @@ def _match_base_prefix(key: str, base: str, memory_names: Collection[str]) -> st
         memory_names: Names of the model's tensors in memory.
 
     Returns:
-        The new name. `key` itself if neither adding nor removing the module results in a name of the
-        model.
+        The new name. `key` itself if the model has neither of the two possible names.
     """
     if not base:
         return key
@@ -201,18 +212,19 @@ def _match_base_prefix(key: str, base: str, memory_names: Collection[str]) -> st
 
 
 def are_memory_names(names: Collection[str], rules: NameRules) -> bool:
-    """Return whether tensors have transformers' names in memory rather than published names.
+    """Return whether tensors have transformers' in-memory names rather than published names.
 
-    A name in memory changes when it is converted to a published name, and converting the result back
-    restores it. A published name behaves the same way in the opposite direction. Names that meet both
-    or neither of these conditions are ignored.
+    A name counts as an in-memory name if converting it to a published name changes it, and
+    converting the result back restores it. A name counts as a published name if it passes the same
+    test in the opposite direction. Names that pass both tests or neither are ignored. Names that
+    differ only in their numbers count once.
 
     Args:
         names: Names of all tensors.
         rules: Rules of the model.
 
     Returns:
-        True if there are more names in memory than published names.
+        True if there are more in-memory names than published names.
     """
     write_renaming = Renamer(list_write_rules(rules), write=True)
     read_renaming = Renamer(add_legacy_rules(rules).rules, write=False)
@@ -247,10 +259,13 @@ def _mask_numbers(name: str) -> str:
 
 
 class _TensorGroup:
-    """Tensors that a rule converts together, such as the experts of a layer.
+    """Group of tensors that one rule converts together, such as a layer's experts.
+
+    A tensor that is only renamed is a group with one member.
 
     Args:
-        converter: Rule of kind `convert` that the names match, or None if the tensor is only renamed.
+        converter: `convert` rule that matches the names of the tensors. None for a tensor that is
+            only renamed.
     """
 
     def __init__(self, converter: MatchedRule | None) -> None:
@@ -258,11 +273,12 @@ class _TensorGroup:
         self.arrays: Arrays = {}
 
     def add_tensor(self, name: str, converter: MatchedRule | None, shape: Shape) -> None:
-        """Add a tensor to the group.
+        """Add a tensor to the group of tensors that one rule converts together.
 
         Args:
             name: Name of the tensor before the conversion.
-            converter: Rule and source pattern that the name matches, or None if the tensor is only renamed.
+            converter: Conversion rule, with the source pattern that matches the name. None if the
+                tensor is only renamed.
             shape: Shape of the tensor.
         """
         pattern = "" if converter is None else converter.source
@@ -281,10 +297,11 @@ class _TensorGroup:
         return arrays[0]
 
     def apply_operations(self, context: _OperationContext) -> dict[str, Arrangement]:
-        """Apply the operations of the rule.
+        """Apply the operations of the rule to the tensors of the group.
 
         Returns:
-            The arrangement of each result, keyed by name.
+            The arrangement of each resulting tensor, keyed by name. It describes how the result is
+            assembled from regions of the group's tensors.
 
         Raises:
             CheckpointError: If the tensors cannot be rearranged.
@@ -307,20 +324,24 @@ class _TensorGroup:
 
 
 def _get_single_arrangement(arrays: Arrays) -> Arrangement:
-    """Return the only tensor among the operands of an operation.
+    """Return the arrangement of the only tensor that an operation receives.
 
     Raises:
-        CheckpointError: If there are several tensors.
+        CheckpointError: If the operation receives several tensors.
     """
     if len(arrays) != 1 or any(len(values) != 1 for values in arrays.values()):
-        raise UnconvertibleNamesError("consists of several tensors, but the rule expects only one tensor")
+        raise UnconvertibleNamesError(
+            "consists of several tensors, but the conversion in transformers expects only one tensor"
+        )
     return next(iter(arrays.values()))[0]
 
 
 def _stack_parts(arrays: Arrays, operation: Operation, context: _OperationContext) -> Arrays:
-    """Stack the tensors of each source pattern, such as a layer's experts, along a new dimension.
+    """Stack tensors, such as a layer's experts, along a new dimension.
 
-    The argument of the operation is the new dimension.
+    A conversion rule has one or more source patterns, for example one pattern for the up
+    projections of all experts. The tensors of each source pattern are stacked separately. The
+    argument of the operation is the index of the new dimension.
     """
     (dim,) = operation[1:]
     if len(arrays) == 1:
@@ -331,8 +352,9 @@ def _stack_parts(arrays: Arrays, operation: Operation, context: _OperationContex
 def _split_stack(arrays: Arrays, operation: Operation, context: _OperationContext) -> Arrays:
     """Split each stacked tensor into one tensor per index, such as one per expert.
 
-    The argument of the operation is the stacked dimension. The index replaces the `*` in the target
-    pattern.
+    The argument of the operation is the dimension to split. The index along this dimension replaces
+    the `*` in the name pattern of the new tensor. For example, `experts.*.up_proj` becomes
+    `experts.0.up_proj`.
 
     Raises:
         CheckpointError: If there are too many experts.
@@ -351,22 +373,25 @@ def _split_stack(arrays: Arrays, operation: Operation, context: _OperationContex
 
 
 def _concat_parts(arrays: Arrays, operation: Operation, context: _OperationContext) -> Arrays:
-    """Concatenate the tensors of all source patterns.
+    """Concatenate the tensors that match the rule's source patterns, in the order of the patterns.
 
-    The argument of the operation is the dimension.
+    If earlier operations have replaced the source patterns with other names, all tensors are
+    concatenated in their current order. The operation has one argument, the dimension along which
+    the tensors are concatenated.
     """
     dim = operation[1]
     parts = [values for pattern in context.direction.sources for values in arrays.get(pattern, ())]
-    # Use the order of the arrays if earlier operations have replaced the patterns by other names.
+    # If earlier operations have replaced the source patterns with other names, use the order of the arrays.
     parts = parts or [values for matches in arrays.values() for values in matches]
     return {context.direction.targets[0]: [concat_arrangements(parts, dim)]}
 
 
 def _split_chunks(arrays: Arrays, operation: Operation, context: _OperationContext) -> Arrays:
-    """Split a tensor into chunks of equal size, one per target pattern.
+    """Split a tensor into chunks, as `torch.chunk` does.
 
-    The arguments of the operation are the dimension and a config key, which may be None. If there is a
-    key, its value is the number of chunks instead.
+    The arguments of the operation are the dimension and a config key. The value of this key is the
+    number of chunks, and the index of each chunk replaces the `*` in the target pattern. If the key
+    is None, the rule has one target pattern per chunk.
 
     Raises:
         CheckpointError: If the config does not contain a valid number of chunks.
@@ -389,17 +414,22 @@ def _split_chunks(arrays: Arrays, operation: Operation, context: _OperationConte
 
 
 def _split_by_shapes(arrays: Arrays, operation: Operation, context: _OperationContext) -> Arrays:
-    """Split a tensor into parts with the shapes of the targets. At most one shape may be unknown.
+    """Split a tensor into several parameters, one for each target pattern of the rule.
+
+    The target patterns are the parts of names with which the rule replaces the source pattern. The
+    argument of the operation is the dimension to split. Each part has the size of its target
+    parameter in this dimension. If the shape of exactly one target is unknown, this target receives
+    the remaining elements.
 
     Raises:
-        CheckpointError: If several shapes are unknown.
+        CheckpointError: If the shapes of several targets are unknown.
     """
     (dim,) = operation[1:]
     targets = context.direction.targets
     values = _get_single_arrangement(arrays)
     shapes = [context.find_shape(context.name.replace(targets[0], target)) for target in targets]
     if shapes.count(None) > 1:
-        raise UnconvertibleNamesError("cannot be split, because the sizes of the parts depend on the model")
+        raise UnconvertibleNamesError("cannot be split, because the shapes of its parts are unknown")
     rest = values.shape[dim] - sum(shape[dim] for shape in shapes if shape is not None)
     parts = split_arrangement(values, dim, [rest if shape is None else shape[dim] for shape in shapes])
     return {name: [part] for name, part in zip(targets, parts, strict=True)}
@@ -408,9 +438,9 @@ def _split_by_shapes(arrays: Arrays, operation: Operation, context: _OperationCo
 def _transpose_weights(arrays: Arrays, operation: Operation, context: _OperationContext) -> Arrays:
     """Swap two dimensions of a tensor.
 
-    The arguments of the operation are the dimensions and a flag. Some published files already contain
-    the transposed layout. If the flag is set, the tensor is therefore only transposed if the sizes of
-    these dimensions differ from the expected shape.
+    The arguments of the operation are the two dimensions and a flag. The flag exists because some
+    published files already store the transposed layout. If it is set, a tensor that already has the
+    expected sizes in both dimensions is returned unchanged.
 
     Raises:
         CheckpointError: If the flag is set and the expected shape is unknown.
@@ -421,7 +451,7 @@ def _transpose_weights(arrays: Arrays, operation: Operation, context: _Operation
     if check:
         shape = context.find_shape(context.name)
         if shape is None:
-            raise UnconvertibleNamesError("cannot be converted, because the layout depends on the model")
+            raise UnconvertibleNamesError("cannot be converted, because its expected shape is unknown")
         # Compare only these dimensions, because a base may have a different number of experts.
         if len(shape) == len(values.shape) and (shape[first], shape[second]) == (
             values.shape[first],
@@ -432,9 +462,11 @@ def _transpose_weights(arrays: Arrays, operation: Operation, context: _Operation
 
 
 def _interleave_rows(arrays: Arrays, operation: Operation, context: _OperationContext) -> Arrays:
-    """Move elements with even indices to the first half of a dimension, and the others to the second.
+    """Move the even and odd indices of a dimension into separate halves, or do the reverse.
 
-    If the operation is inverse, interleave the two halves instead.
+    The arguments of the operation are the dimension and a flag. By default, the elements with even
+    indices move to the first half of the dimension, and the elements with odd indices move to the
+    second half. If the flag is set, the two halves are interleaved instead.
     """
     dim, inverse = operation[1:]
     values = _get_single_arrangement(arrays)
@@ -445,12 +477,21 @@ def _interleave_rows(arrays: Arrays, operation: Operation, context: _OperationCo
 def _permute_rope(arrays: Arrays, operation: Operation, context: _OperationContext) -> Arrays:
     """Convert the rows of each attention head between the two layouts of rotary embeddings.
 
-    One layout stores the two rows of a rotated pair next to each other, and the other stores them in
-    the two halves of the head. The arguments of the operation are the config key with the number of
-    heads, the patterns of the tensors to convert (None for all), and the direction.
+    One layout stores the two rows of a rotated pair next to each other. The other layout stores
+    them in the two halves of the head.
+
+    The operation has three arguments:
+
+    - Key of the nested config that contains `num_attention_heads`, such as `vision_config`. If the
+      key is None or the config does not contain it, the top level is used. If the number of heads
+      is missing, it is 1.
+    - Substrings such as `q_proj`. Tensors are converted if their name pattern contains one of
+      them. None converts all tensors.
+    - Direction: False converts from adjacent rows to halves, and True converts from halves to
+      adjacent rows.
 
     Raises:
-        CheckpointError: If the rows cannot be divided into pairs.
+        CheckpointError: If the rows cannot be divided into an even number of rows for each head.
     """
     config_key, names, inverse = operation[1:]
     config: Any = context.config if config_key is None else context.config.get(config_key, context.config)
@@ -462,7 +503,8 @@ def _permute_rope(arrays: Arrays, operation: Operation, context: _OperationConte
             rows = values.shape[0]
             if type(heads) is not int or heads < 1 or rows % heads or (rows // heads) % 2:
                 raise UnconvertibleNamesError(
-                    f"cannot divide {rows} rows into pairs for {heads} attention heads"
+                    f"has {rows} rows, which cannot be divided into an even number of rows for each of "
+                    f"{heads} attention heads"
                 )
             size = rows // heads
             groups = 2 if inverse else size // 2
@@ -478,11 +520,16 @@ def _permute_rope(arrays: Arrays, operation: Operation, context: _OperationConte
 
 
 def _fuse_experts(arrays: Arrays, operation: Operation, context: _OperationContext) -> Arrays:
-    """Stack and concatenate experts into one tensor per target pattern.
+    """Fuse the experts of a layer into one tensor per target pattern.
 
-    Each source pattern, such as `gate_proj`, matches the experts of all targets in order: first the
-    text experts, then the image experts. The experts of each target are stacked, and then the stacks of
-    all source patterns are concatenated.
+    A layer may have several targets, for example one for the text experts and one for the image
+    experts. Each source pattern, such as `gate_proj`, matches one tensor per expert: first the
+    experts of the first target, then the experts of the second target, and so on. These tensors are
+    split into equal parts, one per target. For each target, the experts of each source pattern are
+    stacked, and these stacks are then concatenated.
+
+    The operation has two arguments: the dimension along which to stack, and the dimension along
+    which to concatenate.
     """
     stack_dim, cat_dim = operation[1:]
     targets = context.direction.targets
@@ -496,7 +543,7 @@ def _fuse_experts(arrays: Arrays, operation: Operation, context: _OperationConte
 
 
 def _unfuse_experts(arrays: Arrays, operation: Operation, context: _OperationContext) -> Arrays:
-    """Undo `_fuse_experts`: split each target's tensor into one tensor per expert and projection."""
+    """Undo `_fuse_experts`: split each fused tensor into one tensor per expert and projection."""
     stack_dim, cat_dim = operation[1:]
     targets = context.direction.targets
     parts = [
@@ -514,10 +561,11 @@ def _unfuse_experts(arrays: Arrays, operation: Operation, context: _OperationCon
 
 
 def _merge_queries(arrays: Arrays, operation: Operation, context: _OperationContext) -> Arrays:
-    """Merge two query tensors into one stack with four rows per layer, or separate them again.
+    """Merge two tensors of query vectors into one stack, or split the stack into the two tensors.
 
-    Each of the two tensors contains two rows per layer. In the stack, rows 0 and 3 of a layer come from
-    the first tensor, and rows 1 and 2 from the second.
+    The argument of the operation is True to split and False to merge. Each of the two tensors
+    contains two rows per layer. The stack contains four rows per layer. If the rows of a layer are
+    a0, a1 in the first tensor and b0, b1 in the second, they are [a0, b0, b1, a1] in the stack.
     """
     (inverse,) = operation[1:]
     first, second = (*context.direction.targets, *context.direction.sources)[:2]
@@ -547,13 +595,15 @@ def _merge_queries(arrays: Arrays, operation: Operation, context: _OperationCont
 
 
 def _remove_padding(arrays: Arrays, operation: Operation, context: _OperationContext) -> Arrays:
-    """Remove the padding rows of the output head for the published file.
+    """Remove the padding rows of the output head, or append them as zeros.
 
-    The inverse operation adds zeros instead. In the config, `unpadded_vocab_size` is the number of rows
-    without padding, and `vocab_size` the number with padding.
+    Published files contain these rows, but the model in memory does not. The operation has one
+    argument: False to remove the rows, True to append them. In the config, `unpadded_vocab_size` is
+    the number of rows without padding, and `vocab_size` is the number with padding. If there is
+    nothing to remove or append, the tensor is unchanged.
 
     Raises:
-        CheckpointError: If the config does not contain the number of rows.
+        CheckpointError: If the config does not contain the resulting number of rows.
     """
     (inverse,) = operation[1:]
     values = _get_single_arrangement(arrays)

@@ -1,8 +1,8 @@
-"""Find tied weights: stored tensors with two names that are the same parameter.
+"""Find tied weights: parameters that have two names, such as the embedding and the output head.
 
-`save_pretrained` writes a tied parameter only once, under the name of its owner, and so does this
-package. Some programs write both names. An alias is only dropped if its values equal the owner's
-values bit for bit.
+`save_pretrained` writes a tied parameter only once, under one of its names. This name is the owner,
+and the other name is the alias. This package does the same. Some programs write both names. An
+alias is only dropped if its values equal the owner's values bit for bit.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from portable.converters.storage.path_or_url import AnyPath
     from portable.converters.tensors.tensor import Tensor
 
-# Ends of the names of input embeddings.
+# Name suffixes of input embeddings.
 EMBEDDING_NAMES = (
     "embed_tokens.weight",
     "wte.weight",
@@ -32,7 +32,7 @@ EMBEDDING_NAMES = (
     "shared.weight",
     "word_embedding.weight",
 )
-# Each alias with its possible owners, from transformers' `_tied_weights_keys`. These are name suffixes, too.
+# Suffixes of each alias and of its possible owners, from transformers' `_tied_weights_keys`.
 _PAIRS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("encoder.embed_tokens.weight", ("shared.weight",)),
     ("decoder.embed_tokens.weight", ("shared.weight",)),
@@ -59,14 +59,24 @@ _BLOCK = 1 << 20
 
 
 class TiedPair(NamedTuple):
-    """Names of two tensors that may be the same parameter."""
+    """Names of two tensors that may be the same parameter.
+
+    Attributes:
+        alias: Name that is omitted if the tensors are tied, such as `lm_head.weight`.
+        owner: Name under which the parameter is stored, such as `model.embed_tokens.weight`.
+    """
 
     alias: str
     owner: str
 
 
 class ResolvedTies(NamedTuple):
-    """Tensors of a checkpoint without aliases, and the owner of each alias."""
+    """Tensors of a checkpoint, except the aliases of tied tensors.
+
+    Attributes:
+        tensors: Tensors, keyed by name. Aliases are excluded.
+        owners_by_alias: Name of the tensor to which each alias is tied, keyed by alias.
+    """
 
     tensors: dict[str, Tensor]
     owners_by_alias: dict[str, str]
@@ -75,15 +85,23 @@ class ResolvedTies(NamedTuple):
 def find_implied_ties(
     names: Iterable[str], aliases: Iterable[str], config: Mapping[str, Any]
 ) -> dict[str, str]:
-    """Find parameters that are tied to the embedding, but whose names do not occur in the files.
+    """Find parameters that a checkpoint omits because they are tied to the input embedding.
+
+    For example, `lm_head.weight` is tied to the input embedding if the model class has an output
+    head, the checkpoint does not mention one, and the config does not forbid tied embeddings. If
+    the input embedding is named `shared.weight`, the embeddings of the encoder and the decoder are
+    always tied to it.
 
     Args:
         names: Names of the stored tensors.
-        aliases: Names of the tied tensors that are not stored.
-        config: The model's `config.json`.
+        aliases: Names that the checkpoint records as tied to a stored tensor.
+        config: Content of the model's `config.json`.
 
     Returns:
-        The owner of each alias.
+        Name of the input embedding, keyed by the name of the parameter that is tied to it. For
+        encoders such as BERT, the name of the head depends on the model, so its key is
+        `UNNAMED_HEAD`. Empty if there is not exactly one input embedding, or if the config does not
+        contain `architectures`.
     """
     architectures = config.get("architectures")
     architecture = architectures[0] if isinstance(architectures, list) and architectures else None
@@ -108,17 +126,25 @@ def resolve_ties(
 ) -> ResolvedTies:
     """Split the stored tensors into owners and aliases.
 
-    If transformers may tie two tensors according to their names, they are read and compared, unless the
-    format records that they are tied.
+    If a tied parameter is stored under two names, one name is the owner and the other is the alias.
+    Two tensors are tied if the format records this. They are also tied if their values are equal,
+    and their names and shapes are such that transformers might tie them. Values are only read for
+    such pairs.
 
     Args:
         stored: All stored tensors, keyed by their canonical names.
-        recorded_aliases: Owner of each alias that the format records.
-        config_path: Path of a `config.json`. If its `tie_word_embeddings` is false, the tensors are not
-            compared, and both names are kept even if the format records an alias.
+        recorded_aliases: Owner of each alias that the format records. An alias is ignored if its
+            owner is not stored.
+        config_path: Path of a `config.json`, or None. If its `tie_word_embeddings` is false, the
+            tensors are not compared. If transformers might tie two stored tensors, both names are
+            then kept even if the format records an alias.
 
     Returns:
         The tensors without aliases, and the owner of each alias.
+
+    Raises:
+        CheckpointError: If there are too many pairs that might be tied, or if a tensor cannot be
+            read.
     """
     untied = _read_tie_setting(config_path) is False
     aliases = {
@@ -140,7 +166,7 @@ def resolve_ties(
 def find_untied_embeddings(tensors: Mapping[str, Tensor]) -> list[TiedPair]:
     """Find output embeddings that are stored separately from input embeddings of the same shape.
 
-    The owner `shared.weight` is ignored. It belongs to encoder-decoder models, where
+    An input embedding named `shared.weight` is ignored. It belongs to encoder-decoder models, where
     `tie_word_embeddings` also affects the scale of the outputs.
 
     Args:
@@ -159,14 +185,16 @@ def find_untied_embeddings(tensors: Mapping[str, Tensor]) -> list[TiedPair]:
 
 
 def select_tie_owner(same: Mapping[str, Tensor]) -> str:
-    """Select the owner among the names of a parameter.
+    """Select the owner of a tied parameter: the name under which the parameter is stored.
+
+    The other names of the parameter are aliases.
 
     Args:
-        same: Tensors that are the same parameter, keyed by name.
+        same: Tied tensors, keyed by name.
 
     Returns:
-        The first name that transformers never ties to another name. If all names may be aliases, the
-        first one.
+        The first name that is not a possible alias in transformers. If all names are possible
+        aliases, the first name.
     """
     aliases = {alias for alias, _ in _list_tie_candidates(same)}
     return next((name for name in same if name not in aliases), next(iter(same)))
@@ -220,7 +248,7 @@ def _list_tie_candidates(stored: Mapping[str, Tensor]) -> list[TiedPair]:
                 pairs += [TiedPair(alias, name) for name in by_shape[owner].get(shape, ()) if name != alias]
             if len(pairs) > MAX_TIED_PAIRS:
                 raise DamagedCheckpointError(
-                    f"damaged: {len(by_end[suffix]):,} tensors have names like {suffix!r}, which is more "
-                    "than any model has"
+                    f"damaged: {len(by_end[suffix]):,} tensors have names that end with {suffix!r}, which "
+                    "is more than in any model"
                 )
     return pairs

@@ -1,6 +1,7 @@
-"""Dequantize checkpoints, and quantize them as the reference implementations of the formats do.
+"""Dequantize checkpoints, and quantize them like the reference implementation of each format.
 
-`dequantize` and `quantize` contain the names and settings of each format. The arithmetic is in
-`portable.converters.tensors.dequantization` and `portable.converters.tensors.quantization`. This
-package only imports checkpoints, tensors, and their dependencies.
+The modules `dequantize` and `quantize` define the tensor names and the config settings of each
+format. The arithmetic is in `portable.converters.tensors.dequantization` and
+`portable.converters.tensors.quantization`. This package imports only the modules for checkpoints
+and tensors, and their dependencies.
 """

@@ -2,8 +2,9 @@
 
     floats = dequantize_checkpoint(open_checkpoint("gpt-oss-20b"), "bfloat16")
 
-Tensors are read and computed when they are used. An unknown method, an unknown key of
-`quantization_config`, or an unknown tensor raises an error that names it.
+Weights are read and computed when they are used. An error is raised for an unknown method, for an
+unknown key of `quantization_config` (unless its value is None, False, or empty), and for codes or
+scales that do not belong to a weight. The error contains the name of the method, key, or tensor.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ CONFIG_KEY = "quantization_config"
 """Key of the quantization settings in `config.json`."""
 # Files that repeat the quantization settings for other programs.
 _REDUNDANT_CONFIG_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
-# Tensors for activations and for the cache of keys and values, which a model of floats does not need.
+# Names of tensors, such as the scales of activations or of the KV cache, that a floating-point model does not
+# need.
 ACTIVATION_TENSORS = re.compile(
     r"(.+[._])?(input|output|activation|prob_output|[kvq])_(scale|zero_point|global_scale|scale_ub)|.+\.g_idx"
 )
@@ -46,7 +48,7 @@ _SCALE_TENSORS = re.compile(
 )
 _DEFAULTS = Path(__file__).parent / "default_settings.json"
 _IGNORED_KEYS = frozenset(
-    {"quant_method", "modules_to_not_convert", "ignore", "ignored_layers", "dequantize"}
+    {"quant_method", "modules_to_not_convert", "modules_to_convert", "ignore", "ignored_layers", "dequantize"}
 )
 
 
@@ -69,8 +71,8 @@ class _QuantizedWeights:
         dtype: Safetensors dtype of the dequantized weights.
 
     Attributes:
-        remaining: Tensors that no weight has used so far.
-        dequantized: Dequantized weights.
+        remaining: Tensors that have not yet been used to dequantize a weight, keyed by name.
+        dequantized: Dequantized weights, keyed by name.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], dtype: str) -> None:
@@ -79,9 +81,14 @@ class _QuantizedWeights:
         self.dtype = dtype
 
     def iter_by_suffix(self, *suffixes: str) -> Iterator[_NameAndStem]:
-        """Iterate over the remaining tensors whose names have one of the suffixes.
+        """Yield the names of the tensors in `remaining` that end with one of the suffixes.
 
-        Tensors may be removed during the iteration.
+        Each name is yielded together with its stem, which is the name without the suffix.
+        `remaining` contains the tensors that have not yet been used to dequantize a weight. The
+        caller may remove tensors from it during the iteration.
+
+        Args:
+            *suffixes: Suffixes of tensor names.
         """
         for name in list(self.remaining):
             for end in suffixes:
@@ -93,7 +100,7 @@ class _QuantizedWeights:
         return self.remaining.pop(name, None)
 
     def pop_required_tensor(self, name: str, required_by: str) -> Tensor:
-        """Remove one of the remaining tensors, which must exist, and return it.
+        """Remove and return one of the remaining tensors. It must exist.
 
         Args:
             name: Name of the tensor.
@@ -110,14 +117,16 @@ class _QuantizedWeights:
         return tensor
 
     def dequantize_scaled_bytes(self, *scale_suffixes: str, block: BlockShape | None = None) -> None:
-        """Dequantize all weights with 8-bit codes that have a tensor of scales.
+        """Dequantize all weights that consist of 8-bit codes and a tensor of scales.
 
-        The codes, scales, and zero points are removed from `remaining`. Weights without scales are left in
-        it.
+        The dequantized weights are added to `dequantized`. Their codes, scales, and zero points are
+        removed from `remaining`. Weights without scales stay in `remaining`.
 
         Args:
-            scale_suffixes: Possible suffixes of the scales. They follow the name of the weight.
-            block: Block shape of the scales in the settings. If None, it is inferred from the shapes.
+            scale_suffixes: Possible suffixes that turn the name of a weight into the name of its
+                scales, such as `_scale`.
+            block: Shape of the blocks that share a scale, from the quantization settings. If None,
+                it is inferred from the shapes of the tensors.
         """
         for name, tensor in list(self.remaining.items()):
             if tensor.dtype not in ("F8_E4M3", "F8_E5M2", "I8") or len(tensor.shape) < 2:
@@ -146,16 +155,19 @@ def dequantize_checkpoint(checkpoint: Checkpoint, dtype: str = "bfloat16") -> Ch
         >>> floats = dequantize_checkpoint(open_checkpoint("gpt-oss-20b"))
 
     Args:
-        checkpoint: Checkpoint with a `quantization_config` in its `config.json`.
-        dtype: `bfloat16`, `float16`, or `float32`, for the weights that are quantized. Other tensors keep
+        checkpoint: Checkpoint with a `quantization_config` in its `config.json`, or with a
+            `hf_quant_config.json`.
+        dtype: Dtype of the dequantized weights: `bfloat16`, `float16`, or `float32`. Other tensors keep
             their dtypes.
 
     Returns:
-        The checkpoint with dequantized weights, without the quantization settings.
+        The checkpoint with dequantized weights, without the quantization settings and the scales of
+        activations.
 
     Raises:
-        CheckpointError: If the checkpoint is not quantized, if its method is not supported, or if scales are
-            missing or do not match their weights.
+        CheckpointError: If the checkpoint is not quantized, if its method or one of its settings is not
+            supported, if scales are missing or do not match their weights, or if codes or scales do not
+            belong to a weight.
     """
     settings = read_quantization_config(checkpoint)
     if settings is None:
@@ -186,7 +198,8 @@ def dequantize_checkpoint(checkpoint: Checkpoint, dtype: str = "bfloat16") -> Ch
         codes = tensor.dtype in ("F8_E4M3", "F8_E5M2") or len(tensor.shape) > 1
         if (codes and is_quantized_code(name, tensor, checkpoint.tensors)) or _SCALE_TENSORS.fullmatch(name):
             raise UnsupportedQuantizationError(
-                f"{location}: {to_printable(name)} does not belong to a known weight"
+                f"{location}: the tensor {to_printable(name)} does not belong to any weight that can be "
+                "dequantized"
             )
     order = [*checkpoint.tensors, *weights.dequantized]
     tensors = {
@@ -197,15 +210,18 @@ def dequantize_checkpoint(checkpoint: Checkpoint, dtype: str = "bfloat16") -> Ch
     files = {
         name: path for name, path in checkpoint.companions.items() if name not in _REDUNDANT_CONFIG_FILES
     }
-    return checkpoint.with_tensors(tensors, {CONFIG_KEY: None, "compression_config": None}, files)
+    # DeepSeek V4 stores the dtype of its quantized experts (`expert_dtype`) outside of these settings.
+    removed_settings = dict.fromkeys((CONFIG_KEY, "compression_config", "expert_dtype"))
+    return checkpoint.with_tensors(tensors, removed_settings, files)
 
 
 @cache
 def _read_defaults() -> dict[str, dict[str, Any]]:
     """Read the default values of quantization settings, keyed by `quant_method` and setting.
 
-    The libraries also write settings that have their default values. These settings are accepted even
-    if they are not supported otherwise.
+    The quantization libraries also write settings that have their default values. A setting with
+    its default value is accepted even if no other value of the setting is supported. The result is
+    cached and must not be changed.
     """
     table: dict[str, dict[str, Any]] = json.loads(_DEFAULTS.read_bytes())
     return table
@@ -214,9 +230,14 @@ def _read_defaults() -> dict[str, dict[str, Any]]:
 def read_quantization_config(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
     """Read the quantization settings from a checkpoint's `config.json` or `hf_quant_config.json`.
 
+    In the `config.json`, the settings are found by `find_quantization_config`. Settings in the
+    `hf_quant_config.json` get the `quant_method` `modelopt`, unless they contain another method.
+
     Returns:
-        The settings. None if the checkpoint is not quantized, or if `checkpoint.config` replaces the
-        settings, as in a checkpoint that has been quantized or dequantized in memory.
+        The settings. None if the checkpoint is not quantized. Also None if the checkpoint has been
+        quantized or dequantized in memory, because the settings in the files do not apply to its
+        tensors. After quantization, `checkpoint.config` contains the new settings under the key
+        `quantization_config`. After dequantization, the value of this key is None.
     """
     if CONFIG_KEY in checkpoint.config:
         return None
@@ -233,8 +254,11 @@ def read_quantization_config(checkpoint: Checkpoint) -> Mapping[str, Any] | None
 def find_quantization_config(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Find the quantization settings in a `config.json` or in one of its nested configs.
 
+    The settings have the key `quantization_config` or `compression_config`. The top level is
+    searched first, and then the configs directly below it. Empty settings are ignored.
+
     Returns:
-        The first settings, or None if there are none.
+        The quantization settings that are found first, or None if there are none.
     """
     for part in (config, *(part for part in config.values() if isinstance(part, dict))):
         for key in (CONFIG_KEY, "compression_config"):
@@ -245,15 +269,19 @@ def find_quantization_config(config: Mapping[str, Any]) -> Mapping[str, Any] | N
 
 
 def can_dequantize(settings: Mapping[str, Any]) -> bool:
-    """Return whether `dequantize_checkpoint` supports the method of a `quantization_config`."""
+    """Return whether `dequantize_checkpoint` supports the method of a `quantization_config`.
+
+    The other settings are not checked, so `dequantize_checkpoint` may still raise an error.
+    """
     return _get_quant_method(settings) in METHODS
 
 
 def _get_quant_method(settings: Mapping[str, Any]) -> str:
     """Return the `quant_method` of quantization settings as a string, or `""` if it is missing.
 
-    In transformers, the method may be an enum, whose value is returned. Settings of bitsandbytes may
-    lack the method and are recognized by `load_in_8bit` or `load_in_4bit`.
+    In transformers, the method may be an enum, whose value is returned. Settings of bitsandbytes
+    may lack the method. If `load_in_8bit` or `load_in_4bit` is true, the result is then
+    `"bitsandbytes"`.
     """
     has_bitsandbytes_setting = settings.get("load_in_8bit") or settings.get("load_in_4bit")
     method = settings.get("quant_method") or ("bitsandbytes" if has_bitsandbytes_setting else "")
@@ -265,10 +293,11 @@ def parse_block_shape(settings: Mapping[str, Any], location: str) -> BlockShape 
 
     Args:
         settings: Quantization settings.
-        location: Path and method, used in error messages.
+        location: Path of the checkpoint and name of the quantization method, used in error
+            messages.
 
     Raises:
-        CheckpointError: If the value is not a list of two sizes.
+        CheckpointError: If the value is not a list of two positive integers.
     """
     block = settings.get("weight_block_size")
     if block is None:
@@ -280,15 +309,24 @@ def parse_block_shape(settings: Mapping[str, Any], location: str) -> BlockShape 
     ):
         return BlockShape(block[0], block[1])
     raise UnsupportedQuantizationError(
-        f"{location}: weight_block_size {to_printable(repr(block))} is not a pair of sizes"
+        f"{location}: weight_block_size {to_printable(repr(block))} is not a list of two positive integers"
     )
 
 
 def _check_setting(settings: Mapping[str, Any], key: str, allowed: tuple[Any, ...], location: str) -> None:
-    """Check that a setting has a supported value. Other values would change the meaning of the codes.
+    """Check that a quantization setting has a supported value.
+
+    With an unsupported value, the quantized weights would have to be decoded differently.
+
+    Args:
+        settings: Quantization settings, as in `quantization_config`.
+        key: Name of the setting.
+        allowed: Supported values.
+        location: Prefix of the error message.
 
     Raises:
-        CheckpointError: If the value is set and not allowed.
+        CheckpointError: If the setting has a value that is not supported. A setting that is
+            missing, None, False, or empty is accepted.
     """
     if not is_unset(settings.get(key)) and settings[key] not in allowed:
         values = ", ".join(str(value) for value in allowed)
@@ -313,16 +351,23 @@ _COMPRESSED_FORMATS = (
 
 
 def _dequantize_fp8(weights: _QuantizedWeights, settings: Mapping[str, Any], location: str) -> None:
-    """Dequantize transformers' FP8 weights, and FP4 weights in the same checkpoint.
+    """Dequantize transformers' FP8 weights, and FP4 experts in the same checkpoint.
 
+    As in transformers (`Fp8Dequantize`), an I8 weight contains FP4 codes, two per byte, and the
+    scales of `X.weight` may be named `X.scale` instead of `X.weight_scale_inv`. DeepSeek V4 has both.
     See `_Method.dequantize`.
     """
     block = parse_block_shape(settings, location)
-    weights.dequantize_scaled_bytes("_scale_inv", "_scale", block=block)
-    for name, stem in weights.iter_by_suffix("_scale_inv"):  # FP4 codes, two per byte, may also be present
+    _check_setting(settings, "expert_dtype", ("fp8", "fp4"), location)
+    for name, stem in weights.iter_by_suffix(".scale"):
+        weight = weights.remaining.get(f"{stem}.weight")
+        if weight is not None and weight.dtype in ("F8_E4M3", "F8_E5M2", "I8"):
+            weights.remaining[f"{stem}.weight_scale_inv"] = weights.remaining.pop(name)
+    for name, stem in weights.iter_by_suffix("_scale_inv"):
         if (packed := weights.remaining.get(stem)) is not None and packed.dtype == "I8":
             scale, packed = weights.remaining.pop(name), weights.remaining.pop(stem)
             weights.dequantized[stem] = dequantization.dequantize_fp4(stem, weights.dtype, packed, scale)
+    weights.dequantize_scaled_bytes("_scale_inv", "_scale", block=block)
 
 
 def _dequantize_mxfp4(weights: _QuantizedWeights, settings: Mapping[str, Any], location: str) -> None:
@@ -337,7 +382,9 @@ def _dequantize_mxfp4(weights: _QuantizedWeights, settings: Mapping[str, Any], l
 def _dequantize_compressed_tensors(
     weights: _QuantizedWeights, settings: Mapping[str, Any], location: str
 ) -> None:
-    """Dequantize weights of compressed-tensors. Their codes are packed, or stored one per byte.
+    """Dequantize weights in the format of the compressed-tensors library.
+
+    The quantized values (codes) of a weight are packed, or stored as one byte each.
 
     Raises:
         CheckpointError: If a setting or a layout is not supported.
@@ -345,9 +392,7 @@ def _dequantize_compressed_tensors(
     for key in ("sparsity_config", "transform_config"):
         setting = settings.get(key)
         if setting and not (isinstance(setting, dict) and setting.get("format") == "dense"):
-            raise UnsupportedQuantizationError(
-                f"{location}: {key} changes the weights, which cannot be undone"
-            )
+            raise UnsupportedQuantizationError(f"{location}: weights with a {key} cannot be dequantized")
     groups = settings.get("config_groups")
     bits: set[int] = set()
     block = None
@@ -374,12 +419,16 @@ def _dequantize_packed(
 
     Args:
         weights: Tensors of the checkpoint.
-        name: Name of the packed codes.
-        weight_name: Name of the weight.
-        possible_bits: Numbers of bits per code in the settings.
+        name: Name of the tensor with the packed codes, which ends in `.weight_packed`.
+        weight_name: Name of the dequantized weight.
+        possible_bits: Numbers of bits per code that occur in the settings, for example 4 and 8. A
+            weight does not store its number of bits, so the number is inferred: exactly one of
+            these numbers must fit the shapes of the weight and of the packed codes. Ignored for FP4
+            codes.
 
     Raises:
-        CheckpointError: If a tensor is missing, or if the shapes do not determine the number of bits.
+        CheckpointError: If a tensor is missing, or if the shapes do not determine the number of
+            bits.
     """
     packed = weights.remaining.pop(name)
     scale = weights.pop_required_tensor(f"{weight_name}_scale", name)
@@ -391,16 +440,18 @@ def _dequantize_packed(
         return
     shape_tensor = weights.pop_required_tensor(f"{weight_name}_shape", name)
     if shape_tensor.dtype not in ("I64", "I32") or shape_tensor.shape != (2,):
-        raise DamagedCheckpointError(f"{to_printable(shape_tensor.name)}: does not contain two sizes")
+        raise DamagedCheckpointError(
+            f"{to_printable(shape_tensor.name)}: does not contain the shape of the weight as two integers"
+        )
     rows, columns = (int(size) for size in shape_tensor.read())
     width = packed.shape[-1] if packed.shape else 0
-    # The number of bits is not stored with the weight. The shapes determine it, or leave only one number of
-    # the settings.
+    # The number of bits is not stored with the weight, so use the only number in the settings that fits the
+    # shapes.
     fitting = [n for n in range(1, 9) if n in possible_bits and -(-columns * n // 32) == width]
     if len(fitting) != 1 or rows < 1 or columns < 1:
         raise UnsupportedQuantizationError(
-            f"{to_printable(name)}: shape {list(packed.shape)} does not match {rows} x {columns} codes of "
-            f"{' or '.join(sorted(to_printable(str(n)) for n in possible_bits))} bits"
+            f"{to_printable(name)}: has shape {list(packed.shape)}, which does not match {rows} x {columns} "
+            f"codes of {' or '.join(sorted(to_printable(str(n)) for n in possible_bits))} bits"
         )
     zero = weights.pop_tensor(f"{weight_name}_zero_point")
     groups = weights.pop_tensor(f"{weight_name}_g_idx")
@@ -425,7 +476,7 @@ def _dequantize_gptq(weights: _QuantizedWeights, settings: Mapping[str, Any], lo
     _check_setting(settings, "checkpoint_format", ("gptq", "gptq_v2"), location)
     _check_setting(settings, "format", ("gptq", "gptq_v2"), location)
     _check_setting(settings, "bits", (2, 3, 4, 8), location)
-    storage_format = settings.get("checkpoint_format", settings.get("format", "gptq"))
+    storage_format = settings.get("checkpoint_format") or settings.get("format") or "gptq"
     for name, stem in weights.iter_by_suffix(".qweight"):
         rest = ("qzeros", "scales", "g_idx")
         parts = {
@@ -476,7 +527,8 @@ def _dequantize_bitsandbytes(weights: _QuantizedWeights, settings: Mapping[str, 
         form = weights.pop_tensor(f"{weight}_format")
         if form is not None and (form.numel != 1 or int(form.read().reshape(-1)[0]) != 0):
             raise UnsupportedQuantizationError(
-                f"{to_printable(form.name)}: the 8-bit layout for one kind of GPU is not supported"
+                f"{to_printable(form.name)}: the weight has a GPU-specific 8-bit layout of bitsandbytes, "
+                "which is not supported"
             )
         codes = weights.pop_required_tensor(weight, name)
         weights.dequantized[weight] = dequantization.dequantize_bnb_8bit(
@@ -497,11 +549,12 @@ def _read_quant_state(tensor: Tensor) -> dict[str, Any]:
         sizes = [*state["shape"], state["blocksize"], state.get("nested_blocksize", 1)]
         if not state["shape"] or any(not isinstance(n, int) or not 0 < n < 1 << 40 for n in sizes):
             raise ValueError
-        float(state.get("nested_offset", 0.0))
+        if "nested_blocksize" in state:
+            float(state["nested_offset"])
         fields: dict[str, Any] = state
-    except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError, OverflowError):
         raise UnsupportedQuantizationError(
-            f"{to_printable(tensor.name)}: is not a state of bitsandbytes"
+            f"{to_printable(tensor.name)}: does not contain a valid quantization state of bitsandbytes"
         ) from None
     return fields
 
@@ -523,15 +576,15 @@ def _dequantize_modelopt(weights: _QuantizedWeights, settings: Mapping[str, Any]
 
 
 class _Method(NamedTuple):
-    """Quantization method that can be dequantized.
+    """Quantization method whose weights can be dequantized.
 
     Attributes:
         dequantize: Function that dequantizes all weights of a checkpoint. Its arguments are the
-            tensors, the quantization settings, and the location to use in error messages. It moves the
-            tensors that it uses out of `_QuantizedWeights.remaining`, and adds the weights to
+            tensors, the quantization settings, and the location to use in error messages. It moves
+            the tensors that it uses out of `_QuantizedWeights.remaining`, and adds the weights to
             `_QuantizedWeights.dequantized`.
-        supported_keys: Keys of `quantization_config` that the function reads, or that do not affect the
-            weights.
+        supported_keys: Keys of `quantization_config` that the function reads, or that do not affect
+            the weights.
     """
 
     dequantize: Callable[[_QuantizedWeights, Mapping[str, Any], str], None]
@@ -539,7 +592,9 @@ class _Method(NamedTuple):
 
 
 METHODS: dict[str, _Method] = {
-    "fp8": _Method(_dequantize_fp8, _split_words("activation_scheme fmt weight_block_size scale_fmt")),
+    "fp8": _Method(
+        _dequantize_fp8, _split_words("activation_scheme expert_dtype fmt weight_block_size scale_fmt")
+    ),
     "fbgemm_fp8": _Method(_dequantize_fp8, frozenset({"activation_scale_ub"})),
     "mxfp4": _Method(_dequantize_mxfp4, frozenset()),
     "compressed-tensors": _Method(

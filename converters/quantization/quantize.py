@@ -1,10 +1,10 @@
-"""Quantize checkpoints in formats that inference servers load.
+"""Quantize checkpoints to formats that inference servers can load.
 
     quantized = quantize_checkpoint(open_checkpoint("out"), "fp8-block")
     quantized = quantize_like_base(open_checkpoint("fine-tuned"), open_checkpoint("quantized-base"))
 
-Scales are computed only from the weights, so methods that require calibration data (GPTQ, AWQ, NVFP4)
-raise an error. Tensors are read and computed when they are used.
+Scales are computed only from the weights, so methods that require calibration data (GPTQ, AWQ,
+NVFP4) raise an error. Weights are read and quantized lazily, when they are used.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from portable.converters.quantization.dequantize import (
 from portable.converters.storage.safe_open import read_json_object_or_empty
 from portable.converters.tensors.casting import parse_target_dtype, select_written_dtype
 from portable.converters.tensors.dequantization import BlockShape
-from portable.converters.tensors.dtypes import CASTABLE_DTYPES
+from portable.converters.tensors.dtypes import CASTABLE_DTYPES, QUANTIZED_DTYPES
 from portable.converters.tensors.edited_rows import AffineEdit, apply_edits
 from portable.converters.tensors.quantization import (
     QuantizationScheme,
@@ -48,13 +48,13 @@ _LINEAR_WEIGHT = re.compile(
 
 
 class _QuantizationFormat(NamedTuple):
-    """Format that a value of `--quantize` selects.
+    """Quantization format that a value of `--quantize` selects.
 
     Attributes:
-        scheme: Rules of the quantization.
+        scheme: Scheme that defines the dtype of the codes, the shape of a block, and the scales.
         quantize_weight: Function that returns the tensors of a quantized weight, keyed by name.
-        build_config: Function that takes the list of modules that are not quantized, and returns the
-            `quantization_config`.
+        build_config: Function that takes the list of modules that are not quantized, and returns
+            the `quantization_config`.
     """
 
     scheme: QuantizationScheme
@@ -141,43 +141,48 @@ _FORMATS = {
         _make_compressed_tensors_config_builder("pack-quantized", 4, "int", "group", group=128),
     ),
 }
-"""Formats, keyed by the names in `portable.converters.options.FORMS`."""
+"""Quantization formats, keyed by the values in `portable.converters.options.QUANTIZATION_FORMS`."""
 
 
 def quantize_checkpoint(checkpoint: Checkpoint, form: str, *, dtype: str = "keep") -> Checkpoint:
-    """Quantize the weights of a checkpoint's linear layers. Codes are computed when they are read.
+    """Quantize the weights of a checkpoint's linear layers.
 
-    The output head and all other tensors are not quantized. As in the reference implementations, a weight
-    that is not divisible into the blocks of the format is not quantized either.
+    Each weight is quantized lazily, when it is read. Linear layers are recognized by the usual
+    names of their weights in transformers, such as `layers.0.self_attn.q_proj.weight`. All other
+    tensors are not quantized, for example the output head, embeddings, routers, and GPT-2's
+    transposed layers. As in the reference implementations, a weight is also not quantized if its
+    shape is not divisible by the block shape of the format.
 
     Args:
         checkpoint: Unquantized checkpoint with a `config.json`.
         form: Name of the format:
 
-            - ``fp8-block``: FP8 of transformers (`fp8`), with one scale per block of 128 x 128
-            - ``fp8``: FP8 of compressed-tensors, with one scale per output
-            - ``mxfp4``: MXFP4 of compressed-tensors, with one scale per 32 inputs
-            - ``int8``: INT8 of compressed-tensors, with one scale per output
-            - ``int4``: INT4 of compressed-tensors, with one scale per 128 inputs
-        dtype: Dtype of the tensors that are not quantized, and of the weights before they are quantized.
+            - `fp8-block`: FP8 of transformers (`fp8`), with one scale per block of 128 x 128
+            - `fp8`: FP8 of compressed-tensors, with one scale per output
+            - `mxfp4`: MXFP4 of compressed-tensors, with one scale per 32 inputs
+            - `int8`: INT8 of compressed-tensors, with one scale per output
+            - `int4`: INT4 of compressed-tensors, with one scale per 128 inputs
+        dtype: Dtype of the tensors that are not quantized, and of the weights before they are
+            quantized. `"keep"` keeps the stored dtypes.
 
     Returns:
         The quantized checkpoint, with a `quantization_config`.
 
     Raises:
-        CheckpointError: If the checkpoint is already quantized, has no `config.json`, or has no linear layer
-            with a known name.
+        CheckpointError: If the checkpoint is already quantized, has no `config.json`, or contains a
+            stack of experts. Also raised if there is nothing to quantize, because no linear layer
+            has a known name, or because none of their shapes is divisible by the block shape.
     """
     quantization_format = _FORMATS[form]
     floats = _cast_unquantized_tensors(checkpoint, dtype)
     if not read_json_object_or_empty(checkpoint.companions.get("config.json")):
         raise CheckpointError(
-            f"{checkpoint.root}: has no config.json, which records how weights are quantized; add "
-            "--config-from"
+            f"{checkpoint.root}: has no config.json in which to record the quantization; add --config-from "
+            "FOLDER_OR_ID"
         )
     tensors: dict[str, Tensor] = {}
     too_small: Tensor | None = None
-    excluded_modules, changed = {"lm_head"}, False  # Also excluded if it is tied and therefore not in a file
+    excluded_modules, changed = {"lm_head"}, False  # excluded even if it is tied and therefore not stored
     height, width = quantization_format.scheme.block_height or 1, quantization_format.scheme.block_width or 1
     for name, tensor in floats.items():
         is_divisible = len(tensor.shape) == 2 and not (tensor.shape[0] % height or tensor.shape[1] % width)
@@ -189,18 +194,18 @@ def quantize_checkpoint(checkpoint: Checkpoint, form: str, *, dtype: str = "keep
             too_small = too_small or tensor
         if len(tensor.shape) > 2 and "expert" in name:
             raise CheckpointError(
-                f"{to_printable(name)}: is a stack of experts, for which {form} defines no names; use "
+                f"{to_printable(name)}: is a stack of experts, which --quantize {form} does not support; use "
                 "--quantize-like with a model whose experts are quantized"
             )
         tensors[name] = tensor
         if len(tensor.shape) == 2 and name.endswith(".weight"):
             excluded_modules.add(name.removesuffix(".weight"))
     if not changed and too_small is not None:
-        block = f"{height} x {width}" if height > 1 else f"{width} columns"
+        block = f"{height} x {width} elements" if height > 1 else f"{width} columns"
         raise CheckpointError(
-            f"{checkpoint.root}: {form} has blocks of {block}, which do not divide any linear layer, for "
-            f"example {to_printable(too_small.name)} of shape {list(too_small.shape)}; use --quantize fp8 "
-            "or int8, which have a scale for each row"
+            f"{checkpoint.root}: {form} divides weights into blocks of {block}, but no linear layer has a "
+            f"shape that is divisible by these blocks (for example, {to_printable(too_small.name)} has "
+            f"shape {list(too_small.shape)}); use --quantize fp8 or int8, which have a scale for each row"
         )
     if not changed:
         raise CheckpointError(
@@ -217,22 +222,26 @@ def quantize_checkpoint(checkpoint: Checkpoint, form: str, *, dtype: str = "keep
 def quantize_like_base(
     checkpoint: Checkpoint, base: Checkpoint, *, dtype: str = "keep", untouched: Collection[str] = ()
 ) -> Checkpoint:
-    """Quantize a checkpoint in the layout of another checkpoint, with the same settings.
+    """Quantize a checkpoint with the same method, layout, and settings as another checkpoint.
+
+    The supported methods are FP8 (with one scale per block, per output channel, or per tensor),
+    MXFP4, and the symmetric integer formats of compressed-tensors. Activation scales are copied
+    from `base`. Weights that are not quantized in `base` stay unquantized, and floating-point weights
+    get the dtypes that they have there.
 
     Args:
         checkpoint: Unquantized checkpoint.
-        base: Quantized checkpoint whose layout to use: FP8 with one scale per block, output, or tensor;
-            MXFP4; or symmetric integers of compressed-tensors. Its activation scales are copied, and
-            the dtypes of its other tensors are used.
+        base: Quantized checkpoint to imitate.
         dtype: Dtype of the weights before they are quantized. See `quantize_checkpoint`.
-        untouched: Names of tensors whose codes are copied from `base`, because their values are equal.
+        untouched: Names of weights that have the same values in both checkpoints. Their quantized
+            values are copied from `base`.
 
     Returns:
         The quantized checkpoint, with the `quantization_config` of `base`.
 
     Raises:
-        CheckpointError: If `base` is not quantized with a supported method, or if the checkpoints have
-            different weights.
+        CheckpointError: If `base` is not quantized with a supported method, or if the checkpoints
+            have different weights.
     """
     settings = read_writable_config(base)
     method = str(settings["quant_method"])
@@ -245,11 +254,16 @@ def quantize_like_base(
         )
         for key, value in codes.items():
             base_tensor = unmatched.pop(key, None)
-            if base_tensor is None or tuple(base_tensor.shape) != tuple(value.shape):
-                shape = "is missing" if base_tensor is None else f"has shape {list(base_tensor.shape)}"
+            if base_tensor is None:
                 raise CheckpointError(
-                    f"{base.root}: {to_printable(key)} {shape}, not {list(value.shape)}; specify a quantized "
-                    "model with the same weights"
+                    f"{base.root}: {to_printable(key)} is missing; specify a quantized model with the same "
+                    "weights"
+                )
+            if tuple(base_tensor.shape) != tuple(value.shape):
+                raise CheckpointError(
+                    f"{base.root}: {to_printable(key)} has shape {list(base_tensor.shape)}, but the "
+                    f"quantized weight of {checkpoint.root} has shape {list(value.shape)}; specify a "
+                    "quantized model with the same weights"
                 )
             tensors[key] = base_tensor if name in untouched else value
     for name, tensor in unmatched.items():
@@ -263,10 +277,14 @@ def quantize_like_base(
 
 
 def read_writable_config(base: Checkpoint) -> Mapping[str, Any]:
-    """Read a checkpoint's quantization settings, and check that new weights can be written in its layout.
+    """Read a checkpoint's quantization settings, and check that they can be used for new weights.
+
+    The allowed methods are `fp8`, `fbgemm_fp8`, `mxfp4`, `compressed-tensors`, and `modelopt`. The
+    other settings are not checked.
 
     Raises:
-        CheckpointError: If the checkpoint is not quantized, or if its method requires calibration data.
+        CheckpointError: If the checkpoint is not quantized, or if its quantization method is not
+            allowed. Other methods usually require calibration data.
     """
     settings = read_quantization_config(base)
     if settings is None:
@@ -277,8 +295,8 @@ def read_writable_config(base: Checkpoint) -> Mapping[str, Any]:
     method = settings.get("quant_method")
     if method not in ("fp8", "fbgemm_fp8", "mxfp4", "compressed-tensors", "modelopt"):
         raise CheckpointError(
-            f"{base.root}: {CONFIG_KEY}: {to_printable(str(method))} needs calibration data; quantize the "
-            "model with the tool that provides this method"
+            f"{base.root}: {CONFIG_KEY}: quant_method {to_printable(str(method))} needs calibration data; "
+            "quantize the model with a tool that supports this method"
         )
     return settings
 
@@ -297,16 +315,19 @@ def _quantize_weight_like_base(
 
     Returns:
         The codes and scales, keyed by their names in the quantized checkpoint. If the weight is not
-        quantized there, only the weight, cast to its dtype in that checkpoint.
+        quantized there, only the weight. A floating-point weight is cast to its dtype in that
+        checkpoint, and an integer or bool tensor is not changed. If the weight is missing there, the
+        unchanged weight.
 
     Raises:
-        CheckpointError: If the layout requires calibration data, or if a scale is missing.
+        CheckpointError: If the layout requires calibration data, if the codes are FP4 codes in an FP8
+            checkpoint, if a scale is missing, or if the block shape in the settings is not valid.
     """
     refused = [f"{name}_{suffix}" for suffix in ("zero_point", "g_idx", "global_scale", "scale_2")]
     if other := next((key for key in refused if key in base), None):
         raise CheckpointError(
-            f"{location}: {to_printable(other)} comes from calibration data; quantize the model with "
-            "the tool that wrote it"
+            f"{location}: {to_printable(other)} was computed from calibration data; quantize the model with "
+            "the tool that computed this tensor"
         )
     if (packed := base.get(f"{name}_packed")) is not None:
         group_scale = base.get(f"{name}_scale", packed)
@@ -323,8 +344,19 @@ def _quantize_weight_like_base(
     codes = base.get(name)
     if codes is None or codes.dtype in CASTABLE_DTYPES:
         return {name: weight if codes is None else _cast_tensor(weight, codes.dtype)}
-    for suffix, rule in (("_scale_inv", "inverse"), ("_scale", "range")):
-        if (scale := base.get(name + suffix)) is not None and codes.dtype in ("F8_E4M3", "F8_E5M2", "I8"):
+    # transformers also reads scales that are named like in DeepSeek V4: `X.scale` for `X.weight`.
+    other_scale_name = f"{name.removesuffix('weight')}scale" if name.endswith(".weight") else ""
+    for scale_name, rule in (
+        (f"{name}_scale_inv", "inverse"),
+        (f"{name}_scale", "range"),
+        (other_scale_name, "inverse"),
+    ):
+        if (scale := base.get(scale_name)) is not None and codes.dtype in ("F8_E4M3", "F8_E5M2", "I8"):
+            if codes.dtype == "I8" and settings.get("quant_method") == "fp8":
+                raise CheckpointError(
+                    f"{location}: {to_printable(name)} contains FP4 codes, which --quantize-like cannot "
+                    "write; use --quantize fp8-block, or --quantize-like with a model that has FP8 experts"
+                )
             rows, columns = weight.shape[-2:]
             block = parse_block_shape(settings, location)
             if scale.numel == 1:
@@ -333,9 +365,11 @@ def _quantize_weight_like_base(
                 grid = scale.shape[-2:] if len(scale.shape) == len(weight.shape) else (rows, 1)
                 block = BlockShape(-(-rows // max(1, grid[0])), -(-columns // max(1, grid[1])))
             scheme = QuantizationScheme(codes.dtype, block.rows, block.columns, rule, scale.dtype)
-            return quantize_to_bytes(weight, scheme, name + suffix, tuple(scale.shape))
+            return quantize_to_bytes(weight, scheme, scale_name, tuple(scale.shape))
+    if codes.dtype == weight.dtype or codes.dtype not in QUANTIZED_DTYPES:
+        return {name: weight}
     raise DamagedCheckpointError(
-        f"{location}: {to_printable(name)} is {codes.dtype}, but its scale is missing"
+        f"{location}: {to_printable(name)} has dtype {codes.dtype}, but the tensor with its scale is missing"
     )
 
 
@@ -350,10 +384,11 @@ def _cast_unquantized_tensors(checkpoint: Checkpoint, dtype: str) -> dict[str, T
         The tensors, keyed by name.
 
     Raises:
-        CheckpointError: If the checkpoint is already quantized.
+        CheckpointError: If the checkpoint is already quantized, or if the dtype is unknown or a block
+            format of GGUF.
     """
     if read_quantization_config(checkpoint) is not None:
-        raise CheckpointError(f"{checkpoint.root}: is quantized; add --dequantize")
+        raise CheckpointError(f"{checkpoint.root}: is already quantized; add --dequantize")
     target = parse_target_dtype(dtype)
     return {name: _cast_tensor(tensor, target) for name, tensor in checkpoint.tensors.items()}
 

@@ -1,8 +1,9 @@
 """Define byte sources with random access, and parse JSON files.
 
-A byte source is a complete file, a span of a file with its CRC32, a slice of another source, or
-several sources joined end to end. Readers of checkpoint formats request bytes from a `ByteSource`.
-Outside of `portable.converters.storage`, no code opens a file with tensors.
+A byte source is, for example, a span of a file, a slice of another source, several sources joined
+end to end, or bytes in memory. Readers of checkpoint formats request bytes from a `ByteSource`.
+Outside of `portable.converters.storage`, no module of the converters reads tensors directly from a
+file.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ import json
 import os
 import threading
 from bisect import bisect_right
+from collections import Counter
 from operator import itemgetter
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from isal import isal_zlib
 
-from portable.converters.errors import DamagedCheckpointError
+from portable.converters.errors import CheckpointError, DamagedCheckpointError, to_printable
 from portable.converters.storage.safe_open import open_regular_file
 
 if TYPE_CHECKING:
@@ -47,9 +49,9 @@ class ByteSource(Protocol):
         Args:
             buffer: Buffer to fill completely.
             offset: Offset of the first byte in this source.
-            unverified_spans: Set to which the source adds each file span that it reads, unless the CRC of
-                the span has already been verified. Call `FileSpan.verify_crc` on each of them before using
-                the data.
+            unverified_spans: Set to which the source adds each file span that it reads, unless the span has
+                no CRC or the CRC has already been verified. Call `FileSpan.verify_crc` on each span in the
+                set before using the data.
 
         Raises:
             CheckpointError: If the source ends before the buffer is full, or if a file is missing or
@@ -59,13 +61,16 @@ class ByteSource(Protocol):
 
 
 class FileDescriptor:
-    """Open file that is closed when its last user drops it.
+    """Handle that closes its file when the last reference to the handle is dropped.
 
-    A file that is evicted from the cache of open files therefore stays open while another thread is
-    still reading it.
+    A thread that is still reading has a reference. If the file is evicted from the cache of open
+    files at this time, it therefore stays open.
 
     Args:
         path: Path of a regular file. Links are not followed.
+
+    Attributes:
+        fd: File descriptor, open for reading.
 
     Raises:
         OSError: If the file cannot be opened or is not a regular file.
@@ -84,12 +89,15 @@ class FileDescriptor:
 class CheckpointFile:
     """File of a checkpoint, which is opened on the first read.
 
-    Base class of local files and of objects in a store.
+    Base class of local files and of objects in a store. Subclasses must implement `read_into`.
 
     Args:
         name: Name of the file, relative to the folder of the checkpoint.
         path: Path of the file.
         nbytes: Size of the file in bytes.
+
+    Attributes:
+        lock: Lock that protects the recorded CRCs of the file's spans.
     """
 
     def __init__(self, name: str, path: AnyPath, nbytes: int) -> None:
@@ -101,13 +109,16 @@ class CheckpointFile:
     def read_into(self, buffer: memoryview, at: int, certain_end: int = 0, possible_end: int = 0) -> None:
         """Read bytes of the file into a buffer.
 
-        The last two arguments are hints. A file in an object store uses them to fetch bytes in advance.
+        The last two arguments are hints. A file in an object store uses them to fetch bytes in
+        advance.
 
         Args:
             buffer: Buffer to fill completely.
             at: Offset of the first byte in the file.
-            certain_end: Offset up to which the caller will certainly continue to read. 0 if it is unknown.
-            possible_end: Offset up to which the caller may continue to read in order. 0 if it is unknown.
+            certain_end: End of the bytes that the caller will certainly read, as an offset in the
+                file. 0 if it is unknown.
+            possible_end: End of the bytes that the caller may read next, such as the end of the
+                tensor. 0 if it is unknown.
 
         Raises:
             CheckpointError: If the file ends before the buffer is full, or cannot be read.
@@ -119,7 +130,10 @@ class CheckpointFile:
         return None
 
     def get_file_identity(self) -> object:
-        """Return a key that identifies the file. Two names of the same file have equal keys."""
+        """Return a key that identifies the file in its folder. Two names of the same file have equal keys.
+
+        Objects with the same name in different folders of a store also have equal keys.
+        """
         return str(PurePosixPath(self.name))
 
     def read_bytes(self, offset: int, num_bytes: int) -> bytes:
@@ -130,7 +144,8 @@ class CheckpointFile:
             num_bytes: Number of bytes to read.
 
         Raises:
-            CheckpointError: If the file is shorter. The error is raised before any memory is allocated.
+            CheckpointError: If the range extends beyond `nbytes`, or if the file cannot be read. In the
+                first case, no memory is allocated before the error is raised.
         """
         self.get_span(offset, num_bytes)
         buffer = bytearray(num_bytes)
@@ -146,21 +161,22 @@ class CheckpointFile:
             offset: Offset of the first byte.
             nbytes: Number of bytes.
             crc32: CRC32 of the bytes of the span, if the file contains it.
-            description: Description of the content, used in error messages. If empty, "data" is used.
+            description: Description of the content, used in error messages. If empty, a general term such
+                as "the data" is used.
 
         Raises:
             CheckpointError: If the span extends beyond the file.
         """
         if offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:
             raise DamagedCheckpointError(
-                f"{self.path}: truncated or damaged: {description or 'data'} would end at byte "
-                f"{offset + nbytes}, but the file has {self.nbytes} bytes"
+                f"{self.path}: truncated or damaged: {description or 'the data'} would end at byte "
+                f"{offset + nbytes:,}, but the file has {self.nbytes:,} bytes"
             )
         return FileSpan(self, offset, nbytes, crc32, description)
 
 
 class ByteRange(NamedTuple):
-    """Byte range [start, stop) of a file span."""
+    """Byte range [start, stop), relative to the start of a `FileSpan`."""
 
     start: int
     stop: int
@@ -177,10 +193,9 @@ class _ReadPart(NamedTuple):
 class FileSpan:
     """Span of a file, and its CRC32 if the writer of the file stored it.
 
-    The CRC of each range is computed when it is read, in any order, and the CRCs of adjacent ranges are
-    combined. Verifying a span that was read piecewise therefore does not read the file again:
-    `verify_crc` only reads bytes that have not been read yet. Create spans with
-    `CheckpointFile.get_span`.
+    The parts of a span may be read in any order. The CRC of each part is computed when the part is
+    read, and the CRCs of adjacent parts are combined. `verify_crc` therefore reads only the bytes
+    that have not been read yet. Create spans with `CheckpointFile.get_span`.
 
     Args:
         file: File that contains the span.
@@ -190,7 +205,7 @@ class FileSpan:
         description: Description of the content, used in error messages.
 
     Attributes:
-        is_verified: Whether the CRC has been verified. Also true if there is no expected CRC.
+        is_verified: Whether the CRC has been verified. Also true if `crc32` is None.
     """
 
     __slots__ = ("_read_parts", "crc32", "description", "file", "is_verified", "nbytes", "offset")
@@ -214,7 +229,8 @@ class FileSpan:
         """
         if offset < 0 or offset + len(buffer) > self.nbytes:
             raise DamagedCheckpointError(
-                f"{self.file.path}: {self.description or 'data'} is shorter than its tensor"
+                f"{self.file.path}: {self.description or 'the data'} has only {self.nbytes:,} bytes, fewer "
+                "than the tensor needs"
             )
         wanted, end = self.offset + offset + len(buffer), self.offset + self.nbytes
         if self.is_verified:
@@ -227,10 +243,10 @@ class FileSpan:
             self._record_crc(offset + start, part)
 
     def verify_crc(self) -> None:
-        """Verify the stored CRC of the complete span.
+        """Verify the stored CRC of this span, which is a range of bytes in the file.
 
-        Reads the bytes that have not been read yet. Does nothing if the span is already verified or has no
-        CRC.
+        Reads the bytes that have not been read yet. Does nothing if the span is already verified or
+        has no CRC.
 
         Raises:
             CheckpointError: If the CRC does not match, or if the file cannot be read.
@@ -268,10 +284,14 @@ class FileSpan:
             return ByteRange(start, self.nbytes) if start < self.nbytes else None
 
     def _record_crc(self, start: int, data: memoryview) -> None:
-        """Record the CRC of bytes that were just read, and merge it with adjacent ranges.
+        """Record the CRC of a byte range that was just read.
 
-        A range that overlaps with a recorded one is ignored. If some of its bytes were new, `verify_crc`
-        reads them again.
+        Adjacent ranges are merged into one. A range that overlaps with a recorded range is not
+        recorded. Bytes that are not in any recorded range are read again by `verify_crc`.
+
+        Args:
+            start: Offset of the first byte in the span.
+            data: Bytes that were read.
         """
         crc, stop = isal_zlib.crc32(data), start + len(data)
         with self.file.lock:
@@ -308,7 +328,8 @@ class SourceSlice:
     def __init__(self, source: ByteSource, offset: int, nbytes: int) -> None:
         if offset < 0 or nbytes < 0 or offset + nbytes > source.nbytes:
             raise DamagedCheckpointError(
-                f"a piece would end at byte {offset + nbytes}, but the source has {source.nbytes} bytes"
+                f"damaged: a part of a tensor would end at byte {offset + nbytes:,}, but its data has "
+                f"{source.nbytes:,} bytes"
             )
         self.source = source
         self.offset = offset
@@ -317,7 +338,9 @@ class SourceSlice:
     def read_into(self, buffer: memoryview, offset: int, unverified_spans: UnverifiedSpans) -> None:
         """Read bytes of the slice into a buffer. See `ByteSource.read_into`."""
         if offset < 0 or offset + len(buffer) > self.nbytes:
-            raise DamagedCheckpointError("a piece is shorter than its tensor")
+            raise DamagedCheckpointError(
+                f"damaged: a part of a tensor has only {self.nbytes:,} bytes, fewer than the tensor needs"
+            )
         self.source.read_into(buffer, self.offset + offset, unverified_spans)
 
 
@@ -342,7 +365,9 @@ class ConcatenatedSources:
     def read_into(self, buffer: memoryview, offset: int, unverified_spans: UnverifiedSpans) -> None:
         """Read bytes, possibly from several parts, into a buffer. See `ByteSource.read_into`."""
         if offset < 0 or offset + len(buffer) > self.nbytes:
-            raise DamagedCheckpointError("the pieces of a tensor are shorter than the tensor")
+            raise DamagedCheckpointError(
+                f"damaged: the parts of a tensor have only {self.nbytes:,} bytes, fewer than the tensor needs"
+            )
         index = bisect_right(self.starts, offset) - 1
         done = 0
         while done < len(buffer):
@@ -395,7 +420,11 @@ def parse_json(location: object, data: bytes) -> Any:
     def reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         values = dict(pairs)
         if len(values) != len(pairs):
-            raise DamagedCheckpointError(f"{location}: contains a key twice")
+            ((key, _),) = Counter(key for key, _ in pairs).most_common(1)
+            raise CheckpointError(
+                f"{location}: contains the key {to_printable(ascii(key[:80]))} twice; export the model "
+                "again, or copy the checkpoint again if the original is intact"
+            )
         return values
 
     try:

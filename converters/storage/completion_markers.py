@@ -1,17 +1,17 @@
 """Mark whether a folder in an object store is complete.
 
-An object store cannot rename a folder after all of its files have been written. Therefore, this package
-first writes an object `_INCOMPLETE`, then the files, and then an object `_COMPLETE`. Finally, it deletes
-`_INCOMPLETE`. The state of a folder is thus always clear:
+An object store cannot rename a folder after all of its files have been written. Therefore, this
+package first writes an object `_INCOMPLETE`, then the files, and then an object `_COMPLETE`.
+Finally, it deletes `_INCOMPLETE`. The state of a folder is thus always clear:
 
 | the folder contains | state |
 | --- | --- |
 | `_COMPLETE` | complete, even if `_INCOMPLETE` still exists |
-| only `_INCOMPLETE` | being written, or left behind by an interrupted writer: never read |
+| only `_INCOMPLETE` | being written or deleted, left by an interruption, or damaged: never read |
 | neither | written by another program: read like any other folder |
 
-This order requires a store with strong read-after-write and list consistency, such as S3, Google Cloud
-Storage, and Azure.
+This order requires a store with strong read-after-write and list consistency, such as S3, Google
+Cloud Storage, and Azure.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ COMPLETE_MARKER, INCOMPLETE_MARKER = "_COMPLETE", "_INCOMPLETE"
 def mark_folder_incomplete(folder: RemotePath, **facts: Any) -> str:
     """Mark a folder in an object store as being written.
 
-    Only one process of a run may call this function, before any process writes into the folder.
-    Existing objects are not deleted. To delete them, call `folder_operations.remove_folder` first.
+    Only one process of a run may call this function, before any process writes into the folder. The
+    marker `_COMPLETE` is deleted, but other existing objects are not. To delete them, call
+    `folder_operations.remove_folder` first.
 
     Args:
         folder: Folder to mark.
@@ -59,7 +60,10 @@ def mark_folder_incomplete(folder: RemotePath, **facts: Any) -> str:
 
 
 def mark_folder_complete(folder: RemotePath, token: str, **facts: Any) -> None:
-    """Mark a folder in an object store as complete, after all processes have written their objects.
+    """Mark a folder in an object store as complete.
+
+    Call this function in one process, after all processes have written their objects. It does not
+    wait for them.
 
     Args:
         folder: Folder to mark.
@@ -67,7 +71,8 @@ def mark_folder_complete(folder: RemotePath, token: str, **facts: Any) -> None:
         facts: Values to store in `_COMPLETE` as JSON.
 
     Raises:
-        RemoteError: If another process has since called `mark_folder_incomplete` for the same folder.
+        RemoteError: If another process has since called `mark_folder_incomplete` for the same
+            folder, or if the marker `_INCOMPLETE` has been deleted.
     """
     if read_json_object_or_empty(folder / INCOMPLETE_MARKER).get("writer") != token:
         raise RemoteError(

@@ -1,9 +1,11 @@
 """Provide random access to compressed bytes, which are decompressed completely on the first read.
 
-Zarr compresses chunks of any size, and a stack of layers is read from one chunk layer by layer. The
-decompressed content is therefore kept until every byte has been read once. It is kept in memory if
-it is small, or if the memory budget `CACHE_BYTES` allows it. Otherwise, it is kept in an unnamed
-file in the temporary folder (`TMPDIR`), which the kernel can write to disk.
+A Zarr chunk can be large. For example, it can contain a complete stack of layers that is read
+one layer at a time. Decompressing the chunk again for each layer would be slow, so the
+decompressed content is kept until every byte has been read once. It is kept in memory if the
+memory budget `CACHE_BYTES` allows it. Otherwise, it is kept in an unnamed file in the temporary
+folder (`TMPDIR`), which the kernel can write to disk. Small content (at most `MEMORY_BYTES`) is
+an exception: if the budget is used up, it is not kept, and each read decompresses it again.
 """
 
 from __future__ import annotations
@@ -32,12 +34,18 @@ CODECS = ("zstd", "gzip")
 class DecompressedSource:
     """Byte source that decompresses another source on the first read.
 
+    The content is kept in memory if the memory budget allows it, and otherwise in a temporary file.
+    However, if content of at most `MEMORY_BYTES` does not fit into the budget, it is not kept, and
+    each read decompresses it again.
+
     Args:
         source: Compressed bytes.
         codec: Compression format, one of `CODECS`.
-        nbytes: Size of the decompressed content in bytes. Content of a different size raises an error.
-        used_bytes: Number of content bytes that belong to the tensor. The remaining bytes are padding.
-            The content is dropped after this many bytes have been read.
+        nbytes: Size of the decompressed content in bytes. Content of a different size raises an
+            error.
+        used_bytes: Number of decompressed bytes that belong to the tensor. The remaining bytes are
+            padding. The decompressed content is freed at the latest when this many bytes have been
+            read.
         location: File that contains the bytes, used in error messages.
     """
 
@@ -56,23 +64,25 @@ class DecompressedSource:
     def read_into(self, buffer: memoryview, offset: int, unverified_spans: UnverifiedSpans) -> None:
         """Read decompressed bytes into a buffer. See `ByteSource.read_into`."""
         if offset < 0 or offset + len(buffer) > self.nbytes:
-            raise DamagedCheckpointError(f"{self._location}: a chunk is shorter than its tensor")
+            raise DamagedCheckpointError(
+                f"{self._location}: a chunk has only {self.nbytes:,} bytes, fewer than the tensor needs"
+            )
         buffer[:] = self.load_content(len(buffer), unverified_spans)[offset : offset + len(buffer)]
 
     def load_content(self, num_bytes: int, unverified_spans: UnverifiedSpans) -> memoryview:
         """Return the complete content. Decompress it if necessary.
 
-        The caller can copy a strided region directly out of the result, which stays valid after the source
-        has dropped the content.
+        The caller can copy strided regions directly out of the returned view. The view stays valid
+        after the source has dropped its own reference to the content to free memory.
 
         Args:
-            num_bytes: Number of bytes that the caller will read. The source counts them to decide when to
-                drop the content.
+            num_bytes: Number of bytes that the caller will read. The source adds up these numbers
+                to decide when to drop the content.
             unverified_spans: Set of file spans to verify. See `ByteSource.read_into`.
 
         Raises:
-            CheckpointError: If the compressed data is damaged or its content has a different size, or if
-                the disk is full.
+            CheckpointError: If the compressed data is damaged or its content has a different size,
+                or if the disk is full.
         """
         with self._lock:
             content = self._content
@@ -96,11 +106,12 @@ class DecompressedSource:
     def _decompress(self, unverified_spans: UnverifiedSpans) -> memoryview:
         """Decompress the content into memory or a temporary file.
 
-        A temporary file is used if the content is larger than `MEMORY_BYTES` and the memory budget is used
-        up.
+        A temporary file is used if the content is larger than `MEMORY_BYTES` and does not fit into
+        the rest of the memory budget. Reserves memory in the budget, and sets `_keep_until_read`.
 
         Raises:
-            CheckpointError: If the data is damaged or has the wrong size, or if the disk is full.
+            CheckpointError: If the data is damaged or has the wrong size, or if the temporary file
+                cannot be written.
         """
         import pyarrow  # Imported here because the import is slow.
 
@@ -121,7 +132,7 @@ class DecompressedSource:
         """Decompress into an unnamed temporary file, and return a memory map of the file.
 
         Raises:
-            CheckpointError: If the file cannot be written.
+            CheckpointError: If the file cannot be written, or if the data is damaged or has the wrong size.
         """
         done = 0
         try:
@@ -133,8 +144,8 @@ class DecompressedSource:
                 return memoryview(mmap.mmap(file.fileno(), self.nbytes, prot=mmap.PROT_READ))
         except OSError as error:
             raise CheckpointError(
-                f"{tempfile.gettempdir()}: {error.strerror or error}; a chunk of {self.nbytes:,} bytes is "
-                "decompressed in this folder; set TMPDIR to a folder with more space"
+                f"{tempfile.gettempdir()}: a chunk of {self.nbytes:,} bytes cannot be decompressed into "
+                f"this folder: {error.strerror or error}; set TMPDIR to a folder with more space"
             ) from None
 
     def _read_decompressed(self, stream: pyarrow.NativeFile, num_bytes_read: int) -> bytes:
@@ -151,7 +162,7 @@ class DecompressedSource:
             part: bytes = stream.read(min(_STEP_BYTES, self.nbytes - num_bytes_read) or 1)
         except OSError as error:
             raise DamagedCheckpointError(
-                f"{self._location}: damaged: a chunk is not {self._codec} data "
+                f"{self._location}: damaged: a chunk is not valid {self._codec} data "
                 f"({' '.join(str(error).split())[:120]})"
             ) from None
         if num_bytes_read < self.nbytes and not part:

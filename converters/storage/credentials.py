@@ -1,9 +1,10 @@
 """Find the credentials, endpoint, and region for opening an object store.
 
-obstore itself reads the environment variables of each vendor and the role of a cloud machine. It
-does not read the profiles and single sign-on in `~/.aws`, federated Google accounts, or a login to
-Azure. For these, this module uses the vendor's Python package, which it imports only when
-necessary.
+obstore itself reads most environment variables of each vendor and the role of a cloud machine. This
+module reads the other variables, such as `AZURE_STORAGE_CONNECTION_STRING` and `AWS_CA_BUNDLE`.
+obstore does not read the profiles and single sign-on in `~/.aws`, federated Google accounts, a
+login to Azure, or a token for the Hugging Face Hub. For these, this module uses the vendor's Python
+package, which it imports only when necessary.
 """
 
 from __future__ import annotations
@@ -19,12 +20,16 @@ from urllib.parse import quote
 from portable.converters.storage.store_errors import AccessDeniedError, RemoteError, format_store_error
 
 SEARCHED_CREDENTIALS = {
-    "s3": "looked for AWS_ACCESS_KEY_ID, AWS_PROFILE and ~/.aws, a role of this container or machine",
-    "gs": "looked for GOOGLE_APPLICATION_CREDENTIALS, gcloud auth application-default login, a role of this "
-    "machine",
-    "az": "looked for AZURE_STORAGE_CONNECTION_STRING, AZURE_STORAGE_KEY or _SAS_TOKEN, AZURE_CLIENT_ID, "
-    "az login, a role of this machine",
-    "hf": "looked for HF_TOKEN, hf auth login",
+    "s3": "looked for AWS_ACCESS_KEY_ID, AWS_PROFILE, ~/.aws and a role of this container or machine",
+    "gs": (
+        "looked for GOOGLE_APPLICATION_CREDENTIALS, credentials from gcloud auth application-default "
+        "login, and a role of this machine"
+    ),
+    "az": (
+        "looked for AZURE_STORAGE_CONNECTION_STRING, AZURE_STORAGE_KEY, AZURE_STORAGE_SAS_TOKEN, "
+        "AZURE_CLIENT_ID, credentials from az login, and a role of this machine"
+    ),
+    "hf": "looked for HF_TOKEN and a token from hf auth login",
 }
 """Description of the credentials that are tried for each protocol, used in error messages."""
 _EXTRAS = {"s3": "s3", "gs": "gcs", "az": "azure"}
@@ -37,19 +42,29 @@ def _get_first_env(*names: str) -> str:
 
 
 def _is_env_enabled(name: str) -> bool:
-    """Return whether an environment variable has a value such as `1` or `true`."""
+    """Return whether an environment variable is set to `1`, `true`, `yes`, or `on`, ignoring case."""
     return os.environ.get(name, "").lower() in ("1", "true", "yes", "on")
 
 
 def _build_s3_options(bucket: str) -> dict[str, Any]:
     """Return the arguments for opening a bucket in S3 or a compatible store.
 
-    obstore reads keys and the role of a container from the environment. Without them, boto3 is used if
-    it is installed, and otherwise the role of the machine. If the region is not set, it is requested
-    from Amazon.
+    The first available source provides the credentials:
+
+    1. Environment variables with access keys. obstore reads them itself.
+    2. Environment variables with a web identity token, or the address of a container's credentials.
+       obstore reads them itself. They are ignored if `AWS_PROFILE` is set.
+    3. boto3, if it is installed. It also provides the region and the endpoint if they are not set.
+    4. The role that is attached to the cloud machine. obstore requests its credentials. This source
+       is not used if `AWS_EC2_METADATA_DISABLED` is enabled.
+
+    No credentials are needed if `AWS_SKIP_SIGNATURE` is enabled. If neither a region nor an
+    endpoint is set, the bucket's region is requested from S3. `AWS_CA_BUNDLE` is the path of a file
+    with root certificates.
 
     Raises:
-        RemoteError: If there are no credentials, or if `AWS_PROFILE` is set and boto3 is not installed.
+        RemoteError: If there are no credentials, or if `AWS_PROFILE` is set and boto3 is not
+            installed.
     """
     options: dict[str, Any] = {}
     endpoint = _get_first_env("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
@@ -86,7 +101,7 @@ def _fetch_bucket_region(bucket: str) -> str:
     """Request the region of an S3 bucket from Amazon. This does not require credentials.
 
     Returns:
-        The region, or an empty string if the request fails.
+        The region, or an empty string if there is no response or the response does not contain it.
     """
     import urllib.error  # Imported here because the import is slow.
     import urllib.request
@@ -105,8 +120,14 @@ def _fetch_bucket_region(bucket: str) -> str:
 def _build_gcs_options(bucket: str) -> dict[str, Any]:
     """Return the arguments for opening a bucket in Google Cloud Storage.
 
-    obstore reads service accounts and tokens from the environment. Without them, the credentials of the
-    gcloud command are used if they exist, and otherwise the role of the machine.
+    obstore itself reads service accounts and tokens from environment variables. If none are set,
+    the credentials come from the file in `GOOGLE_APPLICATION_CREDENTIALS`, or from the file that
+    the gcloud command stores. Without such a file, obstore uses the service account of the cloud
+    machine. No credentials are needed if `STORAGE_EMULATOR_HOST` is set or `GOOGLE_SKIP_SIGNATURE`
+    is enabled.
+
+    Raises:
+        RemoteError: If there are no credentials, or if the file does not contain valid credentials.
     """
     if emulator := _get_first_env("STORAGE_EMULATOR_HOST"):
         base = emulator if "://" in emulator else f"http://{emulator}"
@@ -144,7 +165,16 @@ def _build_gcs_options(bucket: str) -> dict[str, Any]:
 def _build_azure_options(bucket: str) -> dict[str, Any]:
     """Return the arguments for opening a container in Azure.
 
-    Without a key or a token, the credentials of the package `azure-identity` are used, such as a login.
+    If the environment does not contain a key, a token, or other credentials, the package
+    `azure-identity` provides them. It finds, for example, the credentials of `az login`. No
+    credentials are needed if `AZURE_STORAGE_USE_EMULATOR` or `AZURE_SKIP_SIGNATURE` is enabled. The
+    fields of `AZURE_STORAGE_CONNECTION_STRING` take precedence over other variables.
+
+    Args:
+        bucket: Name of the container, possibly followed by `@` and the host of the storage account.
+
+    Raises:
+        RemoteError: If the name of the storage account is unknown, or if credentials are missing.
     """
     pairs = [part.partition("=") for part in _get_first_env("AZURE_STORAGE_CONNECTION_STRING").split(";")]
     connection_fields = {name: value for name, _, value in pairs}
@@ -164,7 +194,9 @@ def _build_azure_options(bucket: str) -> dict[str, Any]:
     if _is_env_enabled("AZURE_STORAGE_USE_EMULATOR"):
         return {}
     if not (account or in_url):
-        raise RemoteError("does not contain a storage account; set AZURE_STORAGE_ACCOUNT_NAME")
+        raise RemoteError(
+            "the name of the storage account is not set; set AZURE_STORAGE_ACCOUNT_NAME to the name"
+        )
     native = _get_first_env("AZURE_STORAGE_ACCESS_KEY", "AZURE_STORAGE_MASTER_KEY", "AZURE_STORAGE_TOKEN")
     login = _get_first_env("AZURE_CLIENT_SECRET", "AZURE_STORAGE_CLIENT_SECRET", "AZURE_FEDERATED_TOKEN_FILE")
     if not (
@@ -181,8 +213,11 @@ def _build_azure_options(bucket: str) -> dict[str, Any]:
 def _build_hub_options(repository: str) -> dict[str, Any]:
     """Return the arguments for reading a repository on the Hugging Face Hub at one revision.
 
+    The token of huggingface_hub (`HF_TOKEN` or a login) is used if it exists.
+
     Args:
-        repository: Name of the repository, with an optional revision: `datasets/owner/name@revision`.
+        repository: Name of the repository, with an optional revision:
+            `datasets/owner/name@revision`. The default revision is `main`.
     """
     from huggingface_hub import constants
     from huggingface_hub.utils import build_hf_headers
@@ -199,10 +234,10 @@ OPTION_BUILDERS = {
     "az": _build_azure_options,
     "hf": _build_hub_options,
 }
-"""Functions that build the arguments for `obstore.store.from_url`, by protocol.
+"""Functions that build the arguments for `obstore.store.from_url`, keyed by protocol.
 
-Each function takes the name of a bucket. It raises a RemoteError, without the URL, if there are no
-credentials or if the package that reads them is not installed.
+Each function takes the name of a bucket. If there are no credentials, or if the package that reads
+them is not installed, it raises a RemoteError whose message does not contain the URL.
 """
 
 
@@ -241,16 +276,18 @@ def _create_from_vendor_package(module: str, name: str, protocol: str, *args: An
 def _build_missing_credentials_error(protocol: str, reason: str = "") -> AccessDeniedError:
     because = f": {reason}" if reason else ""
     return AccessDeniedError(
-        f"no credentials found ({SEARCHED_CREDENTIALS[protocol]}){because}; set up the credentials as for "
-        "the store's own tools"
+        f"no credentials found ({SEARCHED_CREDENTIALS[protocol]}){because}; set up one of these credentials"
     )
 
 
 def _is_metadata_host_reachable(protocol: str) -> bool:
     """Return whether the metadata server of a cloud machine responds within one second.
 
-    This server provides the credentials of the machine's role. Without this check, obstore would retry for
-    minutes on machines without such a server.
+    This server provides the credentials of the machine's role. Without this check, obstore would
+    retry for minutes on machines without such a server.
+
+    Args:
+        protocol: Protocol of the cloud's object store: `s3` or `gs`.
     """
     try:
         socket.create_connection((_METADATA_HOSTS[protocol], 80), timeout=1).close()

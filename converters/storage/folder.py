@@ -39,9 +39,11 @@ _MAX_OPEN_FILES = _compute_max_open_files()
 class CheckpointFolder:
     """Folder of a checkpoint, on a disk or in an object store.
 
-    Names of files come from untrusted checkpoints, so they must stay inside the folder. The same
-    applies to links. See `portable.converters.storage.safe_open`. The folder itself may be a link,
-    because the user has specified it.
+    File names come from untrusted checkpoints, so this class only opens files inside the folder. A
+    link is only followed if its target is also inside the folder, or if it is a link from a
+    snapshot in the Hugging Face Hub cache to a blob of the same repository. See
+    `portable.converters.storage.safe_open`. The folder itself may be a link, because the user has
+    specified it.
 
     Args:
         path: Path of the folder.
@@ -69,10 +71,11 @@ class CheckpointFolder:
         return file
 
     def _create_file(self, name: str) -> CheckpointFile:
-        """Create the object for a file, which is opened on the first read.
+        """Create a :class:`CheckpointFile`. The file is only opened on the first read.
 
         Raises:
-            CheckpointError: If the name leaves the folder, or if the file is missing or not a regular file.
+            CheckpointError: If the name refers to a path outside the folder, if the file is missing, or if
+                it is not a regular file.
         """
         if not is_safe_relative_path(name):
             raise DamagedCheckpointError(
@@ -96,7 +99,7 @@ def _get_regular_file_size(path: Path) -> int:
     """Check that a file is a regular file, and return its size in bytes.
 
     Raises:
-        CheckpointError: If the file is not a regular file.
+        CheckpointError: If the file does not exist, cannot be accessed, or is not a regular file.
     """
     try:
         status = path.stat()
@@ -114,11 +117,11 @@ class _LocalFile(CheckpointFile):
 
     Args:
         name: Name of the file, relative to the folder of the checkpoint.
-        path: Path of the file.
-        resolved_path: Path without links, which is the path to open.
+        path: Path of the file, which may contain symbolic links.
+        resolved_path: Path after all symbolic links are resolved. This path is opened.
         nbytes: Size of the file in bytes.
-        open_cached: Cached function that opens a path. While the file is open, each call returns the
-            same object.
+        open_cached: Cached function that opens a path. While the file is open, each call returns
+            the same object.
     """
 
     path: Path

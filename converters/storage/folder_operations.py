@@ -1,8 +1,9 @@
 """Operate on folders that may be on a local disk or in an object store.
 
-Each function accepts a `Path` or a `RemotePath`, so callers need not distinguish them. A folder on
+Most functions accept a `Path` or a `RemotePath`, so callers need not distinguish them. A folder on
 a disk becomes complete when it is renamed to its final path. A folder in an object store becomes
-complete through the markers of `portable.converters.storage.completion_markers`.
+complete through the markers of `portable.converters.storage.completion_markers`, or through its
+last file (see `move_into_place`).
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 R = TypeVar("R")
 P = TypeVar("P", Path, "RemotePath")
-"""Type of several paths that are all local or all in an object store."""
+"""Type variable for paths that are either all local or all in an object store."""
 
 PARTIAL_SUFFIX = ".partial"
 """Suffix of the name of a hidden folder on a disk that is being written or deleted."""
@@ -74,7 +75,7 @@ def list_files_below(folder: AnyPath) -> dict[str, ListedFile]:
 def list_names_below(folder: AnyPath) -> set[str]:
     """List the paths of all files below a folder, relative to the folder.
 
-    This does not call `stat` for local files.
+    Does not call `stat` for local files.
     """
     if is_in_store(folder):
         return set(folder.list_objects())
@@ -99,7 +100,13 @@ def list_subfolders(folder: P) -> list[P]:
 
 
 def list_entry_names(folder: AnyPath) -> list[str]:
-    """List the names of the entries in a folder. Returns an empty list if the folder cannot be listed."""
+    """List the names of the entries in a folder.
+
+    Returns an empty list if the folder does not exist, or if a local folder cannot be listed.
+
+    Raises:
+        RemoteError: If a folder in an object store cannot be listed.
+    """
     try:
         return sorted(entry.name for entry in folder.iterdir())
     except OSError:
@@ -107,7 +114,10 @@ def list_entry_names(folder: AnyPath) -> list[str]:
 
 
 def list_subfolder_names(folder: AnyPath) -> list[str]:
-    """List the names of the folders directly in a folder. Links that leave the folder are omitted."""
+    """List the names of the immediate subfolders of a folder.
+
+    Symbolic links that point outside the folder are omitted.
+    """
     names = []
     for name in list_entry_names(folder):
         with suppress(LinkError):
@@ -119,13 +129,18 @@ def list_subfolder_names(folder: AnyPath) -> list[str]:
 def list_file_names(folder: AnyPath) -> list[str]:
     """List the names of the files directly in a folder.
 
-    Returns an empty list if the folder cannot be listed.
+    Returns an empty list if the folder does not exist, or if a local folder cannot be listed.
+
+    Raises:
+        RemoteError: If a folder in an object store cannot be listed.
     """
     return [name for name in list_entry_names(folder) if (folder / name).is_file()]
 
 
 def resolve_path_inside(path: AnyPath, within: AnyPath) -> AnyPath:
-    """Resolve a link, and check that the target is inside a folder. Object stores have no links.
+    """Resolve a link, and check that its target is inside a folder.
+
+    A path in an object store is returned unchanged, because object stores have no links.
 
     Args:
         path: Path of a file or a folder.
@@ -144,14 +159,17 @@ def resolve_path_inside(path: AnyPath, within: AnyPath) -> AnyPath:
 
 
 def copy_file(source: AnyPath, target: AnyPath) -> None:
-    """Copy a file to a new path. On a disk, the copy is flushed with fsync.
+    """Copy a file to a new path. Each of the two paths is local or in an object store.
+
+    A local copy is flushed with fsync.
 
     Args:
         source: File to copy. It must not be a link.
-        target: Path of the copy. On a disk, it must not exist.
+        target: Path of the copy. If it is local, it must not exist.
 
     Raises:
-        OSError: If the file cannot be read or written.
+        OSError: If a local file cannot be read or written, or if `source` does not exist.
+        RemoteError: If a request to an object store fails.
     """
     if is_in_store(target):
         if is_in_store(source):
@@ -195,16 +213,17 @@ def create_folder(folder: AnyPath) -> None:
 
 
 def move_into_place(local_folder: Path, target: AnyPath, *, last_file_name: str = "") -> None:
-    """Move a local folder to its final path, replacing an existing folder.
+    """Move a local folder to its final path.
 
-    If the target is on a disk, the folder is renamed. If it is in an object store, the files are
-    uploaded one by one, and the local folder is deleted.
+    If the target is on a disk, an existing folder is deleted, and the local folder is renamed. If the
+    target is in an object store, the files are uploaded one by one, and the local folder is deleted.
+    Existing objects in the store remain, unless an uploaded file has the same name.
 
     Args:
         local_folder: Folder to move.
         target: Final path of the folder.
         last_file_name: Name of the file to upload last. In an object store, the folder is complete if
-            this file exists.
+            this file exists. If empty, the files are uploaded in alphabetical order.
     """
     if is_in_store(target):
         for name in sorted(list_files_below(local_folder), key=lambda name: (name == last_file_name, name)):
@@ -217,7 +236,11 @@ def move_into_place(local_folder: Path, target: AnyPath, *, last_file_name: str 
 
 
 def get_read_concurrency(path: AnyPath) -> int | None:
-    """Return the number of files to read at the same time, or None to use one thread per core."""
+    """Return the number of files to read at the same time.
+
+    In an object store, this is the maximum number of connections. On a disk, the result is None, which
+    means one thread per core, but at most 16.
+    """
     if not is_in_store(path):
         return None
     from portable.converters.storage.object_store import get_max_connections
@@ -229,7 +252,7 @@ def map_with_prefetch(folder: AnyPath, function: Callable[[T], R], items: Iterab
     """Apply a function that reads a file to each item, like `map`.
 
     In an object store, several calls run concurrently to hide the latency of the requests. The number
-    of results in memory is at most the number of connections.
+    of results in memory exceeds the number of connections by at most one.
 
     Args:
         folder: Folder that contains the files.
@@ -266,15 +289,15 @@ def find_unused_path(path: P) -> P:
 
 
 def is_taken(path: AnyPath) -> bool:
-    """Return whether a path exists, including as a broken link."""
+    """Return whether a path exists. A broken link also counts as existing."""
     return path.exists() if is_in_store(path) else os.path.lexists(path)
 
 
 def is_incomplete_folder(folder: AnyPath) -> bool:
     """Return whether a folder contains the marker of an incomplete write but no completion marker.
 
-    A folder on a disk can also contain this marker, if an incomplete folder was copied from an object
-    store.
+    The marker of an incomplete write is only created in object stores. A folder on a disk contains
+    it if an incomplete folder was copied from an object store.
     """
     return (folder / INCOMPLETE_MARKER).is_file() and not (folder / COMPLETE_MARKER).is_file()
 
@@ -292,8 +315,8 @@ def is_abandoned_folder(folder: AnyPath) -> bool:
 def quarantine_folder(folder: P) -> P:
     """Keep a damaged folder for inspection, but prevent it from being read as a checkpoint.
 
-    On a disk, the folder is renamed to `<name>.damaged`. In an object store, markers are written to the
-    folder, which then counts as incomplete.
+    On a disk, the folder is renamed to `<name>.damaged`, or to `<name>.damaged-2` and so on if this
+    path exists. In an object store, markers are written to the folder, which then counts as incomplete.
 
     Returns:
         The new path of the folder on a disk, or the path of the marker `_DAMAGED` in an object store.
@@ -321,10 +344,11 @@ def move_folder(folder: P, target: P) -> P:
 
 
 def remove_folder(folder: AnyPath) -> None:
-    """Delete a folder, and abort unfinished uploads to it.
+    """Delete a folder, and abort unfinished uploads to it if possible.
 
-    The folder is marked as incomplete before the first file is deleted. After an interrupted deletion,
-    `is_abandoned_folder` detects the remaining files.
+    Uploads can be aborted in S3 if boto3 is installed, but not in other stores. The folder is marked as
+    incomplete before the first file is deleted. After an interrupted deletion, `is_abandoned_folder`
+    detects the remaining files.
     """
     if is_in_store(folder):
         from portable.converters.storage.object_store import abort_open_uploads

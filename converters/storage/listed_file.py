@@ -1,4 +1,4 @@
-"""Size and version of a listed file."""
+"""Define `ListedFile`, the size and version of a file in a listing."""
 
 from __future__ import annotations
 
@@ -6,17 +6,20 @@ from typing import NamedTuple
 
 
 class ListedFile(NamedTuple):
-    """Listed file on a disk, or listed object in a store.
+    """Entry of a listing: a file on a disk, or an object in a store.
 
     Attributes:
         size_bytes: Size in bytes.
-        version: String that changes with the content: the modification time of a file, or the ETag or
-            version of an object. Empty if the path itself contains a version.
+        version: String that changes with the content: the modification time of a file, or the ETag
+            or version of an object. Empty if the path itself contains a version.
     """
 
     size_bytes: int
     version: str
 
     def __repr__(self) -> str:
-        """Return a string whose format must never change, because digests of data contain it."""
+        """Return a text representation. Its format must never change.
+
+        Digests of data are computed from this text. A different format would change the digests.
+        """
         return f"Object(size={self.size_bytes!r}, version={self.version!r})"

@@ -70,14 +70,10 @@ T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
-FIRST_RETRY_WAIT, _LONGEST_RETRY_WAIT = 0.1, 15.0  # Seconds between two attempts
+FIRST_RETRY_WAIT, _LONGEST_RETRY_WAIT = 0.1, 15.0  # First and longest wait between two attempts, in seconds
 
-# Aliases of protocols.
+# Aliases of protocols, mapped to the protocol names that are used internally.
 _ALIASES = {"s3a": "s3", "gcs": "gs", "abfs": "az", "abfss": "az"}
-_REFUSED = {
-    "hf": "cannot be listed; leave out hf:// and name the dataset as owner/name",
-    **dict.fromkeys(("http", "https"), "can be neither listed nor written"),
-}
 _AZURE_HOST = re.compile(r"[\w-]+@\w+\.(dfs|blob)\.(core\.windows\.net|fabric\.microsoft\.com)")
 _MAGIC = re.compile(r"[*?[]")
 
@@ -95,7 +91,7 @@ _MAX_SETTING = 1_000_000
 
 
 def get_request_timeout() -> float:
-    """Return the timeout in seconds for a request that receives no response.
+    """Return how many seconds to wait for the response to a storage request.
 
     The value comes from `PORTABLE_STORAGE_TIMEOUT`. The default is 60.
     """
@@ -103,9 +99,9 @@ def get_request_timeout() -> float:
 
 
 def get_max_connections() -> int:
-    """Return the maximum number of parts that a conversion transfers concurrently.
+    """Return the maximum number of file parts that a conversion transfers concurrently.
 
-    The value comes from `PORTABLE_STORAGE_CONNECTIONS`. The default is 16.
+    The environment variable `PORTABLE_STORAGE_CONNECTIONS` sets this number. The default is 16.
     """
     return max(1, int(_read_numeric_env("PORTABLE_STORAGE_CONNECTIONS", 16)))
 
@@ -113,15 +109,16 @@ def get_max_connections() -> int:
 def get_retry_seconds() -> float:
     """Return how long a failed request is retried, in seconds.
 
-    The value comes from `PORTABLE_STORAGE_MINUTES`. The default is 3 minutes.
+    The environment variable `PORTABLE_STORAGE_MINUTES` sets this time in minutes. The default is 3.
 
     Raises:
-        RemoteError: If the value is not valid, or if the obsolete `PORTABLE_STORAGE_ATTEMPTS` is set.
+        RemoteError: If the value is not valid, or if the obsolete `PORTABLE_STORAGE_ATTEMPTS` is
+            set.
     """
     if "PORTABLE_STORAGE_ATTEMPTS" in os.environ:
         raise RemoteError(
-            "PORTABLE_STORAGE_ATTEMPTS: is no longer supported, because requests are limited by "
-            "time; set PORTABLE_STORAGE_MINUTES"
+            "PORTABLE_STORAGE_ATTEMPTS: is no longer supported, because retries are limited by time; set "
+            "PORTABLE_STORAGE_MINUTES instead"
         )
     return max(0.0, 60 * _read_numeric_env("PORTABLE_STORAGE_MINUTES", 3))
 
@@ -179,14 +176,15 @@ def validate_object_name(name: str, location: object) -> str:
     odd = {"", ".", ".."} & set(name.split("/")) or "\\" in name or any(c < " " or c == "\x7f" for c in name)
     if odd:
         raise RemoteError(
-            f"{redact_credentials(str(location))}: the object name {to_printable(ascii(name))} is "
-            "refused, because it could lead out of a folder; rename or delete the object"
+            f"{redact_credentials(str(location))}: the object name {to_printable(ascii(name))} has an empty "
+            "component, the component . or .., a backslash or a control character; rename or delete the "
+            "object"
         )
     return name
 
 
 FOLDER_SIZE = -1
-"""Size of a folder in a listing."""
+"""Value that a listing contains as the size of a folder."""
 
 _ENVIRONMENT = ("AWS_", "GOOGLE_", "AZURE_", "STORAGE_EMULATOR", "HF_", "CLOUDSDK_")
 _owner_process_id = 0  # ID of the process in which obstore's threads run
@@ -226,7 +224,8 @@ def _open_store(
         bucket_name: Name of the bucket.
         retry_seconds: Maximum time to retry a failed request, in seconds.
         timeout_seconds: Timeout in seconds for a request that receives no response.
-        environment: Environment variables that affect the store. They are only part of the cache key.
+        environment: Environment variables that affect the store. This argument is used only as a
+            part of the cache key, so that a changed environment opens a new store.
 
     Raises:
         RemoteError: If there are no credentials, or if the store cannot be opened.
@@ -234,7 +233,7 @@ def _open_store(
     from obstore.store import from_url  # Imported here because the import is slow.
 
     _check_endpoints()
-    open_url: Any = from_url  # whose type depends on the protocol
+    open_url: Any = from_url  # its type depends on the protocol
     first, longest, limit, silence, connecting = (
         timedelta(seconds=s)
         for s in (
@@ -258,10 +257,11 @@ def _open_store(
         return open_url(target, client_options=client, retry_config=retries, **options)
     except RemoteError:
         raise
-    except BaseException as error:  # Exceptions of obstore and of the vendors' packages
+    except BaseException as error:  # obstore and the vendors' packages raise exceptions of many types
         raise_unless_panic(error)
         raise RemoteError(
-            f"cannot be set up: {format_store_error(error)}; check the URL and the settings of the store"
+            f"the object store cannot be opened: {format_store_error(error)}; check the URL and the "
+            "settings of the store"
         ) from None
 
 
@@ -318,8 +318,8 @@ class RemotePath:
     Attributes:
         bucket: Bucket that contains the object.
         key: Key of the object or folder.
-        root: Key in the user's URL. Its parents are not listed, because they may be large or
-            inaccessible with the user's credentials.
+        root: Key in the user's URL. The parent folders of this key are not listed, because they may be
+            large or inaccessible with the user's credentials.
     """
 
     bucket: Bucket
@@ -339,7 +339,7 @@ class RemotePath:
 
     @classmethod
     def from_hub_repository(cls, repository: str) -> RemotePath:
-        """Create the path of a Hugging Face Hub repository, for reading its files.
+        """Return a path for reading the files of a Hugging Face Hub repository.
 
         Args:
             repository: Name of the repository with an optional revision, such as
@@ -366,7 +366,7 @@ class RemotePath:
 
     @property
     def name(self) -> str:
-        """Last part of the key, or the name of the bucket."""
+        """Last part of the key, or the name of the bucket if the key is empty."""
         return self.key.rpartition("/")[2] or self.bucket.name
 
     @property
@@ -383,7 +383,7 @@ class RemotePath:
         Args:
             operation: Operation as a verb, used in error messages, such as `"read"`.
             function: Function to call with the module `obstore` and the opened store. obstore retries the
-                requests that it sends.
+                requests that the function sends.
 
         Raises:
             FileNotFoundError: If the object does not exist.
@@ -418,8 +418,8 @@ class RemotePath:
         """Run `call_store`, and retry if the response of the store is incomplete.
 
         obstore does not retry a request if its XML response is cut off. This concerns list, copy, and
-        delete requests, and the requests that begin and complete an upload. See docs/decisions.md for
-        measurements.
+        delete requests, and the request that begins an upload. For the request that completes an
+        upload, see `tolerate_lost_upload_response`. See docs/decisions.md for measurements.
 
         Raises:
             RetriesExhaustedError: If requests still fail after the retry time.
@@ -446,14 +446,15 @@ class RemotePath:
         """List all objects below this folder at any depth, bypassing the cache.
 
         Args:
-            matches_name: Predicate that returns whether to include a name. By default, all names are
-                included.
+            matches_name: Predicate that returns whether to include a name. By default, all names
+                are included.
 
         Returns:
             Size and version of each object, keyed by its name relative to this folder.
 
         Raises:
-            RemoteError: If an object name could leave the folder, or if the request fails.
+            RemoteError: If the request fails, or if an object's name could lead to a path outside
+                the folder.
         """
         listed = self._call_store_with_retries(
             "list", lambda obs, store: obs.list(store, self.key or None).collect()
@@ -507,7 +508,10 @@ class RemotePath:
         return sizes
 
     def clear_listings(self) -> None:
-        """Drop the cached listings of all paths derived from the same call of `RemotePath.from_url`."""
+        """Clear the cached folder listings that this path shares with related paths.
+
+        All paths that are derived from the same call of `RemotePath.from_url` share one cache.
+        """
         self.bucket.listings.clear()
 
     def _find_size(self) -> int | None:
@@ -529,7 +533,11 @@ class RemotePath:
         return self._find_size() not in (None, FOLDER_SIZE)
 
     def is_dir(self) -> bool:
-        """Return whether this is a folder. A folder exists if any key begins with its key and a slash."""
+        """Return whether a folder with this key exists in the store.
+
+        A folder exists if the store contains an object whose key starts with the folder's key and a
+        slash.
+        """
         return self._find_size() == FOLDER_SIZE
 
     def iterdir(self) -> Iterator[RemotePath]:
@@ -619,11 +627,16 @@ class RemotePath:
         else:
             stream = self.call_store("read", lambda obs, store: obs.get(store, self.key)).stream(PART_BYTES)
             block = partial(self.call_store, "read", lambda *_: bytes(next(stream, b"")))
-            # obstore requests the blocks one by one in its own thread, in which obstore cannot be called.
+            # obstore requests the blocks in a separate thread, which must not call obstore. Therefore, read
+            # each block in another thread.
             target._upload(iter(lambda: run_in_thread(block).result(), b""), size, target.call_store)
 
     def move_to(self, target: RemotePath) -> None:
-        """Rename the object by copying and deleting it."""
+        """Move the object to another path: copy it, and delete the original.
+
+        Args:
+            target: New path of the object, in any store.
+        """
         self.copy_to(target)
         self.unlink()
 
@@ -661,13 +674,14 @@ class RemotePath:
     def _upload(
         self, data: Any, nbytes: int, call_store: Callable[[str, Callable[[Any, Any], Any]], Any]
     ) -> None:
-        """Upload data in parts.
+        """Upload data to this path in parts.
 
         Args:
             data: Path of a local file, or an iterator over blocks of bytes.
-            nbytes: Size of the data.
-            call_store: Either `call_store` or `_call_store_with_retries`. The latter requires that `data`
-                is a file, because an iterator cannot be read again.
+            nbytes: Size of the data in bytes.
+            call_store: Method that sends the requests: `call_store`, or `_call_store_with_retries`
+                to upload again after a failure. Only a file can be uploaded again, because an
+                iterator cannot be read twice.
         """
         options = {"chunk_size": compute_part_bytes(nbytes), "max_concurrency": get_max_connections()}
         call = lambda obs, store: obs.put(store, self.key, data, **options)  # noqa: E731
@@ -678,16 +692,16 @@ class RemotePath:
     def tolerate_lost_upload_response(self, expected_bytes: int) -> Iterator[None]:
         """Return a context manager for the request that completes an upload.
 
-        If the response is lost, obstore retries the request, but the store has already removed the upload
-        and returns an error. In this case, the upload counts as successful if the object has the expected
-        size.
+        If the response is lost, obstore retries the request. However, the store has already
+        completed the upload, and returns an error. In this case, the upload counts as successful if
+        the object has the expected size.
 
         Args:
             expected_bytes: Size of the complete object in bytes.
 
         Raises:
-            LostUploadError: If the object is missing or has a different size, because another process
-                aborted the upload.
+            LostUploadError: If the object is missing or has a different size. This means that
+                another process aborted the upload.
         """
         try:
             yield
@@ -719,7 +733,7 @@ class RemotePath:
         try:
             if keys:
                 self._call_store_with_retries("delete", lambda obs, store: obs.delete(store, keys))
-        except FileNotFoundError:  # another process deletes, too
+        except FileNotFoundError:  # another process has already deleted an object
             for name in names if len(names) > 1 else ():
                 self.remove_objects([name])
         self.clear_listings()
@@ -749,26 +763,35 @@ def _parse_url(url: str) -> _ParsedUrl:
     store_protocol = _ALIASES.get(protocol, protocol)
     if "@" in bucket and not (protocol in ("abfs", "abfss") and _AZURE_HOST.fullmatch(bucket)):
         raise RemoteError(
-            f"{redact_credentials(url)}: credentials do not belong in a URL; set up the credentials as for "
-            "the store's own tools"
+            f"{redact_credentials(url)}: credentials are not allowed in a URL; remove the credentials from "
+            "the URL, and set environment variables such as AWS_ACCESS_KEY_ID"
         )
     if "?" in rest and not _MAGIC.search(key.partition("?")[0]) and "=" in rest:
         raise RemoteError(
-            f"{redact_credentials(url)}: a signed URL does not refer to a folder; leave out the query"
+            f"{redact_credentials(url)}: is a signed URL, which cannot be used as a folder; remove the part "
+            "after the question mark"
         )
     if name := parse_hub_page_url(url):
-        raise RemoteError(f"{redact_credentials(url)}: is the web page of a repository; use {name}")
-    if store_protocol not in OPTION_BUILDERS or store_protocol == "hf":
-        why = _REFUSED.get(protocol, "is not a supported object store")
+        raise RemoteError(f"{redact_credentials(url)}: is the web page of a repository; write {name} instead")
+    if store_protocol == "hf":
         raise RemoteError(
-            f"{redact_credentials(url)}: {protocol}:// {why}; use s3://, gs://, az:// or a folder"
+            f"{redact_credentials(url)}: folders at hf:// cannot be listed; for a dataset, write "
+            "owner/name without hf://, or use s3://, gs://, az:// or a folder"
         )
+    if store_protocol not in OPTION_BUILDERS:
+        problem = (
+            f"files at {protocol}:// can be neither listed nor written"
+            if protocol in ("http", "https")
+            else f"{protocol}:// is not a supported object store"
+        )
+        raise RemoteError(f"{redact_credentials(url)}: {problem}; use s3://, gs://, az:// or a folder")
     if {".", ".."} & set(rest.split("/")):
         raise RemoteError(
-            f"{redact_credentials(url)}: . and .. are not supported in a URL; write the full path"
+            f"{redact_credentials(url)}: contains . or .. as a path segment, which is not supported; write "
+            "the URL without these segments"
         )
     if not bucket:
-        raise RemoteError(f"{redact_credentials(url)}: contains no bucket; write s3://bucket/path")
+        raise RemoteError(f"{redact_credentials(url)}: contains no bucket; write {protocol}://bucket/path")
     key = "/".join(part for part in key.split("/") if part)
     if key:
         validate_object_name(key, url)
@@ -816,10 +839,10 @@ def _matches_pattern(parts: list[str], pattern: list[str]) -> bool:
 
 
 def abort_open_uploads(folder: RemotePath, *, recursive: bool = True) -> None:
-    """Abort unfinished uploads below a folder, which interrupted processes have left behind.
+    """Abort the unfinished uploads that interrupted processes have left below a folder.
 
-    This only works for S3 and requires boto3, because obstore cannot list uploads. In other cases, or
-    if aborting fails, the uploads remain until the lifecycle rules of the bucket remove them.
+    This only works for S3 and requires boto3, because obstore cannot list uploads. In other cases,
+    or if aborting fails, the uploads remain until the lifecycle rules of the bucket remove them.
 
     Args:
         folder: Folder that contains the objects.
@@ -839,7 +862,7 @@ def abort_open_uploads(folder: RemotePath, *, recursive: bool = True) -> None:
         _log.debug("%s: open uploads were not aborted: %s", folder, redact_credentials(str(error)))
 
 
-_SIGNALS = 0.5  # Seconds after which the main thread checks for a signal
+_SIGNALS = 0.5  # Seconds between two checks for signals in the main thread
 
 
 def run_in_thread(call: Callable[[], T]) -> Future[T]:

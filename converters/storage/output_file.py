@@ -56,7 +56,10 @@ class OutputFile:
             os.close(self._fd)
 
     def get_piece(self, index: int) -> OutputPiece:
-        """Return the piece with this index. The caller writes it from start to end."""
+        """Return the piece of the file with this index.
+
+        The caller must write the piece from start to end.
+        """
         return OutputPiece(self, self._fd, self._piece_offsets[index])
 
     def finish_piece(self) -> None:
@@ -98,12 +101,14 @@ class OutputPiece:
     def copy(self, span: FileSpan, progress: Callable[[int], object]) -> bool:
         """Append a span of another file with `os.copy_file_range`.
 
-        If the kernel cannot copy the span, nothing is appended, and the caller must write the data itself.
+        If the kernel cannot copy the span, nothing is appended, and the caller must write the data
+        itself.
 
         Args:
             span: Span to copy.
-            progress: Callback that receives the number of bytes copied in each step. If the copy fails, it
-                receives a negative number that cancels the previous calls.
+            progress: Callback that receives the number of bytes copied in each step. If the copy
+                fails, the callback also receives the negative sum of these numbers, so that the
+                total becomes 0.
 
         Returns:
             Whether the span has been copied.
@@ -149,7 +154,7 @@ class OutputPiece:
 
     def _flush(self) -> None:
         count = self._offset - self._flushed_offset
-        # Not available on macOS. A count of 0 would mean the complete file.
+        # posix_fadvise is not available on macOS, and a count of 0 would mean the complete file.
         if count and hasattr(os, "posix_fadvise"):
             # For dirty pages, this starts the writeback without waiting for it.
             os.posix_fadvise(self._fd, self._flushed_offset, count, os.POSIX_FADV_DONTNEED)
@@ -184,10 +189,13 @@ def can_share_blocks(path: Path, folder: Path) -> bool:
 
 
 def write_new_file(path: AnyPath, data: bytes) -> None:
-    """Write a small new file. On a disk, it is flushed with fsync.
+    """Write a small new file.
+
+    A local file is flushed with fsync. In an object store, an existing object is replaced.
 
     Raises:
-        OSError: If the file already exists on a disk, or if writing fails.
+        OSError: If a local file already exists or cannot be written.
+        RemoteError: If an object cannot be written.
     """
     if is_in_store(path):
         path.write_bytes(data)

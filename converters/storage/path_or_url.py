@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from portable.converters.storage.object_store import RemotePath
 
-    # Both have exists, is_file, is_dir, iterdir, read_bytes, name, parent, and `/`.
+    # Both types have exists, is_file, is_dir, iterdir, read_bytes, name, parent, and `/`.
     AnyPath = Union[Path, RemotePath]  # noqa: UP007
 
 _URL = re.compile(r"(?!file:|local:)[a-z][a-z0-9+.:-]*://", re.IGNORECASE)
@@ -65,7 +65,7 @@ def parse_path_or_url(path_or_url: str | AnyPath) -> AnyPath:
     if _ALMOST_URL.match(path_or_url) and not _path_exists(path_or_url):
         scheme, _, rest = path_or_url.partition(":")
         url = redact_credentials(f"{scheme}://{rest.lstrip('/')}")
-        raise RemoteError(f"{url}: the two slashes after the colon are missing; write the URL as shown here")
+        raise RemoteError(f"{scheme}: the two slashes after the colon are missing; write {url}")
     return Path(path_or_url)
 
 
@@ -82,7 +82,9 @@ def resolve_links(path: AnyPath) -> AnyPath:
 def is_within(path: AnyPath, folder: AnyPath) -> bool:
     """Return whether `path` equals `folder` or is below it.
 
-    Only the names are compared. Links are not resolved.
+    Only the names are compared. Links are not resolved, and relative paths do not become absolute,
+    so both paths must have the same form. In an object store, buckets and keys are compared. A
+    local path and a path in a store are never within each other.
     """
     if is_in_store(path) and is_in_store(folder):
         is_below = folder.key in ("", path.key) or path.key.startswith(f"{folder.key}/")
@@ -122,7 +124,10 @@ def format_path_suggestion(path: AnyPath) -> str:
 
 
 def strip_file_scheme(text: str) -> str:
-    """Convert a URL of the form `file:///path` to a path. Other strings are returned unchanged."""
+    """Convert a URL of the form `file:///path` or `local:///path` to a path.
+
+    Percent escapes are not decoded. Other strings are returned unchanged.
+    """
     return _LOCAL_URL.sub("", text, count=1)
 
 

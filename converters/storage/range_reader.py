@@ -1,10 +1,18 @@
 """Read objects in a store with random access, few requests, and bounded memory.
 
-The cache consists of contiguous byte ranges ("runs"), which stay in it until they have been read to
-the end or are evicted. A run normally has the length that the caller will certainly read. If the
-reads are sequential, runs have `RUN_BYTES`, and the next run is prefetched, but never beyond the
-end given by the caller. Small pieces that are stored together, such as headers and norms, are
-fetched in one run of moderate size.
+Fetched bytes are cached. The cache consists of contiguous byte ranges ("runs"). A run stays in
+the cache until it is evicted. A run that is longer than the minimum size is also removed when
+it has been read to the end.
+
+With each read, the caller announces two positions: the end of the bytes that it will certainly
+read, and the end of the bytes that it may read. A new run normally extends to the first
+position, but has at most `RUN_BYTES`. If a run starts at the end of an earlier run, reading is
+considered sequential, and the new run has `RUN_BYTES`. The next run is prefetched if the first
+position is beyond the current run, or if a read starts after the first byte of the current run.
+No run extends beyond the second position, except to reach the minimum size.
+
+Each run has a minimum size, so that small pieces that are stored together, such as headers and
+norms, are fetched in one run.
 """
 
 from __future__ import annotations
@@ -23,7 +31,7 @@ if TYPE_CHECKING:
 
     from portable.converters.storage.object_store import RemotePath
 
-# Maximum size of a run, and minimum sizes of a run of tensor data and of a run of headers.
+# Sizes of runs in bytes: the maximum, the minimum for tensor data, and the minimum for headers.
 RUN_BYTES, DATA_BYTES, HEADER_BYTES = 4 << 20, 512 << 10, 64 << 10
 # Maximum size of all cached runs of the process together.
 CACHE_BYTES = 160 << 20
@@ -45,7 +53,10 @@ _cached_runs: dict[_CachedRun, None] = {}
 
 
 def _mark_used_and_evict(run: _CachedRun) -> None:
-    """Mark a run as most recently used, and evict old runs if the cache is too large."""
+    """Mark a cached byte range ("run") as most recently used, and evict old runs from a full cache.
+
+    The least recently used runs are evicted first. Runs that are still being fetched are kept.
+    """
     _cached_runs.pop(run, None)
     _cached_runs[run] = None
     nbytes = sum(cached.stop - cached.start for cached in _cached_runs)
@@ -62,14 +73,14 @@ def _remove_from_cache(run: _CachedRun) -> None:
 
 
 class RemoteFile(CheckpointFile):
-    """Checkpoint object in a store, read through the cache."""
+    """Checkpoint file in an object store, read through the cache of this module."""
 
     path: RemotePath
 
     def __init__(self, name: str, path: RemotePath, nbytes: int) -> None:
         super().__init__(name, path, nbytes)
         self.runs: list[_CachedRun] = []
-        # Ends of runs. A read at one of them continues a run, so it is sequential.
+        # Offsets at which runs end. A read that begins at one of them continues a run, so it is sequential.
         self._ends: set[int] = set()
 
     def read_into(self, buffer: memoryview, at: int, certain_end: int = 0, possible_end: int = 0) -> None:
@@ -100,10 +111,10 @@ class RemoteFile(CheckpointFile):
     def _get_or_fetch_run(
         self, start: int, certain_end: int, possible_end: int, min_bytes: int
     ) -> _CachedRun:
-        """Return the cached run that contains the byte `start`, or begin to fetch a new run.
+        """Return the cached byte range ("run") that contains `start`, or begin to fetch a new one.
 
         Args:
-            start: Offset of the byte.
+            start: Offset of a byte in the object.
             certain_end: See `CheckpointFile.read_into`.
             possible_end: See `CheckpointFile.read_into`.
             min_bytes: Minimum size of a new run.
@@ -126,7 +137,7 @@ class RemoteFile(CheckpointFile):
         return run
 
     def _wait_for_data(self, run: _CachedRun) -> bytes:
-        """Wait until a run has been fetched, and return its bytes.
+        """Wait until a byte range ("run") of the object has been fetched, and return its bytes.
 
         Raises:
             CheckpointError: If the object was deleted or became shorter.

@@ -1,9 +1,9 @@
 """Read files from untrusted folders: only regular files, and no links that leave the folder.
 
 A checkpoint from an unpacked archive may contain a link such as `vocab.txt -> /etc/shadow`, and
-copying it would disclose the linked file. It may also contain a named pipe, and reading it would
-block forever. Links to files in the same folder are followed. In the Hugging Face Hub cache, links
-from a snapshot to the blobs of its repository are also followed.
+copying it would disclose the linked file. The archive may also contain a named pipe, and reading
+the pipe would block forever. Links to files in the same folder are followed. In the Hugging Face
+Hub cache, links from a snapshot to the blobs of its repository are also followed.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 from portable.converters.errors import CheckpointError
 from portable.converters.storage.path_or_url import is_in_store
+from portable.converters.storage.store_errors import RemoteError
 
 if TYPE_CHECKING:
     from portable.converters.storage.path_or_url import AnyPath
 
-# Maximum size of configurations, JSON states, and logs.
+# Maximum size in bytes of configurations, JSON states, and logs.
 MAX_SMALL_FILE_BYTES = 64 << 20
 _REPOSITORIES = ("models--", "datasets--", "spaces--")
 # Some systems do not have these flags. On them, only the path is checked.
@@ -33,15 +34,15 @@ class LinkError(CheckpointError):
 
 
 def resolve_local_path_inside(path: Path, within: Path) -> str:
-    """Resolve the links in a local path.
+    """Resolve the links in a local path, and check that the result is inside a folder.
 
     Args:
         path: Path to resolve.
-        within: Folder that must contain the result. For a snapshot in the Hugging Face Hub cache, the
-            result may also be a blob of the same repository.
+        within: Folder that must contain the result. For a snapshot in the Hugging Face Hub cache,
+            the result may also be a blob of the same repository.
 
     Raises:
-        LinkError: If the result is outside these folders.
+        LinkError: If the result is neither inside `within` nor such a blob.
     """
     real, root = os.path.realpath(path), os.path.realpath(within)
     if not (_is_below(real, root) or any(_is_below(real, blobs) for blobs in _list_blob_folders(root))):
@@ -55,18 +56,18 @@ def resolve_local_path_inside(path: Path, within: Path) -> str:
 def is_safe_relative_path(name: str) -> bool:
     """Return whether a file name from a checkpoint is a relative path that does not leave its folder."""
     path = PurePosixPath(name)
-    # Surrogates (U+D800 to U+DFFF) are halves of characters.
+    # Names with surrogates (U+D800 to U+DFFF) are invalid, because a surrogate is only half of a character.
     has_invalid_character = any(c in "\0\\" or "\ud800" <= c <= "\udfff" for c in name)
     return bool(name) and not (has_invalid_character or path.is_absolute() or ".." in path.parts)
 
 
 def get_child_inside(folder: AnyPath, name: str) -> AnyPath:
-    """Return the path of a folder entry, and check that it is not a link out of the folder.
+    """Return the path of a folder entry, and check that it does not lead out of the folder.
 
-    The returned path is not resolved.
+    Links in the returned path are not resolved.
 
     Raises:
-        LinkError: If the entry is a link that leaves the folder.
+        LinkError: If the entry is a link to a target outside the folder.
     """
     path = folder / name
     if not is_in_store(path) and not is_in_store(folder):
@@ -79,9 +80,17 @@ def _is_below(path: str, folder: str) -> bool:
 
 
 def _list_blob_folders(root: str) -> list[str]:
-    """List the possible blob folders for a snapshot in the Hub cache.
+    """List the folders of the Hub cache that store the files of a snapshot.
 
-    The snapshot has a path of the form `<repository>/snapshots/<revision>/...`.
+    The files in a snapshot are links to blobs in such a folder. For example, the snapshot
+    `models--org--name/snapshots/<revision>` belongs to the folder `models--org--name/blobs`.
+
+    Args:
+        root: Resolved path of the snapshot, or of a folder in it.
+
+    Returns:
+        Paths of the folders, which may not exist. Empty if `root` is not in a snapshot of the Hub
+        cache.
     """
     return [
         str(folder.parent / "blobs")
@@ -166,23 +175,37 @@ def read_small_file(
     if is_in_store(path):
         size = path.get_file_size()
         if size > max_bytes and not truncate:
-            raise OSError(errno.EFBIG, "is too large", str(path))
+            raise _build_too_large_error(path, size, max_bytes)
         return path.read_range(0, max_bytes) if size > max_bytes else path.read_bytes()
     folder = path.parent if within is None or is_in_store(within) else within
     with os.fdopen(open_regular_file(resolve_local_path_inside(path, folder)), "rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size > max_bytes and not truncate:
-            raise OSError(errno.EFBIG, f"is too large ({size:,} bytes)", str(path))
+            raise _build_too_large_error(path, size, max_bytes)
         return file.read(min(size, max_bytes))
+
+
+def _build_too_large_error(path: AnyPath, size: int, max_bytes: int) -> OSError:
+    return OSError(
+        errno.EFBIG,
+        f"has {size:,} bytes, more than the maximum of {max_bytes:,} for this kind of file; check that this "
+        "is the right file",
+        str(path),
+    )
 
 
 def header_contains(path: AnyPath, content: bytes) -> bool:
     """Return whether the first 4,096 bytes of a file contain `content`.
 
-    Returns False if the file cannot be read.
+    Returns False if the file does not exist or cannot be read.
+
+    Raises:
+        RemoteError: If the file is in an object store that cannot be accessed.
     """
     try:
         return content in read_small_file(path, max_bytes=4096, truncate=True)
+    except RemoteError:  # the store failed, so the error does not describe the file
+        raise
     except (OSError, CheckpointError):
         return False
 
@@ -203,8 +226,8 @@ def read_json_object_or_empty(path: AnyPath | None) -> dict[str, Any]:
         The object. Empty if `path` is None, or if the file does not exist or is damaged.
 
     Raises:
-        LinkError: If a link leaves the folder that contains the file.
-        RemoteError: If the file is in an object store that cannot be used.
+        LinkError: If `path` is a link to a file outside its folder.
+        RemoteError: If the file is in an object store that cannot be accessed.
     """
     try:
         values = json.loads(read_small_text_file(path)) if path is not None else None

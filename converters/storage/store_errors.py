@@ -1,4 +1,4 @@
-"""Errors from object stores. Their messages have one line and contain no credentials."""
+"""Define the errors that object stores raise. Their messages have one line and contain no credentials."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ _RETRY_COUNT = re.compile(r"after (\d+) retries")
 
 
 class RemoteError(CheckpointError):
-    """Error from an object store, or about a URL. The message has one line and contains no credentials."""
+    """Error raised if an operation on an object store fails, or if a URL is not valid.
+
+    The message has one line and contains no credentials.
+    """
 
     exit_code = 2
 
@@ -88,10 +91,11 @@ def translate_store_error(
     if _NO_BUCKET.search(text):
         return RemoteError(f"{url}: there is no such bucket; check the URL")
     if kind == "InvalidPathError":
-        return RemoteError(f"{url}: {reason}; rename or delete the object")
+        return RemoteError(f"{url}: the object name is not valid ({reason}); rename or delete the object")
     if kind in ("AlreadyExistsError", "PreconditionError") or status in ("409", "412"):
         return ConflictError(
-            f"{url}: cannot {operation}, because another process was faster; run the command again"
+            f"{url}: cannot {operation}, because another process has changed the object; run the command "
+            "again"
         )
     if kind == "NotImplementedError" or status == "501":
         return NoConditionalWritesError(
@@ -99,20 +103,20 @@ def translate_store_error(
         )
     if _EXPIRED.search(text):
         return AccessDeniedError(
-            f"{url}: the credentials have expired; renew the credentials ({searched_credentials})"
+            f"{url}: the credentials have expired ({searched_credentials}); renew the credentials"
         )
     if kind == "UnauthenticatedError" or _NO_CREDENTIALS.search(text):
         return AccessDeniedError(
-            f"{url}: no credentials found ({searched_credentials}): {reason}; set up the credentials as for "
-            "the store's own tools"
+            f"{url}: no credentials found ({searched_credentials}): {reason}; set up one of these credentials"
         )
     if kind == "PermissionDeniedError" or status in ("401", "403"):
         return AccessDeniedError(
-            f"{url}: access denied: these credentials may not {operation} ({reason}); use other credentials"
+            f"{url}: access denied: the credentials have no permission to {operation} ({reason}); use other "
+            "credentials, or grant this permission"
         )
     if _REDIRECTED.search(text):
         return RemoteError(
-            f"{url}: the bucket is in another region; set AWS_REGION to the region of the bucket ({reason})"
+            f"{url}: the bucket is in another region ({reason}); set AWS_REGION to the region of the bucket"
         )
     if status == "404" and _UPLOAD.search(text):
         return LostUploadError(f"{url}: the store no longer has this upload; run the command again")

@@ -49,11 +49,14 @@ class Tile:
 
 @dataclass(frozen=True)
 class Arrangement:
-    """Shape of a tensor, and the tiles that fill it.
+    """Description of a tensor that is assembled from tiles.
+
+    A tile is a region of another tensor, or a region of zeros. It has a position in the assembled
+    tensor.
 
     Attributes:
-        shape: Shape of the result.
-        tiles: Tiles that cover the shape exactly once.
+        shape: Shape of the assembled tensor.
+        tiles: Tiles that together cover each element of this shape exactly once.
     """
 
     shape: Shape
@@ -82,7 +85,10 @@ class Arrangement:
 
 
 def arrange_source(name: str, shape: Sequence[int]) -> Arrangement:
-    """Create an arrangement that consists of a complete source tensor.
+    """Create an arrangement whose result is one complete, unchanged source tensor.
+
+    An arrangement describes a tensor that is assembled from regions of source tensors, called
+    tiles.
 
     Args:
         name: Name of the source tensor.
@@ -125,8 +131,8 @@ def slice_arrangement(
     dim %= len(arrangement.shape)
     if start < 0 or count < 0 or (count and start + (count - 1) * step >= arrangement.shape[dim]):
         raise UnconvertibleNamesError(
-            f"cannot slice elements {start} to {start + (count - 1) * step} of dimension {dim} of shape "
-            f"{list(arrangement.shape)}"
+            f"cannot select elements {start} to {start + (count - 1) * step} along dimension {dim} of a "
+            f"tensor with shape {list(arrangement.shape)}"
         )
     tiles = []
     for tile in arrangement.tiles:
@@ -215,7 +221,8 @@ def split_arrangement(arrangement: Arrangement, dim: int, sizes: Sequence[int]) 
         low += size
     if low != arrangement.shape[dim]:
         raise UnconvertibleNamesError(
-            f"cannot split shape {list(arrangement.shape)} into parts of {list(sizes)}"
+            f"cannot split a tensor with shape {list(arrangement.shape)} along dimension {dim} into parts of "
+            f"the sizes {list(sizes)}"
         )
     return parts
 
@@ -240,7 +247,8 @@ def concat_arrangements(parts: Sequence[Arrangement], dim: int) -> Arrangement:
     for part in parts:
         if _replace_at_dim(part.shape, dim, 0) != _replace_at_dim(first.shape, dim, 0):
             raise UnconvertibleNamesError(
-                f"cannot concatenate shapes {list(first.shape)} and {list(part.shape)} along dimension {dim}"
+                f"cannot concatenate tensors with the shapes {list(first.shape)} and {list(part.shape)} "
+                f"along dimension {dim}"
             )
         tiles += (
             replace(tile, starts=_replace_at_dim(tile.starts, dim, tile.starts[dim] + length))
@@ -255,7 +263,7 @@ def stack_arrangements(parts: Sequence[Arrangement], dim: int) -> Arrangement:
     """Stack arrangements of the same shape along a new dimension `dim`, as `torch.stack` does.
 
     Raises:
-        CheckpointError: If the shapes differ, or if there are too many tiles.
+        CheckpointError: If the shapes differ, or if the result has more than `_MAX_TILES` tiles.
     """
     dim %= len(parts[0].shape) + 1
 
@@ -307,9 +315,9 @@ def transpose_arrangement(arrangement: Arrangement, first: int, second: int) -> 
 def interleave_arrangement(arrangement: Arrangement, dim: int, groups: int) -> Arrangement:
     """Interleave groups of consecutive elements along `dim`.
 
-    This is equivalent to reshaping the dimension to a matrix with `groups` rows, transposing the
-    matrix, and flattening it again. For example, with two groups, elements of the first half alternate
-    with elements of the second half.
+    The result is the same as reshaping the dimension into a matrix with `groups` rows, transposing
+    the matrix, and flattening it. For example, with two groups, elements of the first half
+    alternate with elements of the second half.
 
     Args:
         arrangement: Arrangement to reorder.
@@ -320,7 +328,8 @@ def interleave_arrangement(arrangement: Arrangement, dim: int, groups: int) -> A
         An arrangement of the same shape.
 
     Raises:
-        CheckpointError: If the dimension is not divisible by `groups`, or if there are too many tiles.
+        CheckpointError: If the dimension is not divisible by `groups`, or if the result has more
+            than `_MAX_TILES` tiles.
     """
     length = arrangement.shape[dim]
     if groups < 1 or length % groups:
@@ -343,7 +352,8 @@ def build_arranged_tensor(name: str, arrangement: Arrangement, tensors: Mapping[
         tensors: Source tensors, keyed by name.
 
     Returns:
-        The new tensor. If a source tensor is identical, it is returned instead.
+        The new tensor. If the arrangement is one complete, unchanged source tensor, this source
+        tensor itself is returned.
 
     Raises:
         CheckpointError: If the source tensors have different dtypes.
@@ -369,12 +379,16 @@ def build_arranged_tensor(name: str, arrangement: Arrangement, tensors: Mapping[
 
 
 def _intersect_boxes(tile: Tile, tensor: Tensor) -> list[Box]:
-    """Return the boxes of the result that a tile fills.
+    """Return the boxes that make up one tile of a rearranged tensor.
 
-    There is one such box for each box of the source tensor that overlaps with the tile.
+    A tensor consists of rectangular pieces, called boxes. Each box has a `View`, which locates its
+    elements. Each box of the source tensor that overlaps the tile is cropped to the tile, and moved
+    to its position in the rearranged tensor. No data is read. If the view of a source box is not
+    known yet, it is computed on the first read.
 
-    The data stays lazy: if the view of a source box is not available yet, the new box determines its
-    view on the first read.
+    Args:
+        tile: Region of the source tensor, and its position in the rearranged tensor.
+        tensor: Source tensor.
     """
     extents = [1] * len(tensor.shape)
     for dim, size, step in zip(tile.source_dims, tile.sizes, tile.steps, strict=True):
@@ -421,12 +435,15 @@ def _build_deferred_tile_view(box: Box, index: Shape, tile: Tile) -> Callable[[]
 
 
 def _build_tile_view(view: View, index: Shape, tile: Tile) -> View:
-    """Build the view of a tile's elements within one box of its source tensor.
+    """Build a view of the elements that a tile and a box have in common.
+
+    A tile is a region of a source tensor. The source tensor is stored as boxes, and the tile may
+    overlap several of them. This function handles one box.
 
     Args:
-        view: View of the box.
-        index: Position of the tile's first element in the box.
-        tile: Tile, which determines the order of the dimensions and their steps.
+        view: View of the complete box.
+        index: Position in the box of the first common element.
+        tile: Tile, which determines the order of the dimensions and the step along each of them.
     """
     begin = view.offset + sum(i * stride for i, stride in zip(index, view.strides, strict=True))
     strides = tuple(
@@ -443,5 +460,5 @@ def _replace_at_dim(sizes: Shape, dim: int, value: int) -> Shape:
 def _check_tile_count(count: int) -> None:
     if count > _MAX_TILES:
         raise UnconvertibleNamesError(
-            f"consists of {count:,} regions, but at most {_MAX_TILES:,} are supported"
+            f"would be assembled from {count:,} slices of tensors, but at most {_MAX_TILES:,} are supported"
         )

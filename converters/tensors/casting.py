@@ -78,10 +78,10 @@ class CastLosses:
         self._lock = threading.Lock()
 
     def add_losses(self, name: str, before: Array, after: Array) -> None:
-        """Count the elements of a block that became infinite or zero in a cast.
+        """Add the elements of a block that became infinite or zero in a cast to the totals.
 
         Args:
-            name: Name of the tensor.
+            name: Name of the tensor. It is stored if this is the first tensor with such elements.
             before: Block before the cast.
             after: Block after the cast.
         """
@@ -127,7 +127,8 @@ def iter_cast_blocks(
         dtype: Safetensors dtype of the blocks.
         unverified_spans: Set that collects the file spans whose CRC has not been verified yet.
         block_bytes: Maximum block size in bytes before the cast.
-        losses: Counters for infinite and zero elements, updated in place. None to disable counting.
+        losses: Counters of the elements that the cast makes infinite or zero. Updated in place.
+            None to disable counting.
 
     Yields:
         1-D arrays. Each block is valid only until the next block is requested.
@@ -161,7 +162,7 @@ def _round_to_odd_float32(block: Array) -> Array:
 
     ml_dtypes casts float64 to bfloat16 through float32, so it rounds twice. The first rounding can
     create a tie: for example, it rounds 1 + 2**-8 + 2**-40 to 1 + 2**-8. Rounding to odd never creates
-    ties. It rounds toward zero, and sets the last bit if the value is inexact.
+    ties, because it rounds toward zero and sets the last bit if the value is inexact.
 
     Source: Boldo and Melquiond, "Emulation of a FMA and correctly rounded sums: proved algorithms using
     rounding to odd", IEEE Transactions on Computers 57(4), 2008.

@@ -1,6 +1,7 @@
 """Compute the rows of tensors when they are read, a few rows at a time.
 
-A tensor with more than two dimensions is a stack of matrices.
+The functions that compute rows work on matrices. A tensor with more dimensions is treated as a
+stack of matrices.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ BLOCK_ELEMENTS = 1 << 16
 
 
 class RowFunction(Protocol):
-    """Function that computes rows of a matrix."""
+    """Function that computes rows of one matrix in a stack of matrices."""
 
     def __call__(
         self, matrix_index: Shape, first_row: int, num_rows: int, unverified_spans: UnverifiedSpans
@@ -67,17 +68,18 @@ _last = threading.local()
 class ComputedRowSource:
     """Byte source whose rows are computed on demand, in row-major order.
 
-    Each thread caches the last block of rows that it computed, and shares this cache between all
-    sources.
+    A block of rows that a read requests completely is written directly to the buffer of the read.
+    If a read requests only a part of a block, the complete block is computed and cached. Each
+    thread has one cache, which all sources share and which holds at most one block.
 
     Args:
         shape: Shape of the tensor, with at least two dimensions.
         dtype: Safetensors dtype of the tensor.
         fill: Function that computes rows. `make_fill_function` creates one from a `RowFunction`.
-        row_alignment: Number of rows to which blocks are aligned. Each block begins at a row index that
-            is a multiple of it.
+        row_alignment: Number of rows to which blocks are aligned. Each block begins at a row index
+            that is a multiple of this number.
         block_elements: Maximum number of elements to compute at once. A block has at least
-            `row_alignment` rows, even if they have more elements.
+            `row_alignment` rows, even if these rows have more elements.
     """
 
     def __init__(
@@ -90,7 +92,7 @@ class ComputedRowSource:
         self._rows_per_block = max(1, block_elements // max(1, self.columns) // row_alignment) * row_alignment
 
     def read_into(self, buffer: memoryview, offset: int, unverified_spans: UnverifiedSpans) -> None:
-        """Compute the requested bytes into a buffer. See `ByteSource.read_into`."""
+        """Compute the requested bytes and write them to a buffer. See `ByteSource.read_into`."""
         out, done = np.frombuffer(buffer, np.uint8), 0
         row = self.columns * get_itemsize(self.dtype)
         while done < out.size:
@@ -108,12 +110,13 @@ class ComputedRowSource:
             done += part.size
 
     def _get_block(self, matrix: int, number: int, nbytes: int, unverified_spans: UnverifiedSpans) -> Array:
-        """Return the bytes of a block of rows from the thread's cache, or compute and cache them.
+        """Return the bytes of a block of rows from this thread's cache, or compute and cache them.
 
-        Blocks are cached because the next read usually requests the remaining bytes.
+        Blocks are cached because the next read usually requests the remaining bytes of the same
+        block.
 
         Args:
-            matrix: Index of the matrix in the stack.
+            matrix: Index of the matrix in the tensor, which is treated as a stack of matrices.
             number: Index of the block in the matrix.
             nbytes: Size of the block in bytes.
             unverified_spans: Set that collects the file spans whose CRC has not been verified yet.
@@ -128,12 +131,12 @@ class ComputedRowSource:
         return cached
 
     def _compute_block(self, matrix: int, number: int, out: Array, unverified_spans: UnverifiedSpans) -> None:
-        """Compute a block of rows into a buffer.
+        """Compute a block of rows of one matrix, and write it to a buffer.
 
         Args:
-            matrix: Index of the matrix in the stack.
+            matrix: Index of the matrix in the tensor, which is treated as a stack of matrices.
             number: Index of the block in the matrix.
-            out: Buffer of bytes with the size of the block.
+            out: Array of bytes that receives the rows. It has the size of the block.
             unverified_spans: Set that collects the file spans whose CRC has not been verified yet.
         """
         matrix_index = (
@@ -145,7 +148,10 @@ class ComputedRowSource:
 
 
 def make_fill_function(compute_rows: RowFunction) -> FillFunction:
-    """Convert a `RowFunction` to a function that writes the rows into an array, rounded to its dtype."""
+    """Convert a `RowFunction` to a function that writes the rows into an array.
+
+    The rows are rounded to the dtype of the array.
+    """
 
     def fill_rows(out: Array, matrix_index: Shape, first_row: int, unverified_spans: UnverifiedSpans) -> None:
         values = compute_rows(matrix_index, first_row, len(out), unverified_spans).reshape(out.shape)
@@ -204,7 +210,7 @@ def read_region(tensor: Tensor, starts: Shape, sizes: Shape, unverified_spans: U
     inside = len(starts) == len(tensor.shape) and all(
         low + size <= length for low, size, length in zip(starts, sizes, tensor.shape, strict=True)
     )
-    check_tensor(inside, tensor, "is too small for the tensor that it belongs to", DamagedCheckpointError)
+    check_tensor(inside, tensor, "is smaller than its quantized weight requires", DamagedCheckpointError)
     values = np.empty(sizes, to_numpy_dtype(tensor.dtype))
     tensor.fill(values, starts, unverified_spans)
     return values
@@ -232,11 +238,11 @@ def check_tensor(
     Args:
         fits: Condition that must be true.
         tensor: Tensor that the error describes.
-        problem: Problem as a clause that follows the tensor's dtype and shape, such as `"holds no scales"`.
+        problem: Problem as a verb phrase whose subject is the tensor, such as `"is not a matrix"`.
         error: Class of the exception. It may add a remedy to the message.
 
     Raises:
         CheckpointError: If `fits` is false.
     """
     if not fits:
-        raise error(f"{tensor.name}: {tensor.dtype} of shape {list(tensor.shape)} {problem}")
+        raise error(f"{tensor.name}: the {tensor.dtype} tensor of shape {list(tensor.shape)} {problem}")

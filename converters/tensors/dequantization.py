@@ -1,9 +1,9 @@
 """Dequantize weights while they are read, a few rows at a time.
 
-Codes are converted to float32 exactly. Zero points are subtracted and scales are multiplied in
-float32. The result is rounded once, to the requested dtype. Each function accepts the stored
-tensors of one weight, and returns a lazy float tensor. The docstrings cite the sources of the
-formats.
+The quantized values (codes) are converted to float32 exactly. Zero points are subtracted and scales
+are multiplied in float32. The result is rounded once, to the requested dtype. Each function accepts
+the stored tensors of one weight, and returns a lazy float tensor. The docstrings cite the sources
+of the formats.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from portable.converters.storage.byte_sources import UnverifiedSpans
     from portable.converters.tensors.tensor import Array, Shape
 
-_TRANSPOSED_BLOCK = 1 << 21  # Number of elements. Transposed layouts read all of their bytes once per block.
+# Number of elements per block. Blocks are large, because each block of a transposed layout reads all bytes.
+_TRANSPOSED_BLOCK = 1 << 21
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 _SCALES = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "F8_E8M0", "U8"})
@@ -61,7 +62,7 @@ def _to_finite_scale(tensor: Tensor, values: Array) -> Array:
     Raises:
         CheckpointError: If the tensor does not contain scales, or if a scale is infinite or NaN.
     """
-    check_tensor(tensor.dtype in _SCALES, tensor, "contains no scales")
+    check_tensor(tensor.dtype in _SCALES, tensor, "has a dtype that is not supported for scales")
     if values.dtype == np.uint8:
         values = values.view(to_numpy_dtype("F8_E8M0"))
     scale = values.astype(np.float32)
@@ -84,7 +85,9 @@ def _multiply_by_scale(values: Array, scale: Array, block_width: int, scale_tens
     """
     count, columns = values.shape
     if not scale.all() and np.any(values[np.repeat(scale == 0, block_width, axis=1)[:, :columns]]):
-        raise DamagedCheckpointError(f"{scale_tensor.name}: the scale of values other than 0 is 0")
+        raise DamagedCheckpointError(
+            f"{scale_tensor.name}: a scale is 0, but its block contains values other than 0"
+        )
     if columns == scale.shape[1] * block_width:
         values.reshape(count, scale.shape[1], block_width)[...] *= scale[:, :, None]
         return values
@@ -93,7 +96,7 @@ def _multiply_by_scale(values: Array, scale: Array, block_width: int, scale_tens
 
 
 class BlockShape(NamedTuple):
-    """Number of rows and number of columns of a weight that share a scale."""
+    """Size of the blocks of a weight, in rows and columns. All elements of a block share one scale."""
 
     rows: int
     columns: int
@@ -132,7 +135,7 @@ class _ScaleGrid:
         else:
             fits = fits and not (rows % max(1, grid[-2]) or columns % max(1, grid[-1])) and 0 not in grid
             self.block_height, self.block_width = (rows // grid[-2], columns // grid[-1]) if fits else (1, 1)
-        check_tensor(fits, scale, f"does not belong to a weight of shape {list(shape)}")
+        check_tensor(fits, scale, f"does not match a weight of shape {list(shape)}")
 
     def read_scale_rows(
         self, matrix_index: Shape, first_row: int, num_rows: int, unverified_spans: UnverifiedSpans
@@ -165,17 +168,18 @@ class _ScaleGrid:
         first_row: int,
         unverified_spans: UnverifiedSpans,
     ) -> None:
-        """Dequantize 8-bit codes with a lookup table per block.
+        """Dequantize 8-bit codes by looking up the product of each code and its scale.
 
-        The 256 possible products of code and scale are computed once per block, and each code is replaced
-        by its product. If a block has many elements, this is faster than multiplying each of them.
+        For each block, the products of the 256 codes with the block's scale are computed once. Each
+        code is then replaced by its product. If a block has many elements, this is faster than
+        multiplying each element.
 
         Args:
             table: Lookup table with the float32 value of each of the 256 codes.
             codes: Codes of shape `[rows, columns]`, as uint8.
             out: Array of the same shape that receives the result.
             matrix_index: Index of the matrix along the leading dimensions of the weight.
-            first_row: Index of the first row.
+            first_row: Index of the matrix row to which the first row of `codes` belongs.
             unverified_spans: Set that collects the file spans whose CRC has not been verified yet.
         """
         count = len(codes)
@@ -188,7 +192,7 @@ class _ScaleGrid:
             )
             return
         columns = codes.shape[1]
-        # Start of the products of each column's block.
+        # For each column, the index at which the products for its block begin.
         tables = np.repeat(np.arange(scale.shape[1]) * len(table), self.block_width)[:columns]
         # Use the smallest dtype, because NumPy adds it faster.
         tables = tables.astype(np.min_scalar_type(tables[-1] + len(table)))
@@ -236,8 +240,14 @@ class _ScaleGrid:
 
 
 def _build_byte_value_table(tensor: Tensor) -> Array:
-    """Return a lookup table with the float32 value of each byte of an 8-bit tensor."""
-    check_tensor(tensor.dtype in ("F8_E4M3", "F8_E5M2", "I8"), tensor, "contains no codes of 8 bits")
+    """Return a lookup table that maps each of the 256 byte values to a float32 number.
+
+    The table has the shape `[256]`. Entry `i` is the value of byte `i` in the dtype of `tensor`.
+
+    Raises:
+        CheckpointError: If the dtype is not `F8_E4M3`, `F8_E5M2`, or `I8`.
+    """
+    check_tensor(tensor.dtype in ("F8_E4M3", "F8_E5M2", "I8"), tensor, "does not contain 8-bit codes")
     return np.arange(256, dtype=np.uint8).view(to_numpy_dtype(tensor.dtype)).astype(np.float32)
 
 
@@ -320,7 +330,9 @@ def dequantize_fp4(
             None for no divisor.
     """
     shape = (*packed.shape[:-1], 2 * packed.shape[-1])
-    check_tensor(packed.dtype in ("U8", "I8") and len(shape) >= 2, packed, "contains no pairs of FP4 codes")
+    check_tensor(
+        packed.dtype in ("U8", "I8") and len(shape) >= 2, packed, "does not contain packed FP4 codes"
+    )
     grid = _ScaleGrid(scale, shape)
 
     def dequantize_rows(
@@ -342,7 +354,14 @@ def dequantize_fp4(
 
 
 def _read_scalar(tensor: Tensor, unverified_spans: UnverifiedSpans) -> np.float32:
-    """Read a one-element tensor as a finite float32 scale."""
+    """Read a scale from a tensor with one element, and convert it to float32.
+
+    Each file span whose CRC has not been verified yet is added to `unverified_spans`.
+
+    Raises:
+        CheckpointError: If the tensor has more than one element or none, if its dtype is not
+            supported for scales, or if the scale is infinite or NaN.
+    """
     check_tensor(tensor.numel == 1, tensor, "must have exactly one element")
     value = read_region(tensor, (0,) * len(tensor.shape), tensor.shape, unverified_spans)
     return np.float32(_to_finite_scale(tensor, value.reshape(-1))[0])
@@ -364,9 +383,9 @@ def dequantize_gpt_oss(name: str, dtype: str, blocks: Tensor, scales: Tensor) ->
     """
     *lead, columns, groups, width = blocks.shape if len(blocks.shape) >= 3 else (0, 0, 0)
     fits = blocks.dtype == "U8" and width == 16
-    check_tensor(fits, blocks, "contains no blocks of MXFP4")
+    check_tensor(fits, blocks, "does not contain MXFP4 blocks of 16 bytes")
     fits = scales.dtype in ("U8", "F8_E8M0") and tuple(scales.shape) == tuple(blocks.shape[:-1])
-    check_tensor(fits, scales, f"does not belong to {blocks.name}")
+    check_tensor(fits, scales, f"does not match the codes in {blocks.name}")
 
     def dequantize_rows(
         matrix_index: Shape, first_row: int, num_rows: int, unverified_spans: UnverifiedSpans
@@ -397,16 +416,16 @@ def dequantize_gpt_oss(name: str, dtype: str, blocks: Tensor, scales: Tensor) ->
 def unpack_codes(words: Array, bits: int) -> Array:
     """Unpack integer codes from 32-bit words along the first dimension. The lowest bits come first.
 
-    A code may be split across two words.
+    A code may be split across two words. Before unpacking, words of zeros are appended until the
+    words contain a whole number of codes.
 
     Args:
         words: Words of shape `[words, n]` with a 32-bit dtype.
         bits: Number of bits per code.
 
     Returns:
-        Codes of shape `[codes, n]` as uint8. The words are padded with zeros until they contain only
-        complete codes, so there may be more codes than were packed. The caller must ignore the extra
-        codes at the end.
+        Codes of shape `[codes, n]` as uint8. There may be more codes than were packed. The caller
+        must ignore the extra codes at the end.
     """
     words = words.view(np.uint32)
     period = 32 // gcd(bits, 32)
@@ -460,10 +479,12 @@ def dequantize_packed_rows(
     wide = grid._shape[-1]
     if zero_point is not None:
         fits = zero_point.dtype == "I32" and tuple(zero_point.shape) == (-(-count_rows * bits // 32), wide)
-        check_tensor(fits, zero_point, f"does not belong to {scale.name}")
+        check_tensor(fits, zero_point, f"does not match the scales in {scale.name}")
     if column_groups is not None:
         check_tensor(
-            tuple(column_groups.shape) == (columns,), column_groups, f"does not belong to {packed.name}"
+            tuple(column_groups.shape) == (columns,),
+            column_groups,
+            f"does not match the codes in {packed.name}",
         )
 
     def dequantize_rows(
@@ -504,7 +525,9 @@ def _read_column_groups(groups: Tensor, count: int, unverified_spans: Unverified
     """
     index = read_region(groups, (0,), groups.shape, unverified_spans)
     check_tensor(
-        bool(index.size == 0 or 0 <= index.min() <= index.max() < count), groups, "contains other groups"
+        bool(index.size == 0 or 0 <= index.min() <= index.max() < count),
+        groups,
+        f"contains a group index that is not between 0 and {count - 1}",
     )
     return index
 
@@ -543,7 +566,7 @@ def dequantize_gptq(
     allowed_text = " or ".join(str(count) for count in allowed)
     check_tensor(fits, weight, f"does not contain {inputs} x {outputs} codes of {allowed_text} bits")
     fits = zeros.dtype == "I32" and tuple(zeros.shape) == (groups, outputs * bits // 32)
-    check_tensor(fits, zeros, f"does not belong to {weight.name}")
+    check_tensor(fits, zeros, f"does not match the codes in {weight.name}")
 
     def dequantize_rows(
         matrix_index: Shape, first_row: int, num_rows: int, unverified_spans: UnverifiedSpans
@@ -583,9 +606,9 @@ def dequantize_awq(name: str, dtype: str, tensors: Mapping[str, Tensor]) -> Tens
     (groups, outputs) = scales.shape if len(scales.shape) == 2 else (0, 0)
     inputs = weight.shape[0] if weight.shape else 0
     fits = weight.dtype == "I32" and weight.shape[1:] == (outputs // 8,) and bool(groups) and outputs % 8 == 0
-    check_tensor(fits and inputs % groups == 0, weight, f"does not belong to {scales.name}")
+    check_tensor(fits and inputs % groups == 0, weight, f"does not match the scales in {scales.name}")
     fits = zeros.dtype == "I32" and tuple(zeros.shape) == (groups, outputs // 8)
-    check_tensor(fits, zeros, f"does not belong to {weight.name}")
+    check_tensor(fits, zeros, f"does not match the codes in {weight.name}")
 
     def read_codes(tensor: Tensor, first: int, count: int, unverified_spans: UnverifiedSpans) -> Array:
         words = read_region(tensor, (0, first // 8), (tensor.shape[0], count // 8), unverified_spans).view(
@@ -609,7 +632,9 @@ def dequantize_awq(name: str, dtype: str, tensors: Mapping[str, Tensor]) -> Tens
         )
         values -= read_codes(zeros, first_row, num_rows, unverified_spans).astype(np.float32)[:, None]
         if not scale.all() and np.any(values[np.broadcast_to(scale[:, None] == 0, values.shape)]):
-            raise DamagedCheckpointError(f"{scales.name}: the scale of values other than 0 is 0")
+            raise DamagedCheckpointError(
+                f"{scales.name}: a scale is 0, but its group contains values other than 0"
+            )
         values *= scale[:, None]
         return values.reshape(inputs, num_rows).T
 
@@ -663,15 +688,24 @@ def dequantize_bnb_4bit(
     """
     total = prod(shape)
     width = get_itemsize(packed.dtype)
-    check_tensor(packed.numel * width == -(-total // 2), packed, f"does not contain {list(shape)}")
+    check_tensor(
+        packed.numel * width == -(-total // 2),
+        packed,
+        f"does not contain the 4-bit codes of a weight of shape {list(shape)}",
+    )
     count_max = -(-total // block_size)
     check_tensor(
-        tensors["absmax"].shape == (count_max,), tensors["absmax"], f"does not belong to {packed.name}"
+        tensors["absmax"].shape == (count_max,),
+        tensors["absmax"],
+        f"does not match the codes in {packed.name}",
     )
     check_tensor(tensors["quant_map"].shape == (16,), tensors["quant_map"], "is not a table of 16 values")
 
     def read_flat(tensor: Tensor, low: int, high: int, unverified_spans: UnverifiedSpans) -> Array:
-        """Read the elements [low, high) of a tensor with shape `[n]` or `[n, 1]`."""
+        """Read the elements [low, high) of a tensor with shape `[n]` or `[n, 1]`.
+
+        Each file span whose CRC has not been verified yet is added to `unverified_spans`.
+        """
         # The tensors may be stored with the shape (n, 1).
         ends = (1,) * (len(tensor.shape) - 1)
         return read_region(tensor, (low, *(0 for _ in ends)), (high - low, *ends), unverified_spans).reshape(
@@ -679,17 +713,27 @@ def dequantize_bnb_4bit(
         )
 
     def read_codes(low: int, high: int, unverified_spans: UnverifiedSpans) -> Array:
-        """Read the bytes [low, high) of the packed codes."""
+        """Read the bytes [low, high) of the packed codes.
+
+        Each file span whose CRC has not been verified yet is added to `unverified_spans`.
+        """
         first = low // width
         elements = np.ascontiguousarray(read_flat(packed, first, -(-high // width), unverified_spans))
         return elements.view(np.uint8)[low - first * width : high - first * width]
 
     def read_maxima(low: int, high: int, unverified_spans: UnverifiedSpans) -> Array:
-        """Read the maxima of the blocks [low, high), dequantizing them if necessary."""
+        """Read the maxima of the quantization blocks [low, high).
+
+        The maximum of a block (`absmax`) is its largest magnitude. If the maxima are quantized,
+        they are dequantized. Each file span whose CRC has not been verified yet is added to
+        `unverified_spans`.
+        """
         quantized = read_flat(tensors["absmax"], low, high, unverified_spans)
         if nested is None:
             return _to_finite_scale(tensors["absmax"], quantized)
-        check_tensor(quantized.dtype == np.uint8, tensors["absmax"], "contains no codes of maxima")
+        check_tensor(
+            quantized.dtype == np.uint8, tensors["absmax"], "does not contain the 8-bit codes of the maxima"
+        )
         size, offset = nested
         table = read_flat(tensors["nested_quant_map"], 0, 256, unverified_spans)
         above = read_flat(tensors["nested_absmax"], low // size, -(-high // size), unverified_spans)
@@ -728,7 +772,7 @@ def dequantize_bnb_8bit(name: str, dtype: str, weight: Tensor, maxima: Tensor) -
         weight: Codes of shape `[rows, columns]`.
         maxima: Largest magnitude in each row.
     """
-    check_tensor(weight.dtype == "I8" and len(weight.shape) == 2, weight, "contains no rows of bytes")
+    check_tensor(weight.dtype == "I8" and len(weight.shape) == 2, weight, "is not a matrix of 8-bit codes")
     grid = _ScaleGrid(maxima, weight.shape)
 
     def dequantize_rows(

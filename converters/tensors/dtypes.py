@@ -70,7 +70,7 @@ def get_itemsize(dtype: str) -> int:
     try:
         return _SIZES[dtype]
     except KeyError:
-        raise UnsupportedCheckpointError(f"the element type {dtype!r} is not supported") from None
+        raise UnsupportedCheckpointError(f"the dtype {dtype!r} is not supported") from None
 
 
 def unpack_numbers(dtype: str, data: bytes) -> list[Any] | None:

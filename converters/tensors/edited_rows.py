@@ -31,7 +31,7 @@ class RowEdit(Protocol):
     """Edit that changes rows of a tensor in place, one block of rows at a time."""
 
     def apply(self, block: Array, first_row: int) -> None:
-        """Change rows in place.
+        """Apply the edit to a block of rows, in place.
 
         Args:
             block: Rows as a 2-D array of float32 or float64.
@@ -47,7 +47,10 @@ class AffineEdit:
         self.factor, self.divisor, self.term = np.float32(factor), np.float32(divisor), np.float32(term)
 
     def apply(self, block: Array, first_row: int) -> None:
-        """Change rows in place. See `RowEdit.apply`."""
+        """Multiply rows by `factor`, divide by `divisor` and add `term`, in place.
+
+        All rows change in the same way, so `first_row` is not used.
+        """
         if self.factor != 1:
             block *= self.factor
         if self.divisor != 1:
@@ -72,9 +75,9 @@ class _EditedRows:
     def __call__(
         self, matrix_index: Shape, first_row: int, num_rows: int, unverified_spans: UnverifiedSpans
     ) -> Array:
-        """Compute edited rows. See `RowFunction`.
+        """Read rows of the tensor and apply the edits to them. See `RowFunction`.
 
-        The result is valid until the current thread computes the next block.
+        The returned array is valid until the next call in the same thread, which overwrites it.
         """
         above = int(np.ravel_multi_index(matrix_index, self.row_shape[:-1])) if matrix_index else 0
         first_row += above * self.row_shape[-1]
@@ -111,7 +114,9 @@ class _EditedRows:
 
 
 def append_zero_rows(tensor: Tensor, total_rows: int) -> Tensor:
-    """Append rows of zeros to a tensor, which edits can then fill. No data is copied.
+    """Append rows of zeros to a tensor. No data is copied.
+
+    The new rows can be filled later by editing the result with `apply_edits`.
 
     Args:
         tensor: Tensor to extend.

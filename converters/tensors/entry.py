@@ -1,4 +1,4 @@
-"""Define the output tensors of a conversion."""
+"""Define `OutputTensor`, a tensor that a conversion writes."""
 
 from __future__ import annotations
 

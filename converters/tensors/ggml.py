@@ -1,6 +1,6 @@
-"""Quantize tensors to ggml's block formats with the package `gguf`.
+"""Quantize tensors to ggml's block formats. The package `gguf` computes the blocks.
 
-A block has a scale and codes with 8 or 4 bits.
+A block consists of a scale and quantized values with 8 or 4 bits each.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from portable.converters.tensors.tensor import Array, Shape, Tensor
 
 GGML_KINDS = frozenset({"Q8_0", "Q4_0", "MXFP4"})
-BLOCK_ELEMENTS = 32  # Number of elements per block of each kind
+BLOCK_ELEMENTS = 32  # Number of elements per block in each of these formats
 
 
 def quantize_to_ggml(tensor: Tensor, kind: str) -> Tensor:

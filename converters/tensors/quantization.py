@@ -1,9 +1,9 @@
 """Quantize weights while they are read, a few rows at a time.
 
 This is the inverse of `portable.converters.tensors.dequantization`. Each function accepts the float
-tensor of one weight, and returns the tensors that the format stores for it. Each block of a matrix
-has a scale, which is computed from the largest magnitude in the block. This matches the format's
-reference implementation without calibration data.
+tensor of one weight, and returns the tensors that a quantization format stores for this weight.
+Each block of a matrix has a scale, which is computed from the largest magnitude in the block. The
+results match the format's reference implementation, when it is run without calibration data.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 _MAX_MAGNITUDES = {"F8_E4M3": 448.0, "F8_E5M2": 57344.0, "FP4": 6.0}
 # Number of exponent bits and of mantissa bits
 _FLOAT_BITS = {"F8_E4M3": (4, 3), "F8_E5M2": (5, 2), "FP4": (2, 1)}
-# Maximum block height for which scales are computed again for each use. The magnitudes of higher blocks are
-# kept in memory.
+# Maximum block height at which scales are recomputed for each use. The magnitudes of taller blocks are
+# cached.
 _MAX_RECOMPUTED_HEIGHT = 1024
 _EXPONENT_OF_FP4 = 2  # Exponent of the largest FP4 value, 6
 
@@ -45,22 +45,26 @@ class QuantizationScheme:
     """Scheme for quantizing a matrix.
 
     Attributes:
-        code_dtype: `F8_E4M3`, `F8_E5M2`, `I8`, `FP4`, or `INT4` (`INT2`, `INT8`) for integers that are packed
-            into words.
+        code_dtype: Dtype of the quantized values (codes): `F8_E4M3`, `F8_E5M2`, `I8`, `FP4`,
+            `INT2`, `INT4`, or `INT8`. The last three are integers that are packed into words.
         block_height: Number of rows that share a scale, or 0 for all rows.
         block_width: Number of columns that share a scale, or 0 for all columns.
         scale_rule: Rule for computing a block's scale from the largest magnitude in the block:
 
-            - ``inverse``: the reciprocal of the scale (largest code / magnitude) is computed in float32, and
-              inverted. Source: transformers `integrations/finegrained_fp8.py` (`Fp8Quantize`).
-            - ``range``: the magnitude divided by half of the codes' range. Each operation is rounded to the
-              dtype of the scales. Source: compressed-tensors `calculate_qparams`, `quantize`.
-            - ``near``: the magnitude rounded to a power of two, divided by 4, because the largest FP4 value
-              is 6. Rounding up begins at 1.75 times a power of two. Source: compressed-tensors
-              `generate_mx_scales`.
+            - ``inverse``: the reciprocal of the scale (largest code / magnitude) is computed in
+              float32, and inverted. Source: transformers `integrations/finegrained_fp8.py`
+              (`Fp8Quantize`).
+            - ``range``: the magnitude divided by half of the codes' range. Each operation is
+              rounded to the dtype of the scales. Source: compressed-tensors `calculate_qparams`,
+              `quantize`.
+            - ``near``: the magnitude rounded to a power of two, divided by 4, because the largest
+              FP4 value is 6. The magnitude is rounded up if it is at least 1.75 times the next
+              lower power of two, otherwise down. For example, 1.75 becomes 2, and 1.7 becomes 1.
+              Source: compressed-tensors `generate_mx_scales`.
             - ``floor``: like ``near``, but the magnitude is always rounded down to a power of two.
               Source: OCP Microscaling Formats 1.0, section 6.3.
-        scale_dtype: Safetensors dtype of the scales. Empty for the dtype of the weight.
+        scale_dtype: Safetensors dtype of the scales. If it is empty, the scales have the dtype of
+            the weight.
     """
 
     code_dtype: str
@@ -91,7 +95,8 @@ class _BlockQuantizer:
         check_tensor(
             weight.dtype in ("F32", "F16", "BF16") and len(weight.shape) > 1,
             weight,
-            "cannot be quantized; convert the weight to a matrix of bfloat16",
+            "cannot be quantized, because it is not a matrix in float32, float16 or bfloat16; convert the "
+            "weight to bfloat16",
             CheckpointError,
         )
         *lead, rows, columns = weight.shape
@@ -130,13 +135,14 @@ class _BlockQuantizer:
     ) -> Array:
         """Compute the largest magnitude in each block.
 
-        For blocks with more than `_MAX_RECOMPUTED_HEIGHT` rows, the magnitudes are cached, because
-        computing them again would read the complete block.
+        The magnitudes of blocks with more than `_MAX_RECOMPUTED_HEIGHT` rows are cached. The caller
+        quantizes such a block a few rows at a time. Without the cache, it would read the entire
+        block again for each part.
 
         Args:
             matrix_index: Index of the matrix along the leading dimensions.
-            first_block: Index of the first block row.
-            stop_block: Index of the last block row, exclusive.
+            first_block: Index of the first row of blocks.
+            stop_block: Index of the last row of blocks, exclusive.
             unverified_spans: Set that collects the file spans whose CRC has not been verified yet.
 
         Returns:
@@ -166,11 +172,14 @@ class _BlockQuantizer:
     def _compute_high_block_magnitudes(
         self, matrix_index: Shape, row: int, unverified_spans: UnverifiedSpans
     ) -> Array:
-        """Compute the largest magnitude in each block of one block row, reading a few rows at a time.
+        """Compute the largest magnitude of each block in one row of blocks.
+
+        Blocks of many rows are too high to be read at once. The function therefore reads a few rows
+        at a time.
 
         Args:
             matrix_index: Index of the matrix along the leading dimensions.
-            row: Index of the block row.
+            row: Index of the row of blocks.
             unverified_spans: Set that collects the file spans whose CRC has not been verified yet.
 
         Returns:
@@ -192,11 +201,12 @@ class _BlockQuantizer:
         """Compute the largest magnitude in each block of the given rows.
 
         Args:
-            values: Rows of the weight, of shape `[rows, columns]`. They must begin with the first row of a
-                block. The last block may be incomplete.
+            values: Consecutive rows of the weight, of shape `[rows, columns]`. The first row must
+                be the first row of a block. The last block may be incomplete.
 
         Returns:
-            Array of shape `[block rows, column blocks]`.
+            Array with one element per block, of shape `[blocks along the rows, blocks along the
+            columns]`.
         """
         magnitude = np.abs(values)
         if not len(values) % self.block_height:
@@ -233,18 +243,20 @@ class _BlockQuantizer:
     def compute_scales(
         self, matrix_index: Shape, first_block: int, stop_block: int, unverified_spans: UnverifiedSpans
     ) -> Array:
-        """Compute the scales of block rows in their stored dtype.
+        """Compute the scales of the blocks in a range of block rows.
 
-        See `compute_block_magnitudes` for the arguments.
+        A block row consists of all blocks that cover the same rows of the matrix. The scales have
+        the dtype in which they are stored. See `compute_block_magnitudes` for the arguments.
         """
         return self._compute_scales_from_magnitudes(
             self.compute_block_magnitudes(matrix_index, first_block, stop_block, unverified_spans)
         )
 
     def _compute_scales_from_magnitudes(self, magnitudes: Array) -> Array:
-        """Compute scales in their stored dtype from the blocks' largest magnitudes.
+        """Compute the scales of blocks from the largest magnitude of each block.
 
-        The rules `near` and `floor` result in powers of two, which are returned as uint8 exponents (E8M0).
+        The scales have the dtype in which they are stored. If the scheme's `scale_rule` is `near`
+        or `floor`, the scales are powers of two, and are returned as uint8 exponents (E8M0).
         """
         rule, stored = self.scheme.scale_rule, to_numpy_dtype(self.scale_dtype)
         if rule == "inverse":
@@ -270,7 +282,7 @@ class _BlockQuantizer:
 
     @property
     def _magnitude_divisor(self) -> float:
-        """Divisor that converts the largest magnitude in a block to its scale."""
+        """Number by which a block's largest magnitude is divided to compute the block's scale."""
         if self.scheme.code_dtype in _MAX_MAGNITUDES:
             return _MAX_MAGNITUDES[self.scheme.code_dtype]
         return float((1 << self.code_bits) - 1) / 2
@@ -290,11 +302,12 @@ class _BlockQuantizer:
     def quantize_rows(
         self, matrix_index: Shape, first_row: int, num_rows: int, unverified_spans: UnverifiedSpans
     ) -> Array:
-        """Compute the codes of rows. See `RowFunction`.
+        """Quantize rows of a matrix. See `RowFunction` for the arguments.
 
         Returns:
-            Codes in the dtype `F8_E4M3`, `F8_E5M2`, or `I8`. FP4 codes and packed integers are uint8 with one
-            code per element.
+            Array of codes, one per element. If the scheme's `code_dtype` is `F8_E4M3`, `F8_E5M2`, or
+            `I8`, the codes have this dtype. Codes that will be packed (`FP4`, `INT2`, `INT4`, or
+            `INT8`) have the dtype uint8. They are not packed yet.
         """
         values = self.read_values(matrix_index, first_row, num_rows, unverified_spans)
         low, high = first_row // self.block_height, -(-(first_row + num_rows) // self.block_height)
@@ -337,11 +350,12 @@ class _BlockQuantizer:
         return values.astype(np.int8) if codes == "I8" else (values + half).astype(np.uint8)
 
     def build_scale_tensor(self, name: str, shape: Shape | None = None) -> Tensor:
-        """Build the lazy tensor that contains the scales.
+        """Build the lazy tensor that contains the scales of the quantized weight.
 
         Args:
             name: Name of the tensor.
-            shape: Stored shape of the scales, if it differs from one scale per block.
+            shape: Shape in which the scales are stored. None for the shape with one element per
+                block.
         """
         return build_computed_tensor(
             name,
@@ -356,10 +370,13 @@ class _BlockQuantizer:
 
     @property
     def row_alignment(self) -> int:
-        """Alignment of the row blocks that are computed at once, in rows.
+        """Alignment of the row ranges that are quantized in one step, as a number of rows.
 
-        This is the height of a quantization block, so that magnitudes are computed from rows that are
-        already in memory. It is 1 for tall blocks, because their magnitudes are cached.
+        Each range begins at a multiple of this number. Normally, the number is the height of a
+        quantization block. A range then begins at the first row of a block, so the largest
+        magnitude of each block can be computed from the rows in memory. If the blocks are too tall
+        for this, the number is 1. The largest magnitude of a block is then computed once from the
+        complete block and cached, so a range may begin at any row.
         """
         return self.block_height if self.block_height <= _MAX_RECOMPUTED_HEIGHT else 1
 
@@ -386,8 +403,8 @@ def encode_small_floats(values: Array, exponent_bits: int, mantissa_bits: int) -
     codes += bits
     codes += (1 << (cut - 1)) - 1 - ((127 - bias) << 23)
     codes >>= cut
-    # Subnormal codes are equidistant. They are the larger codes below the least exponent, and the smaller
-    # codes above it.
+    # Subnormal codes are equidistant. Below the smallest normal number, they exceed the codes computed above,
+    # and otherwise they do not, so the maximum is correct.
     magnitude *= np.float32(2.0 ** (bias - 1 + mantissa_bits))
     np.minimum(np.rint(magnitude, out=magnitude), np.float32(1 << mantissa_bits), out=magnitude)
     encoded: Array = np.maximum(codes, magnitude.astype(np.int32), out=codes).astype(np.uint8)
@@ -404,7 +421,8 @@ def quantize_to_bytes(
         weight: Weight to quantize.
         scheme: Quantization scheme.
         scale_name: Name of the tensor for the scales.
-        scale_shape: Stored shape of the scales, if it differs from one scale per block.
+        scale_shape: Shape in which the scales are stored, such as `[1]` instead of `[1, 1]`. None
+            to store them in the shape of the grid of blocks.
 
     Returns:
         The codes, which keep the weight's name and shape, and the scales, keyed by name.
@@ -432,7 +450,7 @@ def quantize_to_packed_rows(weight: Tensor, scheme: QuantizationScheme) -> dict[
     check_tensor(
         len(weight.shape) == 2 and 32 % quantizer.code_bits == 0,
         weight,
-        f"cannot be packed as {scheme.code_dtype}; use fp8 or int8",
+        f"cannot be packed as {scheme.code_dtype}; use --quantize fp8 or --quantize int8",
         CheckpointError,
     )
     codes_per_word = 32 // quantizer.code_bits
@@ -464,11 +482,12 @@ def quantize_to_packed_rows(weight: Tensor, scheme: QuantizationScheme) -> dict[
 
 
 def _pack_codes(codes: Array, bits: int) -> Array:
-    """Pack codes with less than 8 bits into bytes. The first code occupies the lowest bits.
+    """Pack codes of 1, 2, 4, or 8 bits into bytes. The first code occupies the lowest bits.
 
     Args:
-        codes: Codes as uint8. The number of columns is divisible by the number of codes per byte.
-        bits: Number of bits per code, 1, 2, 4, or 8.
+        codes: Codes as uint8, one per element. The number of columns is divisible by the number of
+            codes per byte.
+        bits: Number of bits per code: 1, 2, 4, or 8. Codes of 8 bits are returned unchanged.
     """
     while bits < 8:
         pairs = codes.view("<u2")
@@ -499,7 +518,8 @@ def quantize_to_fp4(weight: Tensor, scheme: QuantizationScheme) -> dict[str, Ten
     check_tensor(
         quantizer.columns % scheme.block_width == 0,
         weight,
-        f"has rows whose length is not divisible by {scheme.block_width}; use fp8 or int8",
+        f"has {quantizer.columns} columns, which are not divisible by the block size {scheme.block_width}; "
+        "use --quantize fp8 or --quantize int8",
         CheckpointError,
     )
     shape = (*quantizer.leading_shape, quantizer.rows, quantizer.columns // 2)
@@ -520,7 +540,8 @@ def quantize_to_gpt_oss(weight: Tensor, scheme: QuantizationScheme) -> dict[str,
     check_tensor(
         quantizer.columns % 32 == 0,
         weight,
-        "has columns whose length is not divisible by 32; use fp8 or int8",
+        f"has {quantizer.columns} rows, which are not divisible by the block size 32; use --quantize fp8 or "
+        "--quantize int8",
         CheckpointError,
     )
     shape = (*quantizer.leading_shape, quantizer.rows, quantizer.columns // 2)

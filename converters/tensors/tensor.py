@@ -82,7 +82,11 @@ class Box:
 
     @property
     def view(self) -> View:
-        """`View` of the elements. If a function was passed, it is called on first access."""
+        """`View` of the elements.
+
+        If the constructor received a function instead of a `View`, the function is called on the
+        first access, and its result is cached until `release` is called.
+        """
         if isinstance(self._view_or_loader, View):
             return self._view_or_loader
         # Use a local variable because another thread may call `release` before the view is returned.
@@ -93,13 +97,18 @@ class Box:
 
     @property
     def available_view(self) -> View | None:
-        """`View` of the elements if it is available without calling the function, otherwise None."""
+        """`View` of the box's elements, or None if the view has not been computed yet.
+
+        A box can be created with a function that computes its view on the first read. This property
+        does not call the function. It only returns the result of an earlier call.
+        """
         return self._view_or_loader if isinstance(self._view_or_loader, View) else self._cached_view
 
     def release(self) -> None:
-        """Drop the view returned by the function, so that the next read calls the function again.
+        """Drop the cached view, so that the next read builds it again.
 
-        Has no effect if a `View` was passed to the constructor.
+        The function that was passed to the constructor builds the view. Has no effect if a `View`
+        was passed instead.
         """
         self._cached_view = None
 
@@ -190,7 +199,7 @@ class Tensor:
 
     @property
     def pieces(self) -> int:
-        """Number of boxes, or 0 for an empty tensor."""
+        """Number of boxes (stored pieces) of the tensor, or 0 if the tensor is empty."""
         return int(0 not in self.shape) if self._boxes is None else len(self._boxes)
 
     @property
@@ -420,11 +429,12 @@ class Tensor:
         The bytes of the span can be copied directly from one file to another.
 
         Args:
-            located: Whether to return None if locating the elements would require reading a file.
+            located: Whether to use only locations that are already known. The result is then None
+                if a file would have to be read to locate the elements.
 
         Returns:
-            The span, or None if the elements are not contiguous in one file or their CRC has not been
-            verified yet.
+            The span, or None if the elements are not contiguous in one file or their CRC has not
+            been verified yet.
         """
         if len(self.boxes) != 1 or self.boxes[0].sizes != self.shape:
             return None
@@ -439,11 +449,12 @@ class Tensor:
         return span.file.get_span(span.offset + view.offset, self.nbytes)
 
     def find_run(self) -> ByteSource | None:
-        """Return a source that contains exactly the tensor's elements, in row-major order.
+        """Find a byte source that contains exactly the tensor's elements, in row-major order.
 
         Returns:
-            The source, or None if a box is not row-major or extends beyond its source, or if the tensor is
-            split along a dimension other than 0.
+            The source. None if the tensor is split along a dimension other than 0, if the elements
+            of a box (a stored piece) are not in row-major order, or if the byte source of a box is
+            too short.
         """
         strides = compute_row_major_strides(self.shape, get_itemsize(self.dtype))
         sources = []
@@ -535,14 +546,16 @@ def check_shape(name: str, dtype: str, shape: Sequence[int]) -> Shape:
     shape = tuple(shape)
     if len(shape) > MAX_DIMS:
         raise DamagedCheckpointError(
-            f"{name}: impossible shape with {len(shape)} dimensions, more than PyTorch supports"
+            f"{name}: the shape has {len(shape)} dimensions, but PyTorch supports at most {MAX_DIMS}"
         )
     if shape and not 0 <= min(shape) <= max(shape) <= _MAX_BYTES:
         raise DamagedCheckpointError(
-            f"{name}: impossible shape with a size that is negative or at least 2**63"
+            f"{name}: the shape contains a size that is negative or larger than 2**63 - 1"
         )
     if prod(shape) * get_itemsize(dtype) > _MAX_BYTES:
-        raise DamagedCheckpointError(f"{name}: impossible shape {list(shape)} with 2**63 bytes or more")
+        raise DamagedCheckpointError(
+            f"{name}: a tensor with the shape {list(shape)} would have more than 2**63 - 1 bytes"
+        )
     return shape
 
 

@@ -1,8 +1,10 @@
 """Slice, concatenate, transpose, permute, and reshape tensors lazily.
 
-The result of an operation consists of regions of the source tensors. A region is a strided view of
-a tensor's bytes in row-major order. `get_row_major_source` returns these bytes even if the pieces
-of the tensor are stored in a different order.
+The elements of a result are read from the source tensors when the result is read. Slices and
+concatenations select regions of the sources, which are strided views of the sources' bytes.
+This requires that the bytes of a source are in row-major order. Some sources are stored in
+another order, for example because they are split along their columns. For such a source,
+`get_row_major_source` rearranges the elements while they are read.
 """
 
 from __future__ import annotations
@@ -20,9 +22,9 @@ if TYPE_CHECKING:
     from portable.converters.storage.byte_sources import ByteSource, UnverifiedSpans
     from portable.converters.tensors.tensor import Array, Shape
 
-# Number of bytes of a transposed matrix that are read at once (a tile), minimum number of bytes to read from
-# each row of the source, and maximum size of a tile. Each tile reads the complete height of the source, so at
-# least a page should be read from each row if the tile does not become too large.
+# Size in bytes of a tile (the part of a transposed matrix that is read at once), minimum number of bytes to
+# read from each row of the source, and maximum size of a tile. Each tile reads the complete height of the
+# source, so at least a page should be read from each row if the tile does not become too large.
 _TILE_BYTES, _MIN_ROW_BYTES, _LARGEST_TILE = 2 << 20, 4096, 32 << 20
 
 
@@ -51,7 +53,7 @@ class _RowMajorSource:
 def get_row_major_source(tensor: Tensor) -> ByteSource:
     """Return a byte source that contains a tensor's elements in row-major order.
 
-    If the stored bytes are already in order, this is the stored source. Otherwise, the elements are
+    If the stored bytes are already in order, returns the stored source. Otherwise, the elements are
     rearranged when they are read.
     """
     return tensor.find_run() or _RowMajorSource(tensor)
@@ -60,10 +62,10 @@ def get_row_major_source(tensor: Tensor) -> ByteSource:
 def build_region_box(
     tensor: Tensor, offsets: Sequence[int], starts: Sequence[int], sizes: Sequence[int]
 ) -> Box:
-    """Build a box that contains a region of another tensor.
+    """Build a box of a new tensor. The box reads its elements from a region of an existing tensor.
 
     Args:
-        tensor: Tensor that contains the region.
+        tensor: Existing tensor.
         offsets: Start index of the box along each dimension of the new tensor.
         starts: Start index of the region along each dimension of `tensor`.
         sizes: Size of the region along each dimension.
@@ -125,9 +127,9 @@ def transpose_matrix(tensor: Tensor) -> Tensor:
 def permute_split_dims(tensor: Tensor, split: Sequence[int], order: Sequence[int]) -> Tensor:
     """Return `tensor.reshape(split).permute(order).reshape(tensor.shape)` lazily.
 
-    For example, this converts between the two layouts of rotary embeddings. With the split (heads, 2,
-    half, ...) and the order (0, 2, 1, ...), rows from the first half of each head alternate with rows
-    from the second half.
+    For example, this converts between the two layouts of rotary embeddings. If a head has the rows
+    [a0, a1, b0, b1], the split (heads, 2, 2, columns) and the order (0, 2, 1, 3) result in
+    [a0, b0, a1, b1].
 
     Args:
         tensor: Tensor to permute.

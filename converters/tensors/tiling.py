@@ -1,4 +1,7 @@
-"""Check that the boxes of a tensor cover each element exactly once."""
+"""Check that the boxes of a tensor cover each of its elements exactly once.
+
+A box is a rectangular piece of a tensor, for example the shard of one rank.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,8 @@ if TYPE_CHECKING:
 Extent = tuple[tuple[int, ...], tuple[int, ...]]
 """Start index and size of a box along each dimension."""
 
-# Number of corners that may be checked for any tensor, and number of split dimensions that may be checked for
-# any number of boxes.
+# A tensor is accepted if its boxes have at most this many corners, or if it is split along at most this many
+# dimensions.
 _CORNERS, _MAX_CUT = 1 << 16, 4
 
 
@@ -37,13 +40,13 @@ def check_boxes_cover_once(name: str, shape: tuple[int, ...], boxes: Sequence[Ex
     for offsets, sizes in boxes:
         if len(offsets) != len(shape) or len(sizes) != len(shape):
             raise DamagedCheckpointError(
-                f"{name}: a piece has {len(sizes)} dimensions, but the tensor has {len(shape)}"
+                f"{name}: a piece of the tensor has {len(sizes)} dimensions, but the tensor has {len(shape)}"
             )
         for offset, size, length in zip(offsets, sizes, shape, strict=True):
             if offset < 0 or size < 0 or offset + size > length:
                 raise DamagedCheckpointError(
-                    f"{name}: the piece at {list(offsets)} with shape {list(sizes)} is outside of the "
-                    f"tensor with shape {list(shape)}"
+                    f"{name}: the piece at {list(offsets)} with shape {list(sizes)} extends beyond the "
+                    f"tensor, which has shape {list(shape)}"
                 )
         if prod(sizes):
             live.append((offsets, sizes))
@@ -53,7 +56,8 @@ def check_boxes_cover_once(name: str, shape: tuple[int, ...], boxes: Sequence[Ex
         reach = tuple(max(low[d] + size[d] for low, size in boxes) for d in range(len(shape)))
         if reach != shape:
             raise DamagedCheckpointError(
-                f"{name}: empty pieces reach {list(reach)}, but the tensor has shape {list(shape)}"
+                f"{name}: the pieces of the tensor together have shape {list(reach)}, but the tensor has "
+                f"shape {list(shape)}"
             )
     if volume < expected:
         raise DamagedCheckpointError(
@@ -61,7 +65,8 @@ def check_boxes_cover_once(name: str, shape: tuple[int, ...], boxes: Sequence[Ex
         )
     if volume > expected:
         raise DamagedCheckpointError(
-            f"{name}: pieces overlap, because {volume} elements are stored for {expected}"
+            f"{name}: pieces of the tensor overlap: the files contain {volume} elements, but the tensor has "
+            f"only {expected}"
         )
     if len(live) < 2:
         return
@@ -72,18 +77,30 @@ def check_boxes_cover_once(name: str, shape: tuple[int, ...], boxes: Sequence[Ex
     if all(low[0][dim] + low[1][dim] <= high[0][dim] for low, high in pairwise(live)):
         return
     if _has_gap_or_overlap(name, shape, live):
-        raise DamagedCheckpointError(f"{name}: elements are missing from the files, and pieces overlap")
+        raise DamagedCheckpointError(
+            f"{name}: some elements of the tensor are missing from the files, and others are stored twice"
+        )
 
 
 def _has_gap_or_overlap(name: str, shape: tuple[int, ...], boxes: Sequence[Extent]) -> bool:
     """Return whether boxes with the same total volume as `shape` leave gaps or overlap.
 
-    Each corner of a box has a sign: -1 if the box ends at the corner along an odd number of dimensions,
-    otherwise +1. The number of boxes that cover a point is the sum of the signs of all corners at or
-    before the point along every dimension. Conversely, these numbers determine the sum of the signs at
-    each corner. The boxes therefore cover `shape` exactly once if and only if the signs at each corner
-    add up to the sign of `shape` itself. The check takes time proportional to the number of boxes,
-    regardless of their layout.
+    The coverage of a point is the number of boxes that contain it. The function checks that the
+    coverage of every point of the tensor is 1.
+
+    For this purpose, each corner of a box is given a sign: -1 if the box ends at the corner along
+    an odd number of dimensions, otherwise +1. By the inclusion-exclusion principle, the coverage of
+    a point is the sum of the signs of all corners at or before the point along every dimension. If
+    the signs of corners at the same position are added up, these sums determine the coverage of
+    every point. Conversely, the coverage determines the sums. The boxes therefore cover the tensor
+    exactly once if and only if they have the same sums as one box that covers the complete tensor.
+
+    The check takes time proportional to the number of boxes, regardless of their layout.
+
+    Args:
+        name: Name of the tensor, used in the error message.
+        shape: Shape of the tensor.
+        boxes: Start index and size of each box.
 
     Raises:
         CheckpointError: If there are too many corners, because the tensor is split along too many

@@ -1,1 +1,1 @@
-"""Write all output formats, and replace the output atomically."""
+"""Write a checkpoint in any of the output formats, and replace an existing output atomically."""

@@ -1,4 +1,8 @@
-"""Publish outputs atomically, by a rename on a disk or by a completion marker in an object store."""
+"""Publish outputs atomically.
+
+On a local disk, an output is written to a temporary path and then renamed. In an object store, a
+completion marker shows that the output is complete.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from portable.converters.config_and_tokenizer_files import list_companion_names
-from portable.converters.errors import CommandError, format_os_error
+from portable.converters.errors import CommandError, explain_os_error
 from portable.converters.storage.folder_operations import copy_file, fsync_path
 from portable.converters.storage.output_file import BLOCK_BYTES, OutputFile, can_share_blocks, write_new_file
 from portable.converters.storage.path_or_url import is_in_store, is_within, resolve_links
@@ -38,10 +42,11 @@ def validate_output_path(
     is_single_file: bool = False,
     replaceable_names: Collection[str] = (),
 ) -> AnyPath:
-    """Check that writing an output cannot destroy the sources or files from other programs.
+    """Check that writing an output cannot destroy its sources, or files that other programs created.
 
-    On a local disk, killed conversions to the same output are first cleaned up: an output folder that
-    was being replaced is restored, and temporary folders are deleted. See `recover_replaced_folder`.
+    On a local disk, the remains of killed conversions to the same output are cleaned up first. An
+    output folder that was being replaced is restored, and temporary folders are deleted. See
+    `recover_replaced_folder`.
 
     Args:
         out: Path or URL of the folder or file to write.
@@ -66,10 +71,10 @@ def validate_output_path(
             raise CommandError(f"{out}: is the checkpoint itself; choose another output folder")
         if is_within(target, origin):
             raise CommandError(
-                f"{out}: is inside of {source}; choose an output folder outside of the checkpoint"
+                f"{out}: is inside the checkpoint {source}; choose an output folder outside of the checkpoint"
             )
         if is_within(origin, target):
-            raise CommandError(f"{out}: contains {source}; choose another output folder")
+            raise CommandError(f"{out}: contains the checkpoint {source}; choose another output folder")
     if is_single_file:
         if not is_in_store(out) and out.is_symlink():
             raise CommandError(f"{out}: is a link; specify the file that it points to")
@@ -124,14 +129,17 @@ def _check_output_folder(out: Path, overwrite: bool, replaceable_names: Collecti
 
 
 class FolderOutput:
-    """Temporary folder on a disk, which replaces the output once it is complete.
+    """Output that is written to a temporary folder on a disk.
+
+    The caller moves the folder to its final path once the output is complete.
 
     Args:
         folder: Path of the temporary folder. It must exist.
 
     Attributes:
         folder: Folder from which the written files can be read after `complete_files`.
-        num_threads: Number of threads that write. If None, it depends on the source.
+        num_threads: Number of threads that write. If None, the number depends on whether the
+            input checkpoint is stored on a disk or in an object store.
     """
 
     num_threads: int | None = None
@@ -161,10 +169,10 @@ class FolderOutput:
         return path
 
     def complete_files(self) -> None:
-        """Do nothing, because a file on a disk is complete as soon as its pieces are written.
+        """Do nothing, because a file on disk is complete as soon as its pieces are written.
 
-        Writers call this method before they write small files. The counterpart `StoreOutput.complete_files`
-        makes the uploaded files visible at this point.
+        Writers call this method after the tensor files and before the small files. The same method
+        of `StoreOutput` makes the uploaded files visible.
         """
 
     def check_sizes(self, sizes: Mapping[str, int]) -> None:
@@ -181,7 +189,11 @@ class FolderOutput:
             check_written_size(path, size, path.stat().st_size if path.is_file() else None)
 
     def sync(self) -> None:
-        """Flush the folders to the disk, so that the file names survive a power failure."""
+        """Flush the directory entries of the output folder and its subfolders to the disk.
+
+        Without this flush, the written files could be lost in a power failure, although the content
+        of each file has already been flushed.
+        """
         for folder in self._written_folders:
             fsync_path(folder)
 
@@ -216,7 +228,7 @@ def open_atomic_output(
     has_other_writers: bool = False,
     iter_copied_spans: Callable[[], Iterable[FileSpan]] = tuple,
 ) -> Iterator[FolderOutput | StoreOutput]:
-    """Open an output that replaces `target` when the context ends. It is discarded if the context raises.
+    """Open an output that replaces `target` when the context ends. An exception discards the output.
 
     On a disk, the output is a temporary folder next to `target`. If the process is killed, `target` is
     either unchanged or completely replaced. The next call of `validate_output_path` removes the
@@ -279,7 +291,8 @@ def open_atomic_output(
         )
         created_parents = []
     except OSError as error:
-        raise CommandError(f"{target}: cannot be written: {format_os_error(error)}") from None
+        reason, remedy = explain_os_error(error)
+        raise CommandError(f"{target}: cannot be written ({reason}); {remedy}") from None
     finally:
         if temporary is not None:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -319,7 +332,8 @@ def join_atomic_output(target: AnyPath, temporary_name: str) -> Iterator[FolderO
     try:
         yield FolderOutput(folder)
     except OSError as error:
-        raise CommandError(f"{target}: cannot be written: {format_os_error(error)}") from None
+        reason, remedy = explain_os_error(error)
+        raise CommandError(f"{target}: cannot be written ({reason}); {remedy}") from None
 
 
 def _count_shared_bytes(spans: Iterable[FileSpan], folder: Path) -> int:
@@ -358,7 +372,8 @@ def _create_missing_folders(folder: Path) -> list[Path]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise CommandError(f"{folder}: cannot be created: {format_os_error(error)}") from None
+        reason, remedy = explain_os_error(error)
+        raise CommandError(f"{folder}: cannot be created ({reason}); {remedy}") from None
     return missing
 
 

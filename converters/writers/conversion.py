@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 from isal import isal_zlib
 
+from portable.converters.console import is_terminal
 from portable.converters.containers.pickle_reader import to_json_value
 from portable.converters.errors import CheckpointError, OptimizerStateError
 from portable.converters.limits import MAX_GROUP_VALUES
@@ -110,6 +111,9 @@ class ContentOptions:
 def list_model_entries(checkpoint: Checkpoint, dtype: str, *, aliases: bool = False) -> list[OutputTensor]:
     """List the model tensors to write, with their output dtypes.
 
+    Tensors in the same module as a quantized weight, or nested under the weight, keep their dtypes,
+    because they may be its scales. Biases are cast nevertheless.
+
     Args:
         checkpoint: Checkpoint to convert.
         dtype: Target dtype. See `ContentOptions` for the supported values.
@@ -119,8 +123,8 @@ def list_model_entries(checkpoint: Checkpoint, dtype: str, *, aliases: bool = Fa
         One entry per tensor name to write.
 
     Raises:
-        CheckpointError: If the checkpoint does not contain any model tensors, if a tensor name is not
-            valid Unicode, or if `dtype` is unknown.
+        CheckpointError: If the checkpoint does not contain any model tensors, if a tensor name is
+            not valid Unicode, or if `dtype` is unknown.
     """
     target_dtype = parse_target_dtype(dtype)
     if not checkpoint.tensors:
@@ -181,12 +185,16 @@ def require_optimizer_state(checkpoint: Checkpoint) -> OptimizerState:
 def convert_param_groups_to_plain(optimizer: OptimizerState) -> ParamGroups:
     """Convert the parameter groups to plain Python objects, which can be written as JSON.
 
+    Objects that JSON cannot represent are replaced with their class names. Values beyond the first
+    `MAX_GROUP_VALUES`, and values in very deep nesting, are replaced with `"..."`. See
+    `to_json_value`.
+
     Args:
         optimizer: Optimizer state that contains the parameter groups.
 
     Returns:
-        The parameter groups as dicts, lists, strings, and numbers. Only `betas` is a tuple, as in
-        PyTorch.
+        The parameter groups as dicts, lists, strings, numbers, booleans, and None. Only `betas` is
+        a tuple, as in PyTorch.
     """
     groups: ParamGroups = to_json_value(optimizer.param_groups, limit=MAX_GROUP_VALUES)
     return [
@@ -244,8 +252,8 @@ def split_into_shards(entries: Iterable[OutputTensor], max_bytes: int) -> list[l
 
     Args:
         entries: Tensors to group.
-        max_bytes: Maximum shard size in bytes. Any tensor larger than this is placed in a separate
-            shard.
+        max_bytes: Maximum size of the tensor data in a shard in bytes, not counting file headers.
+            Any tensor larger than this is placed in a separate shard.
 
     Returns:
         The entries in each shard. There is always at least one shard, which may be empty.
@@ -255,7 +263,7 @@ def split_into_shards(entries: Iterable[OutputTensor], max_bytes: int) -> list[l
     """
     if max_bytes < 1:
         raise CheckpointError(
-            f"max_shard_size: {max_bytes} is not a positive number of bytes; specify at least 1"
+            f"max_shard_size: {max_bytes} is not a positive number of bytes; specify a number of at least 1"
         )
     entries_by_shard: list[list[OutputTensor]] = [[]]
     shard_bytes = 0
@@ -281,8 +289,9 @@ class Options(TypedDict, total=False):
         facts: Additional fields for the completion marker of an output in an object store. Default:
             None.
         group: Processes that write the output together. Each process writes some of the files. All
-            processes must call the same function with the same arguments. Default: None, which means
-            that this process writes all files.
+            processes must call the same function with the same arguments. A group of several
+            processes can only write a folder, and does not support `verify`. Default: None, which
+            means that this process writes all files.
     """
 
     overwrite: bool
@@ -318,13 +327,17 @@ def write_plan_atomically(
         The plan that was written.
 
     Raises:
-        CheckpointError: If `out` cannot be written or replaced, if the source is damaged, if the output
-            would be much larger than the source, or if the disk is full.
-        TypeError: If an option is unknown.
+        CheckpointError: If `out` cannot be written or replaced, if the source is damaged, if the
+            output would be much larger than the source, if the disk is full, or if the option
+            `verify` is set and a written tensor differs from the source.
+        TypeError: If an option is unknown, or if several processes write a single file or use
+            `verify`.
     """
     # Python does not check the names at runtime, so a misspelled option would be silently ignored.
     if unknown_names := options.keys() - Options.__annotations__.keys():
-        raise TypeError(f"{min(unknown_names)}: unknown option; use one of the fields of Options")
+        raise TypeError(
+            f"{min(unknown_names)}: unknown option; use one of {', '.join(sorted(Options.__annotations__))}"
+        )
     group = options.get("group")
     if group is not None and group.size > 1:
         return _write_plan_in_group(
@@ -358,14 +371,22 @@ def _write_plan_in_group(
     is_single_file: bool,
     options: Options,
 ) -> ConversionPlan:
-    """Write a plan together with other processes. See `write_plan_atomically` for the arguments and errors.
+    """Write a plan together with other processes.
 
-    Process 0 creates the output. Each process writes the files that `distribute_files` assigns to it.
-    If any process fails, all processes discard their files, and an existing output is unchanged.
+    See `write_plan_atomically` for the arguments and errors.
+
+    Process 0 creates the output. Each process writes the files that `distribute_files` assigns to
+    it. If a process fails before all files are written, all processes discard their files, and an
+    existing output is unchanged. In an object store, process 0 then marks the folder as incomplete
+    and deletes the old objects, so a later failure leaves an incomplete folder. The other processes
+    return without waiting until process 0 has written the small files and published the output.
     """
     is_leader = group.number == 0
     if is_single_file or options.get("verify", False):
-        raise TypeError("group: cannot be combined with a single output file or with verification")
+        raise TypeError(
+            "group: cannot be combined with a single output file or with verification; write to a folder, "
+            "and leave out verify"
+        )
     plans: list[ConversionPlan] = []
     created: list[FolderOutput | StoreOutput] = []  # empty except in process 0
     with ExitStack() as stack:
@@ -419,11 +440,11 @@ def _write_plan_in_group(
 
 
 class _CheckedPlan(NamedTuple):
-    """Plan and output path that `_validate_and_plan_output` has checked.
+    """Output path and plan of a conversion, after `_validate_and_plan_output` has checked them.
 
     Attributes:
         target: Absolute path of the output.
-        plan: Files of the output.
+        plan: Names and contents of the files to write.
     """
 
     target: AnyPath
@@ -498,7 +519,11 @@ def _write_tensor_files(
 
 
 def _write_small_files(output: FolderOutput | StoreOutput, plan: ConversionPlan) -> None:
-    """Write the documents of a plan, and copy its companion files."""
+    """Write the small files of a plan.
+
+    These are generated files, such as JSON files, and files that are copied from the source, such
+    as tokenizer files.
+    """
     for name, data in plan.documents.items():
         output.write_small_file(name, data)
     for name, path in plan.companions.items():
@@ -512,7 +537,7 @@ def _open_progress_bar(total_bytes: int, target: AnyPath, options: Options) -> I
     Yields:
         A function that advances the progress bar by a number of bytes. Without a bar, it does nothing.
     """
-    if not options.get("progress", True) or not sys.stderr.isatty():
+    if not options.get("progress", True) or not is_terminal(sys.stderr):
         yield int
         return
     from tqdm import tqdm  # imported here because the import is slow
@@ -525,8 +550,9 @@ def _open_progress_bar(total_bytes: int, target: AnyPath, options: Options) -> I
 def _iter_copied_spans(plan: ConversionPlan) -> Iterator[FileSpan]:
     """Yield the file spans that `_write_tensor` can copy directly from the source file.
 
-    A span can be copied if the dtype of its tensor does not change, and if no trailer requires its
-    CRC32.
+    A span can be copied if the dtype of its tensor does not change. In addition, the output must
+    not contain a CRC32 trailer after the tensor, because computing the CRC32 requires reading the
+    data.
     """
     for file in plan.files:
         for part, next_part in zip_longest(file.parts, file.parts[1:]):
@@ -543,8 +569,11 @@ def _iter_copied_spans(plan: ConversionPlan) -> Iterator[FileSpan]:
 def check_output_growth(checkpoint: Checkpoint, plan: ConversionPlan, *, is_allowed: bool) -> None:
     """Check that the output of a plan is not much larger than the source files.
 
-    In a pickle file, a tensor with a stride of 0 repeats its elements, and many tensors can share one
-    storage. A file of a few kilobytes can therefore expand to gigabytes.
+    In a pickle file, a tensor with a stride of 0 repeats its elements, and many tensors can share
+    one storage. A file of a few kilobytes can therefore expand to gigabytes.
+
+    Outputs of up to 64 MiB are always allowed. A checkpoint that was created in memory is not
+    checked, because it has no source files.
 
     Args:
         checkpoint: Checkpoint to convert.
@@ -552,7 +581,8 @@ def check_output_growth(checkpoint: Checkpoint, plan: ConversionPlan, *, is_allo
         is_allowed: Whether an output of any size is allowed.
 
     Raises:
-        CheckpointError: If the output would be more than `MAX_EXPANSION` times as large as the source.
+        CheckpointError: If the output would be more than `MAX_EXPANSION` times as large as the
+            source.
     """
     if is_allowed or plan.nbytes <= _MAX_UNCHECKED_BYTES:
         return
@@ -586,15 +616,17 @@ def _count_source_bytes(root: AnyPath) -> int:
 def _count_data_bytes(path: Path, size_bytes: int) -> int:
     """Return the size of a file in bytes, not counting holes in a sparse file.
 
-    If the file system has allocated enough blocks for the size, the file is not sparse. Otherwise, the
-    file system may also have compressed it, so the holes are located with `lseek`.
+    A file is not sparse if the file system has allocated enough blocks for its size. If there are
+    fewer blocks, the file either has holes or is compressed by the file system. The holes are then
+    located with `lseek`.
 
     Args:
         path: Path of the file.
         size_bytes: Size of the file in bytes, including holes.
 
     Returns:
-        The size in bytes. `size_bytes` if holes cannot be detected, and 0 if the file cannot be opened.
+        The size in bytes. `size_bytes` if holes cannot be detected, and 0 if the file cannot be
+        opened.
     """
     data_bytes, position = 0, 0
     try:
@@ -673,7 +705,12 @@ def _iter_write_jobs(
 
 
 class _PieceParts(NamedTuple):
-    """Parts of a file that form one piece, and their total size in bytes."""
+    """Consecutive parts of an output file that are written together as one piece.
+
+    Attributes:
+        nbytes: Total size of the parts in bytes.
+        parts: Parts in file order, such as tensors and encoded headers.
+    """
 
     nbytes: int
     parts: list[FilePart]
@@ -682,8 +719,8 @@ class _PieceParts(NamedTuple):
 def _group_parts_into_pieces(parts: Iterable[FilePart], min_bytes: int) -> Iterator[_PieceParts]:
     """Group the parts of a file into pieces of at least `min_bytes` bytes.
 
-    Only the last piece may be smaller. A trailer is always in the same piece as its tensor, because it
-    depends on the tensor's CRC32.
+    Only the last piece may be smaller. A `CrcTrailer` is always in the same piece as the tensor
+    before it, because it contains the CRC32 of the tensor's data.
 
     Yields:
         Pieces with their parts and size.
@@ -808,7 +845,16 @@ def _iter_verification_jobs(written_folder: AnyPath, plan: ConversionPlan) -> It
 def _check_written_tensor(
     file_name: str, planned_tensor: OutputTensor, written_tensor: Tensor, report_bytes: ReportBytes
 ) -> None:
-    """Check that a written tensor is bitwise equal to the source tensor after its cast.
+    """Check that a written tensor is bitwise equal to its source tensor after the cast.
+
+    The source tensor is cast again to the dtype of the written tensor. The two tensors are then
+    compared block by block.
+
+    Args:
+        file_name: Name of the written file, used in the error message.
+        planned_tensor: Source tensor, with the name and dtype of the written tensor.
+        written_tensor: Tensor in the written file.
+        report_bytes: Function that is called with the size in bytes of each block that is equal.
 
     Raises:
         CheckpointError: If a block differs.

@@ -10,7 +10,8 @@ sections:
 
 The pieces refer to the header only by fixed positions in the pickle's memo. Rank 0 can therefore
 build `.metadata`, which DCP can load at any world size, by concatenating bytes: the header, the
-pieces of all ranks, and the trailer. The pieces of all ranks are never in its memory at once.
+pieces of all ranks, and the trailer. The memory of rank 0 never contains the pieces of all ranks at
+once.
 
 Source: torch/distributed/checkpoint/metadata.py, filesystem.py; Lib/pickletools.py.
 """
@@ -80,8 +81,9 @@ class WrittenPiece:
     """Item in a shard file: a piece of a tensor, or another value.
 
     Attributes:
-        key: Key of the state dict.
-        offsets: Position of the piece in its tensor. None if the item is not a tensor.
+        key: Key of the item in the state dict.
+        offsets: Index of the piece's first element along each dimension of its tensor. None if the
+            item is not a tensor.
         sizes: Shape of the piece.
         offset: Position of the item in the file in bytes.
         length: Size of the item in the file in bytes.
@@ -110,19 +112,25 @@ class Box(NamedTuple):
 
 @dataclass(frozen=True)
 class TableRecord:
-    """Summary of a rank's table, which each rank sends to rank 0.
+    """Summary of a rank's table. Each rank sends its summary to rank 0.
 
-    Its size is independent of the number of tensors.
+    The table lists the pieces of tensors that the rank has written. The size of the summary is
+    independent of the number of tensors.
+
+    Some pieces in the table are duplicates: another rank lists the same piece. `.metadata` contains
+    each piece only once, so it does not list the duplicates.
 
     Attributes:
         name: Name of the table, such as `__3.metadata`.
         nbytes: Size of the table in bytes.
         crc32: CRC32 of the table.
         header_crc32: CRC32 of the header. Must be equal on all ranks.
-        pieces_nbytes: Size of the table's pieces section in bytes, which is copied to `.metadata`.
-        numel: Number of tensor elements that these pieces contain.
-        boxes: For each unsharded shape, the smallest box that contains all pieces of the tensors with
-            this shape. Keyed by `format_shape_key(shape)`.
+        pieces_nbytes: Size in bytes of the section that becomes part of `.metadata`. It lists the
+            rank's pieces without duplicates.
+        numel: Number of tensor elements in the rank's pieces without duplicates.
+        boxes: For each full (unsharded) tensor shape, the smallest box that contains all pieces of
+            tensors with this shape, including duplicates. Keyed by `format_shape_key(shape)`, for
+            example `"4096x512"`.
     """
 
     name: str
@@ -136,12 +144,13 @@ class TableRecord:
 
 @dataclass(frozen=True)
 class RankTable:
-    """In-memory table of one rank.
+    """In-memory table that describes the tensor pieces of one rank.
 
     Attributes:
-        header: Header section of the table, equal on all ranks.
-        pieces: Pieces section of the table, which is copied to `.metadata`.
-        record: Summary of the table for rank 0.
+        header: Section with the keys, shapes, and dtypes of the state dict. Equal on all ranks.
+        pieces: Section that describes this rank's pieces, without the duplicates that another rank
+            lists. It is copied to `.metadata`, the metadata file of DCP.
+        record: Summary of this table, which the rank sends to rank 0.
     """
 
     header: bytes
@@ -150,7 +159,12 @@ class RankTable:
 
 
 class EncodedRankTable(NamedTuple):
-    """Table of one rank, and the encoded content of its file."""
+    """Table of the pieces that one rank has written, as an object and as the content of a file.
+
+    Attributes:
+        table: Table in memory: its summary, and the two sections from which `.metadata` is built.
+        content: Content of the table's file.
+    """
 
     table: RankTable
     content: bytes
@@ -208,20 +222,29 @@ def format_shape_key(shape: Dims) -> str:
 
 
 def count_elements(keys: Iterable[KeyEntry]) -> int:
-    """Return the total number of elements in the unsharded tensors of a state dict."""
+    """Return the total number of elements of all tensors in a state dict.
+
+    Sharded tensors are counted with their full (unsharded) shape.
+    """
     return sum(_compute_numel(entry.shape) for entry in keys if entry.dtype is not None)
 
 
 def write_rank_tables_index(
     folder: AnyPath, records: Sequence[TableRecord], *, metadata_crc32: int, metadata_nbytes: int
 ) -> None:
-    """Write `shard_checksums.json`, which lists the tables of all ranks.
+    """Write `shard_checksums.json`, which lists the metadata tables of all ranks.
+
+    A rank's table, such as `__3.metadata`, describes the pieces that the rank has written.
 
     Args:
         folder: Folder of the checkpoint.
         records: Summaries of all tables.
         metadata_crc32: CRC32 of `.metadata`.
         metadata_nbytes: Size of `.metadata` in bytes.
+
+    Raises:
+        OSError: If a local file already exists or cannot be written.
+        RemoteError: If the object cannot be written to the object store.
     """
     document = {
         "version": TABLES_VERSION,
@@ -256,11 +279,14 @@ def _extend_box(box: Box | None, offsets: Dims, sizes: Dims) -> Box:
 
 
 def _encode_header(keys: Sequence[KeyEntry]) -> tuple[bytes, PickleMemo]:
-    """Encode the header section of a table.
+    """Encode the header section of a table, which is the beginning of a pickle.
+
+    The header contains the keys of the state dict, with their shapes and dtypes. The pickle is
+    continued by the next section, which describes the pieces, and ends with `TRAILER`.
 
     Returns:
-        The encoded header, and a memo of opcodes that refer to the header's values. The pieces use
-        these opcodes.
+        The encoded header, and its pickle memo. The memo maps each memoized value to the opcodes
+        that load it again. The next section uses these opcodes to refer to values of the header.
     """
     out, memo = bytearray(b"\x80\x02"), dict["Hashable", bytes]()
     for constant in _MEMOIZED_CONSTANTS:
@@ -313,7 +339,12 @@ def _build_tensor_properties(dtype: str) -> PickledObject:
 
 
 def _encode_pieces(shard_file: str, pieces: Sequence[WrittenPiece], header_memo: PickleMemo) -> bytes:
-    """Encode the opcodes that add pieces to the containers created by the header.
+    """Encode the pickle opcodes that add a rank's pieces to the metadata.
+
+    The pickle begins with a header (see `_encode_header`), which creates an empty list of chunks
+    for each tensor and an empty dict of storage positions. The opcodes add each piece of a tensor
+    to the list of this tensor, and the location of each piece to the dict. A value that is not a
+    tensor is a single piece, and only its location is added.
 
     Args:
         shard_file: Name of the file that contains the pieces.
@@ -351,11 +382,13 @@ def _encode_pieces(shard_file: str, pieces: Sequence[WrittenPiece], header_memo:
 
 
 def iter_metadata_bytes(first_table: RankTable, other_pieces: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield the content of `.metadata`, section by section.
+    """Yield the content of the DCP file `.metadata`, section by section.
+
+    Each rank has a table, which describes the tensor pieces that the rank saved.
 
     Args:
-        first_table: Table of rank 0.
-        other_pieces: Pieces sections of the other tables, in the order of the ranks.
+        first_table: Table of rank 0. Its sections `header` and `pieces` are used.
+        other_pieces: Section `pieces` of each other rank's table, in rank order.
     """
     yield first_table.header
     yield first_table.pieces

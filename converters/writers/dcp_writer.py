@@ -60,6 +60,8 @@ class _Position(NamedTuple):
 def plan_dcp(checkpoint: Checkpoint, choices: ContentOptions) -> ConversionPlan:
     """Plan the output of `--to dcp`: `.metadata` and the shard files `__0_<i>.distcp`.
 
+    Tied parameters have several keys in `.metadata`, which refer to the same bytes.
+
     Args:
         checkpoint: Checkpoint to convert.
         choices: Options for the content of the output.
@@ -68,8 +70,8 @@ def plan_dcp(checkpoint: Checkpoint, choices: ContentOptions) -> ConversionPlan:
         The plan.
 
     Raises:
-        CheckpointError: If the checkpoint has no tensors, if the requested optimizer state is missing,
-            or if two tensors have the same key.
+        CheckpointError: If the checkpoint has no tensors, if the requested optimizer state is
+            missing, or if two tensors have the same key.
     """
     paths: dict[str, KeyPath] = {}
     entries: list[OutputTensor] = []
@@ -78,8 +80,8 @@ def plan_dcp(checkpoint: Checkpoint, choices: ContentOptions) -> ConversionPlan:
         key = ".".join(map(str, key_path))
         if key in paths:
             raise CheckpointError(
-                f"{checkpoint.root}: two tensors would have the name {key!r}; rename one of the tensors in "
-                "the checkpoint"
+                f"{checkpoint.root}: two tensors would have the name {key!r} in the output; rename one of "
+                "the tensors in the checkpoint"
             )
         paths[key] = key_path
         entries.append(OutputTensor(key, entry.dtype, entry.tensor))
@@ -121,7 +123,9 @@ def plan_dcp(checkpoint: Checkpoint, choices: ContentOptions) -> ConversionPlan:
 
 
 def _find_unpublished_aliases(checkpoint: Checkpoint) -> dict[str, str]:
-    """Find the tied parameters that are in the model's state dict but omitted from published files.
+    """Find the tied parameters in the model's state dict that published files omit.
+
+    The output heads of encoders such as BERT are skipped, because their names are unknown.
 
     Returns:
         Mapping from each alias to the name of its tensor.
@@ -138,8 +142,8 @@ def _build_dcp_metadata(
 
     Args:
         tensors: Tensors, keyed by flattened key.
-        paths: Path that was flattened to each key: keys of nested dicts and indices of lists. Keyed by
-            flattened key. Includes values that are not tensors.
+        paths: Path of each item in the nested state dict: its dict keys and list indices. Keyed by
+            flattened key. Includes items that are not tensors.
         positions: Position of each item in the shard files, keyed by flattened key.
     """
     tensor_metadata: dict[str, PickledObject] = {}

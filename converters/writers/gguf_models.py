@@ -1,8 +1,9 @@
-"""Convert the config of each model type that llama.cpp computes in the same way as transformers.
+"""Convert the config of a supported model type to the settings of a GGUF file.
 
-Each setting in `config.json` is either written to the GGUF file, only allowed to have certain
-values, or irrelevant to the outputs. Any other setting causes an error that names it, so that an
-unknown setting cannot silently change the outputs.
+A model type is supported if llama.cpp and transformers compute the same outputs for it. Each
+setting in `config.json` is either written to the GGUF file, only allowed to have certain values, or
+irrelevant to the outputs. Any other setting causes an error that names it, so that an unknown
+setting cannot silently change the outputs.
 
 Source: `configuration_*.py` of transformers; https://github.com/ggml-org/llama.cpp, src/models.
 """
@@ -23,10 +24,10 @@ if TYPE_CHECKING:
 
     from portable.converters.storage.path_or_url import AnyPath
 
-_MAX_NUMBERS = (3e38, 1 << 24)  # upper bounds of a float32 number and of a count
+_MAX_NUMBERS = (3e38, 1 << 24)  # upper bounds on a float32 number and on a count
 _MAX_SHOWN_LENGTH = 60
 
-# Settings of training, of generation, of the tokenizer, and of how a program runs.
+# Settings that affect only training, generation, the tokenizer, or how a program runs.
 _SETTINGS_WITHOUT_EFFECT = """
 _attn_implementation _name_or_path architectures attention_dropout attn_implementation attn_pdrop auto_map
 bos_token_id cache_implementation chunk_size_feed_forward decoder_start_token_id do_sample dtype
@@ -82,29 +83,39 @@ _GPT_OSS_ROPE = {
 class GGUFModelType:
     """Transformers model type that llama.cpp supports.
 
+    `parse_gguf_settings` adds `allowed_values`, `defaults`, and `count_settings` to the tables
+    `_ALLOWED_VALUES`, `_DEFAULTS`, and `_COUNT_SETTINGS`, which apply to all model types. The
+    entries of the model type have priority.
+
     Attributes:
         arch: Name of the architecture in llama.cpp.
-        allowed_values: Allowed values of settings, for which both libraries compute the same outputs. A
-            setting that is missing in the config has its value in `defaults`, or else the first allowed
-            value.
+        allowed_values: Allowed values of settings, keyed by the name of the setting. With these
+            values, both libraries compute the same outputs. If a setting is missing in the config,
+            its value in `defaults` is assumed, or else the first allowed value.
         defaults: Transformers' default values for settings that are missing in the config.
-        count_settings: Integer settings to write. Each value lists the possible names of the setting in
-            the config. Its key is the `<key>` in `GGUFWriter.add_<key>`, the method that writes it.
-        number_settings: Positive numbers to write, in the same form as `count_settings`.
-        rope_scalings: Types of rotary embedding scaling that llama.cpp supports. Empty if the model has
-            no rotary embedding.
+        count_settings: Integer settings to write, in the form `{key: names}`.
+            `GGUFWriter.add_<key>` is the method that writes the setting, and `names` are the
+            possible names of the setting in the config. For example, `{"expert_count":
+            ("num_local_experts", "num_experts")}`.
+        number_settings: Settings to write whose values are positive numbers, in the same form as
+            `count_settings`.
+        rope_scalings: Types of rotary embedding scaling that llama.cpp supports. Empty if the model
+            has no rotary embedding.
         allows_partial_rope: Whether the rotary embedding may rotate only a part of each head.
-        window_period: Period of the layers with full attention, for example 2 if every second layer has
-            full attention and the other layers have a sliding window. 0 if there are no windows.
+        window_period: Period of the layers with full attention, for example 2 if every second layer
+            has full attention and the other layers have a sliding window. 0 if there are no
+            windows.
         local_rope_base: Base of the rotary embedding in layers with a sliding window. None if all
             layers have the same base.
-        no_rope_period: Period of the layers without a rotary embedding. 0 if all layers have one.
-        num_layers_with_hidden_scale: Number of layers in the model size for which llama.cpp scales the
-            queries by `hidden_size / num_heads` instead of the head size, such as 46 for Gemma 2 27B.
-            None if the model has no `query_pre_attn_scalar`.
+        no_rope_period: Period of the layers without a rotary embedding. 0 if all layers have a
+            rotary embedding.
+        num_layers_with_hidden_scale: Number of layers that makes llama.cpp scale the queries by
+            `hidden_size / num_heads` instead of the head size, such as 46 for Gemma 2 27B.
+            llama.cpp recognizes this model size by its number of layers. None if the model has no
+            `query_pre_attn_scalar`.
         heads_span_hidden_size: Whether the total size of all heads must equal the hidden size.
-        interleaves_rope: Whether llama.cpp's rotary embedding pairs adjacent rows of the query and key
-            projections, which requires a permutation of the rows.
+        interleaves_rope: Whether llama.cpp's rotary embedding pairs adjacent rows of the query and
+            key projections, which requires a permutation of the rows.
         norms_add_one: Whether norms scale by 1 + weight.
         has_transposed_linear: Whether the weights of linear layers have the shape (in, out).
         writes_tied_head: Whether the output matrix is written even if it is tied to the embedding.
@@ -286,9 +297,12 @@ class GGUFSettings:
     Attributes:
         values: Values to write, keyed by the `<key>` in `GGUFWriter.add_<key>`.
         ties_embeddings: Whether the output matrix is tied to the embedding.
-        biased_modules: Names of the modules whose linear layers have biases: `self_attn`, `mlp`.
-        query_scale: Factor for the query weights, or for the weights of the query norm if there is one.
-        rope_factors: Divisor of each frequency of the rotary embedding. Empty if all divisors are 1.
+        biased_modules: Names of the modules whose linear layers have biases. The set contains
+            `self_attn`, `mlp`, both or neither.
+        query_scale: Factor for the query weights, or for the weights of the query norm if there is
+            one.
+        rope_factors: Divisor of each frequency of the rotary embedding. Empty if all divisors are
+            1.
     """
 
     values: dict[str, Any]
@@ -316,7 +330,8 @@ class _ConfigTable:
     def __init__(self, values: Any, defaults: Mapping[str, Any], location: str) -> None:
         if not isinstance(values, dict):
             raise CheckpointError(
-                f"{location[:-1]} {_format_short_json(values)}: is not a table; correct config.json"
+                f"{location[:-1]}={_format_short_json(values)}, but the value must be a JSON object; correct "
+                "config.json"
             )
         self.values, self.defaults, self.location = values, defaults, location
         self._untaken_names = set(values)
@@ -325,33 +340,44 @@ class _ConfigTable:
         """Return the value of a setting, and mark all of its names as used.
 
         Args:
-            names: Name of the setting, followed by its other names.
+            names: Name of the setting, followed by its alternative names.
 
         Returns:
-            The value of the first name that is present and not null. If no name is present, the default, or
-            None without a default. If all present names are null, None.
+            The first value that is not null. None if the table contains the setting, but only as
+            null. If the table does not contain the setting, the result is the default of the first
+            name, or None if this name has no default.
 
         Raises:
             CheckpointError: If two names have different values.
         """
-        values = [self.values[name] for name in names if self.values.get(name) is not None]
-        if any(not _equals_with_bool(value, values[0]) for value in values):
-            self.raise_unsupported(names[0], f"{' or '.join(names[1:])} differs")
+        values = {name: self.values[name] for name in names if self.values.get(name) is not None}
+        first_name = next(iter(values), names[0])
+        for name, value in values.items():
+            if not _equals_with_bool(value, values[first_name]):
+                self.raise_unsupported(
+                    first_name,
+                    f"{name}, another name of this setting, has the value {_format_short_json(value)}; "
+                    "remove the key with the wrong value from config.json",
+                )
         present_names = self._untaken_names.intersection(names)
         self._untaken_names -= present_names
-        return values[0] if values else None if present_names else self.defaults.get(names[0])
+        if values:
+            return values[first_name]
+        return None if present_names else self.defaults.get(names[0])
 
     def take_positive_number(self, *names: str, default: float | None = None, is_count: bool = False) -> Any:
         """Return a setting that is a positive number, and mark it as used.
 
         Args:
             names: Name of the setting, followed by its other names.
-            default: Default value if the setting is missing or null.
+            default: Value if the setting is null, or if it is missing and the table has no default
+                for it.
             is_count: Whether the number must be an integer.
 
         Raises:
-            CheckpointError: If the value is not a positive number, is too large, or is not an integer
-                although `is_count` is True, or if the setting is missing and has no default.
+            CheckpointError: If the value is not a positive number below 3e38, or if the setting is
+                missing or null and has no default. If `is_count` is True, the value must be an
+                integer below 2^24.
         """
         number: Any = self.take_setting(*names)
         number = default if number is None else number
@@ -359,7 +385,11 @@ class _ConfigTable:
             type(number) not in ((int,) if is_count else (int, float))
             or not 0 < number < _MAX_NUMBERS[is_count]
         ):
-            self.raise_unsupported(names[0], f"{'a count' if is_count else 'a positive number'} is required")
+            kind = f"a positive integer below {_MAX_NUMBERS[True]:,}" if is_count else "a positive number"
+            self.raise_unsupported(
+                names[0],
+                f"--to gguf needs {kind}; correct {names[0]} in config.json, or convert without --to gguf",
+            )
         return number
 
     def take_allowed_setting(self, name: str, *allowed: Any) -> Any:
@@ -367,27 +397,37 @@ class _ConfigTable:
 
         Args:
             name: Name of the setting.
-            allowed: Allowed values. The first value is the default if the setting has no other default.
+            allowed: Allowed values. The first value is returned if the setting is missing in the
+                config and has no value in `defaults`.
 
         Raises:
-            CheckpointError: If the setting has a different value.
+            CheckpointError: If the setting has a different value. Null is only allowed if `allowed`
+                contains None.
         """
         is_set = name in self.values or name in self.defaults
         value = self.take_setting(name) if is_set else allowed[0]
         if not any(_equals_with_bool(value, choice) for choice in allowed):
             self.raise_unsupported(
-                name, f"llama.cpp supports only {' or '.join(map(_format_short_json, allowed))}"
+                name,
+                f"llama.cpp supports only the value {' or '.join(map(_format_short_json, allowed))}; convert "
+                "without --to gguf",
             )
         return value
 
     def take_nested_table(self, *names: str, defaults: Mapping[str, Any]) -> _ConfigTable:
         """Return a nested table, and mark it as used.
 
-        If the table is missing, it is replaced with its default, or else with an empty table.
+        A missing or empty table is replaced by its default value in this (outer) table. Without
+        such a default, the result is an empty table.
 
         Args:
-            names: Names of the nested table. The first name with a value is used.
-            defaults: Default values of settings in the nested table.
+            names: Name of the nested table, followed by its alternative names. The first name with
+                a value is used.
+            defaults: Default values of the settings inside the nested table, keyed by name.
+
+        Raises:
+            CheckpointError: If two names have different values, or if the value is not a JSON
+                object.
         """
         name = next((name for name in names if self.values.get(name)), names[0])
         return _ConfigTable(
@@ -395,19 +435,19 @@ class _ConfigTable:
         )
 
     def raise_unsupported(self, name: str, reason: str) -> NoReturn:
-        """Raise an error about a setting.
+        """Raise an error that explains why the value of a setting is not supported.
 
         Args:
             name: Name of the setting.
-            reason: Reason why the value is not supported.
+            reason: Reason and remedy, separated by a semicolon. For example, "llama.cpp supports
+                only the value 1; convert without --to gguf".
 
         Raises:
             CheckpointError: Always.
         """
         value = self.values.get(name, self.defaults.get(name))
         raise CheckpointError(
-            f"{self.location}{name[:_MAX_SHOWN_LENGTH]} {_format_short_json(value)}, but {reason}; convert "
-            "without --to gguf"
+            f"{self.location}{name[:_MAX_SHOWN_LENGTH]}={_format_short_json(value)}, but {reason}"
         )
 
     def check_all_settings_taken(self, ignored: Container[str] = ()) -> None:
@@ -423,7 +463,8 @@ class _ConfigTable:
             if name not in ignored and not is_unset(self.values.get(name)):
                 self.raise_unsupported(
                     name,
-                    "--to gguf does not support this key; remove the key if it does not change the logits",
+                    "--to gguf does not support this key; remove the key if it does not change the logits, "
+                    "or convert without --to gguf",
                 )
 
 
@@ -473,7 +514,13 @@ def parse_gguf_settings(
         "intermediate_size", "n_inner", default=default_feed_forward, is_count=True
     )
     if values.get("expert_used_count", 0) > values.get("expert_count", 0):
-        table.raise_unsupported("num_experts_per_tok", "there are fewer experts")
+        table.raise_unsupported(
+            "num_experts_per_tok",
+            (
+                f"the number of experts is only {values.get('expert_count', 0)}; correct both values in "
+                "config.json"
+            ),
+        )
     bias_settings = {"self_attn": "attention_bias", "mlp": "mlp_bias"}
     biases = {module for module, name in bias_settings.items() if checked_values[name]}
     settings = GGUFSettings(values, table.take_setting("tie_word_embeddings") is True, biases)
@@ -485,7 +532,11 @@ def parse_gguf_settings(
         values["key_length"] = values["value_length"] = head_size
         if model_type.heads_span_hidden_size and head_size * num_heads != hidden_size:
             table.raise_unsupported(
-                "head_dim", f"llama.cpp's {model_type.arch} needs {hidden_size} / {num_heads}"
+                "head_dim",
+                (
+                    f"llama.cpp's architecture {model_type.arch} needs hidden_size / num_attention_heads "
+                    f"({hidden_size} / {num_heads}); convert without --to gguf"
+                ),
             )
         _add_rope_settings(table, model_type, settings)
         _add_window_settings(table, model_type, settings)
@@ -501,16 +552,24 @@ def parse_gguf_settings(
 
 
 def _add_window_settings(table: _ConfigTable, model_type: GGUFModelType, settings: GGUFSettings) -> None:
-    """Check that llama.cpp uses sliding windows and rotary embeddings in the same layers as the config.
+    """Check the sliding windows of a config, and add their size to `settings`.
 
-    If the model type has windows, the window size is added to `settings`.
+    llama.cpp determines the layers with sliding windows, and the layers with rotary embeddings, by
+    its own rules for each architecture. The config must specify the same layers. The window size is
+    only added if llama.cpp's architecture has sliding windows.
+
+    Args:
+        table: Config, whose settings are marked as used.
+        model_type: Model type of the config.
+        settings: Settings for llama.cpp. Modified in place.
 
     Raises:
         CheckpointError: If llama.cpp would use different windows, or rotary embeddings in different
             layers.
     """
     layer_numbers, window_period = range(1, settings.values["block_count"] + 1), model_type.window_period or 1
-    uses_windows = table.take_setting("use_sliding_window") is not False and "layer_types" not in table.values
+    has_layer_types = table.values.get("layer_types") is not None
+    uses_windows = table.take_setting("use_sliding_window") is not False and not has_layer_types
     kinds = ["sliding_attention" if number % window_period else "full_attention" for number in layer_numbers]
     table.take_allowed_setting("layer_types", None, kinds)
     for name in ("sliding_window_pattern", "_sliding_window_pattern"):
@@ -527,22 +586,27 @@ def _add_window_settings(table: _ConfigTable, model_type: GGUFModelType, setting
     if model_type.window_period:
         settings.values["sliding_window"] = window_size
     elif uses_windows and window_size < context_length:
-        reason = (
-            f"llama.cpp does not support sliding windows for {model_type.arch}; set sliding_window to "
-            "null to "
-            f"convert, but results differ beyond {window_size} tokens"
+        table.raise_unsupported(
+            "sliding_window",
+            f"llama.cpp's architecture {model_type.arch} does not support sliding windows; convert without "
+            "--to gguf, or set sliding_window to null in config.json, which changes the results beyond "
+            f"{window_size} tokens",
         )
-        table.raise_unsupported("sliding_window", reason)
 
 
 def _add_rope_settings(table: _ConfigTable, model_type: GGUFModelType, settings: GGUFSettings) -> None:
-    """Add the base, rotated size, and scaling of the rotary embedding to `settings`.
+    """Add the settings of the rotary embedding to `settings`.
 
-    If a config contains separate rotary settings for layers with a sliding window, they are only
-    checked. The values for layers with full attention are added.
+    The added settings are the base, the number of rotated dimensions per head, and the scaling. If
+    a config has separate rotary settings for layers with full attention and layers with a sliding
+    window, only the settings for full attention are added. The settings for the sliding window are
+    checked, because llama.cpp uses fixed values for these layers.
+
+    `settings` is modified in place, and the rotary settings of `table` are marked as used.
 
     Raises:
-        CheckpointError: If llama.cpp would compute a different rotary embedding.
+        CheckpointError: If llama.cpp would compute a different rotary embedding. For GPT-OSS, the
+            small difference that `truncate=False` causes is accepted.
     """
     values, original_length_key = settings.values, "original_max_position_embeddings"
     partial_factor, original_length = (
@@ -565,12 +629,18 @@ def _add_rope_settings(table: _ConfigTable, model_type: GGUFModelType, settings:
         rope_by_layer_type.check_all_settings_taken()
     if original_length not in (None, rope.values.get(original_length_key, original_length)):
         table.raise_unsupported(
-            original_length_key, f"the rope settings are {_format_short_json(rope.values)}"
+            original_length_key,
+            (
+                f"the rotary settings in config.json ({_format_short_json(rope.values)}) have a different "
+                f"{original_length_key}; remove the wrong value"
+            ),
         )
     rope_type = rope.take_setting("rope_type", "type") or "default"
     if rope_type not in model_type.rope_scalings:
         rope.raise_unsupported(
-            "rope_type", f"llama.cpp's {model_type.arch} computes {' or '.join(model_type.rope_scalings)}"
+            "rope_type",
+            f"llama.cpp's architecture {model_type.arch} supports only the RoPE scaling types "
+            f"{', '.join(model_type.rope_scalings)}; convert without --to gguf",
         )
     base, head_size = rope.take_positive_number("rope_theta"), values["key_length"]
     rotated_size = head_size * rope.take_positive_number("partial_rotary_factor")
@@ -581,7 +651,8 @@ def _add_rope_settings(table: _ConfigTable, model_type: GGUFModelType, settings:
     ):
         rope.raise_unsupported(
             "partial_rotary_factor",
-            f"llama.cpp's {model_type.arch} cannot rotate {rotated_size} of {head_size}",
+            f"llama.cpp's architecture {model_type.arch} cannot apply the rotary embedding to "
+            f"{rotated_size:g} of the {head_size} elements of a head; convert without --to gguf",
         )
     values |= {"rope_freq_base": float(base), "rope_dimension_count": int(rotated_size)}
     if rope_type in ("linear", "yarn"):
@@ -607,15 +678,21 @@ def _compute_llama3_factors(rope: _ConfigTable, base: float, rotated_size: float
         rotated_size: Number of rotated elements per head.
 
     Returns:
-        The divisors of the `rotated_size / 2` frequencies, from the highest frequency to the lowest.
+        The divisors of the `rotated_size / 2` frequencies, from the highest frequency to the
+        lowest.
 
     Raises:
-        CheckpointError: If `high_freq_factor` is not above `low_freq_factor`.
+        CheckpointError: If a setting is missing or not a positive number, or if `high_freq_factor`
+            is not above `low_freq_factor`.
     """
     names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
     factor, low, high, old = map(rope.take_positive_number, names)
     if not low < high:
-        rope.raise_unsupported("high_freq_factor", "a value above low_freq_factor is required")
+        rope.raise_unsupported(
+            "high_freq_factor",
+            f"the value must be greater than low_freq_factor, which is {low}; correct both values in "
+            "config.json",
+        )
     rotations = [old / (2 * pi * base ** (i / rotated_size)) for i in range(0, int(rotated_size), 2)]
     smooth_factors = [min(max((each - low) / (high - low), 0), 1) for each in rotations]
     return [1 / ((1 - each) / factor + each) for each in smooth_factors]

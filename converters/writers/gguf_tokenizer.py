@@ -32,9 +32,11 @@ _END_TOKEN_KINDS = ("eos", "eot", "eom")  # llama.cpp stops at one token of each
 def add_tokenizer_to_writer(writer: Any, checkpoint: Checkpoint, config: Mapping[str, Any]) -> None:
     """Add the tokenizer and the chat template to a GGUF writer.
 
-    If the checkpoint has no `tokenizer.json`, or if llama.cpp may split text differently, the tokenizer
-    model `no_vocab` is added instead, and a warning is logged. A warning is also logged if there are
-    more than three end tokens, because llama.cpp ignores the others.
+    The tokenizer model `no_vocab` is added instead of the tokenizer if `tokenizer.json` is missing
+    or invalid, if its token IDs do not fit the config's `vocab_size`, or if llama.cpp may split
+    text into other tokens than this tokenizer. In this case, a warning is logged, but the chat
+    template is still added. A warning is also logged if there are more than three end tokens,
+    because llama.cpp ignores the others.
 
     Args:
         writer: The `gguf.GGUFWriter`.
@@ -54,16 +56,19 @@ def add_tokenizer_to_writer(writer: Any, checkpoint: Checkpoint, config: Mapping
         reason = (
             "has no tokenizer.json"
             if path is None
-            else "has a tokenizer that llama.cpp may split differently"
+            else "has a tokenizer that may split text differently in llama.cpp"
         )
         _log.warning(
-            "warning: %s: %s; the GGUF file has none and takes token numbers", checkpoint.root, reason
+            "warning: %s: %s; the GGUF file contains no tokenizer, so llama.cpp accepts only token IDs",
+            checkpoint.root,
+            reason,
         )
         writer.add_tokenizer_model("no_vocab")
         return
     if len(end_token_ids) > len(_END_TOKEN_KINDS):
         _log.warning(
-            "warning: %s: llama.cpp stops at %d of %d end tokens",
+            "warning: %s: llama.cpp supports only %d of the %d tokens that end generation, so generation "
+            "may not stop at the other tokens",
             checkpoint.root,
             len(_END_TOKEN_KINDS),
             len(end_token_ids),
@@ -75,7 +80,8 @@ def add_tokenizer_to_writer(writer: Any, checkpoint: Checkpoint, config: Mapping
 def _read_chat_template(checkpoint: Checkpoint) -> str:
     """Read the chat template of a checkpoint, or return an empty string if it has none.
 
-    If `tokenizer_config.json` contains several named templates, the template named `default` is
+    The file `chat_template.jinja` has priority over `tokenizer_config.json`. If
+    `tokenizer_config.json` contains several named templates, the template named `default` is
     returned.
     """
     path = checkpoint.companions.get("chat_template.jinja")
@@ -97,9 +103,10 @@ def _list_end_token_ids(
 ) -> list[int]:
     """Return the IDs of the tokens that stop generation in transformers.
 
+    The value of `eos_token_id` in `generation_config.json` has priority over the value in `config`.
     The IDs are sorted by importance, because llama.cpp only uses the first few. Tokens whose text
-    occurs in the chat template come first. Among equal candidates, the tokenizer's `eos_token` comes
-    first.
+    occurs in the chat template come first. Among equal candidates, the tokenizer's `eos_token`
+    comes first.
     """
     configured_ids = read_json_object_or_empty(checkpoint.companions.get(GENERATION_CONFIG_FILE)).get(
         "eos_token_id"
@@ -123,16 +130,21 @@ def _list_end_token_ids(
 def convert_byte_level_bpe_to_gguf(
     tokenizer: Mapping[str, Any], config: Mapping[str, Any], end_token_ids: list[int]
 ) -> dict[str, Any] | None:
-    """Convert a `tokenizer.json` to the values in a GGUF file.
+    """Convert a `tokenizer.json` to the tokenizer metadata of a GGUF file.
 
     Args:
         tokenizer: Content of the `tokenizer.json`.
         config: Content of the `config.json`.
-        end_token_ids: IDs of the tokens that end a text or a turn.
+        end_token_ids: IDs of the tokens that end a text or a turn. Only the first three are used.
 
     Returns:
-        The values, keyed by the `<key>` in `GGUFWriter.add_<key>`. None if the tokenizer is not a
-        byte-level BPE that llama.cpp supports, or if its vocabulary does not match the config.
+        The metadata values. The value with the key `<key>` is written by the method
+        `GGUFWriter.add_<key>`. None if the tokenizer is not a byte-level BPE that llama.cpp
+        supports, or if its vocabulary does not match the config.
+
+    Raises:
+        AttributeError, KeyError, TypeError, ValueError, IndexError: If `tokenizer` does not have
+            the structure of a `tokenizer.json`.
     """
     model, pre_tokenizer_name = (
         tokenizer.get("model"),
@@ -193,7 +205,7 @@ def _find_pre_tokenizer_name(pre_tokenizer: Any) -> str | None:
         pre_tokenizer: Value of `pre_tokenizer` in the `tokenizer.json`.
 
     Returns:
-        The name, or None if llama.cpp does not support the pre-tokenizer.
+        `"gpt-2"`, `"llama-bpe"`, or `"qwen2"`. None for any other pre-tokenizer.
     """
     if not isinstance(pre_tokenizer, dict):
         return None

@@ -64,14 +64,16 @@ def plan_gguf(checkpoint: Checkpoint, choices: ContentOptions) -> ConversionPlan
 
     Args:
         checkpoint: Checkpoint to convert.
-        choices: Options for the content of the output. The dtype applies to matrices.
+        choices: Options for the content of the output. The dtype applies to most matrices. See
+            `_choose_ggml_type` for the types of the other tensors.
 
     Returns:
         The plan.
 
     Raises:
-        CheckpointError: If the optimizer state is requested, or if llama.cpp does not support the model, a
-            setting, or a tensor.
+        CheckpointError: If the optimizer state is requested, if the dtype is unknown, if the dtype
+            is `mxfp4` but the model has no experts, if `config.json` does not match the tensors, or
+            if llama.cpp does not support the model type, a setting in `config.json`, or a tensor.
     """
     import gguf  # not at the top, because the import is slow
 
@@ -81,15 +83,15 @@ def plan_gguf(checkpoint: Checkpoint, choices: ContentOptions) -> ConversionPlan
     tensors = {entry.name: entry.tensor for entry in list_model_entries(checkpoint, "keep")}
     if unknown := [name for name in find_unknown_names(tensors, config) if not _BUFFER.fullmatch(name)]:
         raise CheckpointError(
-            f"{root}: {to_printable(unknown[0])} is not a tensor name of transformers' "
-            f"{config['model_type']}, so the order of its rows is unknown; convert the checkpoint with "
-            "the program that wrote it"
+            f"{root}: transformers' {config['model_type']} has no tensor with the name "
+            f"{to_printable(unknown[0])}, so the order of its rows is unknown; export the model to "
+            "transformers' format with the program that wrote the checkpoint"
         )
     check_config_fits_tensors(tensors, config, f"{root}: config.json")
     settings = parse_gguf_settings(config, model, root)
     if matrix_type == "MXFP4" and "expert_count" not in settings.values:
         raise CheckpointError(
-            f"{root}: --dtype mxfp4 is only for experts, which this model does not have; use q4_0"
+            f"{root}: --dtype mxfp4 is only for experts, but this model has no experts; use --dtype q4_0"
         )
     writer, entries = gguf.GGUFWriter(None, model.arch), []
     for name, tensor in _rename_tensors_to_gguf(tensors, model, settings, root).items():
@@ -126,7 +128,9 @@ class _LoraFactors(NamedTuple):
 def plan_gguf_adapter(
     adapter: StoredAdapter, config: Mapping[str, Any], choices: ContentOptions
 ) -> ConversionPlan:
-    """Plan the output of `--to gguf` for a LoRA adapter, which `llama-server --lora FILE` can load.
+    """Plan the output of `--to gguf` for a LoRA adapter.
+
+    `llama-server --lora FILE` can load this output.
 
     Source: https://github.com/ggml-org/llama.cpp, convert_lora_to_gguf.py, src/llama-adapter.cpp.
 
@@ -139,8 +143,8 @@ def plan_gguf_adapter(
         The plan.
 
     Raises:
-        CheckpointError: If the adapter is not plain LoRA on linear layers, or if llama.cpp does not
-            support the base model.
+        CheckpointError: If the optimizer state is requested, if the adapter is not plain LoRA on
+            linear layers outside of experts, or if llama.cpp does not support the base model.
     """
     import gguf  # not at the top, because the import is slow
 
@@ -155,7 +159,7 @@ def plan_gguf_adapter(
         or lora.target_parameters
     ):
         raise CheckpointError(
-            f"{root}: --to gguf supports only plain LoRA on linear layers; write the merged model "
+            f"{root}: --to gguf supports only plain LoRA adapters of linear layers; write the merged model "
             "with --merge-into"
         )
     factors: dict[str, _LoraFactors] = {}
@@ -163,7 +167,8 @@ def plan_gguf_adapter(
         pair = module.get_lora_pair()
         if pair is None or pair[2] or ".experts." in module.path:
             raise CheckpointError(
-                f"{root}: {module.path}: --to gguf supports only LoRA on linear layers; use --merge-into"
+                f"{root}: {module.path}: --to gguf supports only LoRA adapters of linear layers; write the "
+                "merged model with --merge-into"
             )
         scaling = lora.compute_scaling(module.path)
         factors[f"{module.path}.weight"] = _LoraFactors(pair[0], pair[1], scaling)
@@ -190,10 +195,11 @@ def _parse_matrix_type(choices: ContentOptions) -> str | None:
     """Return the requested GGML type of the matrices, or None if they keep their dtypes.
 
     Raises:
+        CheckpointError: If the dtype is unknown.
         CommandError: If the optimizer state is requested, which GGUF cannot contain.
     """
     if choices.optimizer:
-        raise CommandError("--to gguf: the format has no optimizer state; leave out --optimizer")
+        raise CommandError("--to gguf: this format cannot contain the optimizer state; leave out --optimizer")
     return parse_target_dtype(choices.dtype, allow_ggml=True)
 
 
@@ -215,14 +221,23 @@ def _get_gguf_model_type(config: Mapping[str, Any], root: AnyPath, script: str) 
         )
     if not isinstance(kind, str) or kind not in MODEL_TYPES:
         raise CheckpointError(
-            f"{root}: --to gguf does not support the model type {kind!r}, only {', '.join(MODEL_TYPES)}; "
-            f"write OUT without --to gguf, and then run llama.cpp's own converter: {script} OUT"
+            f"{root}: --to gguf does not support the model type {kind!r} (supported types: "
+            f"{', '.join(MODEL_TYPES)}); write OUT without --to gguf, and then run llama.cpp's own "
+            f"converter: {script} OUT"
         )
     return MODEL_TYPES[kind]
 
 
 def _add_tensor_info(writer: Any, name: str, tensor: Tensor, ggml_type: str) -> OutputTensor:
-    """Add a tensor to the file header, and return the entry for writing its data as `ggml_type`."""
+    """Add a tensor to the header of a GGUF file, and return the output tensor for its data.
+
+    Args:
+        writer: Writer of the `gguf` package, to which the tensor's name, shape and type are added.
+        name: Name of the tensor in the file.
+        tensor: Tensor to store.
+        ggml_type: GGML type in which the data is stored. For a block type, the output tensor
+            consists of quantized bytes.
+    """
     import gguf
 
     blocks = ggml_type in GGML_KINDS
@@ -323,8 +338,8 @@ def _map_gguf_names_to_names(
         The parameter names in transformers, keyed by the names in llama.cpp.
 
     Raises:
-        CheckpointError: If llama.cpp has no name for a parameter, if two parameters would have the same
-            name, or if a bias is disabled in the config.
+        CheckpointError: If llama.cpp has no name for a parameter, if two parameters would have the
+            same name, or if there is a bias although the config disables it.
     """
     import gguf
 
@@ -343,8 +358,8 @@ def _map_gguf_names_to_names(
             or (bias and bias[1] not in settings.biased_modules)
         ):
             raise CheckpointError(
-                f"{root}: {name!r} does not belong to llama.cpp's {model_type.arch}; convert without --to "
-                "gguf"
+                f"{root}: the tensor {name!r} does not belong to the architecture {model_type.arch} of "
+                "llama.cpp; convert without --to gguf"
             )
         names_by_gguf[gguf_name] = name
     return names_by_gguf
@@ -395,11 +410,12 @@ def _iter_stacked_experts(
     Tensors that do not belong to an expert are yielded unchanged.
 
     Yields:
-        The name and the tensor of each result. A stacked tensor is named like its experts, but without
-        the expert index.
+        The name and the tensor of each result. A stacked tensor is named like its experts, but
+        without the expert index.
 
     Raises:
-        CheckpointError: If an expert is missing, or if the experts have different shapes.
+        CheckpointError: If the number of experts differs from the config, if an expert is missing,
+            or if the experts have different shapes.
     """
     stacks: dict[str, dict[int, Tensor]] = {}
     for name, tensor in tensors:
@@ -411,10 +427,14 @@ def _iter_stacked_experts(
     count = settings.values.get("expert_count", 0)
     for name, stack in stacks.items():
         experts = [reshape_tensor(stack[i], (1, *stack[i].shape)) for i in sorted(stack)]
-        if sorted(stack) != list(range(count)) or len({expert.shape for expert in experts}) > 1:
+        if sorted(stack) != list(range(count)):
             raise CheckpointError(
-                f"{root}: {name!r} does not have the {count} experts of config.json; specify the config.json "
-                "of this model with --config-from"
+                f"{root}: {name!r} has {len(stack)} experts, but config.json specifies {count} (numbers 0 "
+                f"to {count - 1}); specify the config.json of this model with --config-from"
+            )
+        if len({expert.shape for expert in experts}) > 1:
+            raise CheckpointError(
+                f"{root}: the experts of {name!r} have different shapes; convert without --to gguf"
             )
         yield name, concat_tensors(name, experts, 0)
 
@@ -424,9 +444,9 @@ def _convert_tensor_layout(
 ) -> Tensor:
     """Convert a tensor lazily to the layout and the values that llama.cpp expects.
 
-    Depending on the model type, this function permutes the rows of the query and key projections for
-    the rotary embedding, transposes linear layers, adds 1 to the weights of norms, or scales the
-    queries.
+    Depending on the model type, this function permutes the rows of the query and key projections
+    for the rotary embedding, transposes linear layers, adds 1 to the weights of norms, or scales
+    the queries.
 
     Args:
         gguf_name: Name of the tensor in llama.cpp.
@@ -435,7 +455,8 @@ def _convert_tensor_layout(
         settings: Settings of the model.
 
     Returns:
-        The converted tensor, or `tensor` itself if nothing changes.
+        The converted tensor, or `tensor` itself if nothing changes. If values change, the dtype of
+        the result is F32.
 
     Raises:
         CheckpointError: If the number of rows does not match the heads in the config.
@@ -478,8 +499,11 @@ def _choose_ggml_type(gguf_name: str, dtype: str, shape: Sequence[int], matrix_t
         matrix_type: Requested GGML type of matrices. None to keep their dtypes.
 
     Returns:
-        `F32` for vectors, position embeddings and routers. Otherwise `matrix_type`, or another type if
-        the matrix does not support it.
+        `F32` for vectors, biases, position embeddings and routers. For other matrices,
+        `matrix_type` with two exceptions: `F16` if the rows cannot be divided into the blocks of a
+        quantized type, and `Q8_0` instead of `MXFP4` for matrices that are not experts. If
+        `matrix_type` is None, the other matrices keep their dtypes, except that `F64` becomes
+        `F32`.
 
     Raises:
         CheckpointError: If the dtype is not supported.

@@ -1,4 +1,7 @@
-"""Run jobs in a few threads. Reads, checksums, casts and writes release the GIL."""
+"""Run jobs in a few threads.
+
+The threads run in parallel, because reads, checksums, casts and writes release the GIL.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,10 @@ class _StoppedError(Exception):
 
 
 def count_usable_cores() -> int:
-    """Return the number of CPU cores that this process may use, according to its CPU affinity."""
+    """Return the number of CPU cores that this process may use, according to its CPU affinity.
+
+    On systems without CPU affinity, such as macOS, all cores are counted.
+    """
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -66,10 +72,10 @@ def run_jobs_in_threads(
     The first exception in a job, or Ctrl-C, stops the other jobs and is raised in the calling thread.
 
     Args:
-        jobs: Jobs to run. They are taken from the iterator one at a time, so a million jobs need no
-            memory. Each job receives a progress function, and must call it every few milliseconds with
-            the number of bytes that it has processed. After another job has failed, the progress
-            function raises an exception that stops the job.
+        jobs: Jobs to run. Jobs are taken from the iterator one at a time, so the memory does not grow
+            with the number of jobs. Each job receives a progress function, and must call it every few
+            milliseconds with the number of bytes that it has processed. After another job has failed,
+            the progress function raises an exception that stops the job.
         report_bytes: Callback that receives the number of processed bytes. Only one thread calls it at
             a time.
         num_threads: Number of threads. The default is `get_default_thread_count()`.

@@ -23,8 +23,8 @@ class CrcTrailer:
     Attributes:
         nbytes: Size of the trailer in bytes.
         compute_bytes: Function that computes the trailer from the CRC32 of the tensor's data.
-        is_written_last: Whether to write the trailer after all other parts of the plan, for example
-            because it depends on the CRC32 of several tensors.
+        is_written_last: Whether to write the trailer after all other parts of the output, for
+            example because it also depends on the CRC32 of other tensors.
     """
 
     nbytes: int
@@ -41,7 +41,8 @@ class PlannedFile:
 
     Attributes:
         name: Path of the file, relative to the output folder.
-        parts: Contents of the file, as a sequence of literal bytes, tensors, and trailers.
+        parts: Contents of the file in order. A part is a literal byte string, a tensor, or a
+            trailer. A trailer follows a tensor and depends on the CRC32 of its data.
     """
 
     name: str
@@ -90,7 +91,11 @@ class ConversionPlan:
 
     @property
     def peak_buffer_nbytes(self) -> int:
-        """Peak memory in bytes for tensor data while the plan is executed."""
+        """Estimated peak memory in bytes for tensor data while the plan is executed.
+
+        The estimate assumes that the source and the output are on local disks. With an object
+        store, more threads are used, and uploads need additional memory.
+        """
         casts = any(entry.dtype != entry.tensor.dtype for file in self.files for entry in file.entries)
         return BLOCK_BYTES * (3 if casts else 1) * get_default_thread_count()
 

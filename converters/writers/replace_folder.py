@@ -1,11 +1,13 @@
-"""Replace folders atomically, and recover after a process was killed.
+"""Replace folders atomically, and clean up after processes that were killed.
 
 `renameat2` on Linux and `renamex_np` on macOS exchange two names, so that the target is a complete
 folder at any time. If the file system does not support this, the old folder is renamed first. If
 the process is killed before the second rename, the next process that writes to the same target
 restores the old folder with `recover_replaced_folder`.
 
-    .out.tmp-1234-a1b2c3   being written, or already replaced; the writer holds a lock on it
+The temporary folders for the target `out` are hidden and next to it:
+
+    .out.tmp-1234-a1b2c3   the new folder while it is written; the writer holds a lock on it
     .out.old-1234-a1b2c3   the old folder, which is restored if `out` is missing
 """
 
@@ -42,15 +44,21 @@ _UNSUPPORTED_ERRNOS = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSU
 def check_folder_replaceable(
     out: AnyPath, entry_names: Collection[str], replaceable_names: Collection[str] = ()
 ) -> None:
-    """Check that a folder only contains files from a previous conversion.
+    """Check that a folder only contains files that a conversion may replace.
+
+    These are files with the names of a conversion's outputs, such as `model.safetensors` or
+    `config.json`, and the files in `replaceable_names`.
 
     Args:
         out: Folder to replace.
-        entry_names: Names of the entries, relative to the folder. The names of subfolders end in `/`.
-        replaceable_names: Names of additional files that may be replaced.
+        entry_names: Names of the files and subfolders to check, relative to the folder. The names
+            of subfolders end in `/`. The caller can omit entries that are known to be replaceable.
+        replaceable_names: Names of additional files that may be replaced. If a name contains a
+            slash, its top-level folder may be replaced too, including all other files in the
+            folder.
 
     Raises:
-        CheckpointError: If the folder contains other files.
+        CommandError: If the folder contains other files.
     """
     replaceable = {
         *replaceable_names,
@@ -64,7 +72,7 @@ def check_folder_replaceable(
     if others:
         more = f" and {len(others) - 3:,} more" if len(others) > 3 else ""
         raise CommandError(
-            f"{out}: contains {', '.join(others[:3])}{more}, which no conversion has written, so the "
+            f"{out}: contains files that no conversion has written ({', '.join(others[:3])}{more}), so the "
             "folder is not replaced; choose another folder"
         )
 
@@ -77,8 +85,8 @@ def exchange_paths(first: Path, second: Path) -> bool:
         second: Path of the second file or folder.
 
     Returns:
-        True if the names were exchanged. False if the system does not support this, and nothing has
-        changed.
+        True if the names were exchanged. False if the system does not support an exchange. In this
+        case, nothing has changed.
 
     Raises:
         OSError: If a path does not exist or cannot be renamed.
@@ -115,13 +123,16 @@ def build_temporary_path(target: Path, kind: str = "tmp") -> Path:
 def move_into_place(new: Path, target: Path, old_path: Path) -> None:
     """Rename `new` to `target`, and an existing `target` to `old_path`.
 
-    If the system can exchange two names, `target` always exists, with either the old or the new
-    content. Otherwise, `target` is missing for a moment, and the old folder is at `old_path`. If the
-    process is killed, `new` may remain at its path or at `old_path`.
+    If the system can exchange two names atomically, `new` is first renamed to `old_path`, and then
+    `old_path` and `target` are exchanged. `target` therefore always exists. Otherwise, `target` is
+    renamed to `old_path`, and is missing until `new` has been renamed to `target`. If the process
+    is killed before an exchange, the new content may remain at `old_path`. If the process is killed
+    while `target` is missing, the new content is at `new` and the old content at `old_path`. For
+    folders, `recover_replaced_folder` cleans up in both cases.
 
     Args:
         new: Path of the new file or folder.
-        target: Path to replace. It may not exist.
+        target: Path to replace. It need not exist.
         old_path: Unused path next to `target`.
 
     Raises:
@@ -150,6 +161,8 @@ def move_into_place(new: Path, target: Path, old_path: Path) -> None:
 
 def replace_and_delete_folder(new: Path, target: Path) -> None:
     """Replace a folder with a new folder, and delete the old folder.
+
+    Errors while deleting are ignored. `recover_replaced_folder` can delete the rest later.
 
     Args:
         new: Path of the new folder.

@@ -58,13 +58,21 @@ if TYPE_CHECKING:
 def plan_safetensors(checkpoint: Checkpoint, choices: ContentOptions, *, dcp: bool = False) -> ConversionPlan:
     """Plan the output of `--to safetensors` or `--to dcp-safetensors`.
 
+    If the checkpoint specifies the file of each tensor, these files are kept and `max_shard_size`
+    is ignored. This does not apply to `dcp-safetensors`.
+
     Args:
         checkpoint: Checkpoint to convert.
         choices: Options for the content of the output.
-        dcp: Whether to plan the output of `--to dcp-safetensors`.
+        dcp: Whether to plan the output of `--to dcp-safetensors`. This output contains tied tensors
+            under all of their names, and always has numbered files and an index.
 
     Returns:
         The plan.
+
+    Raises:
+        CheckpointError: If the checkpoint has no tensors, if the requested optimizer state is
+            missing, or if an option or a tensor name is not valid.
     """
     entries = list_model_entries(checkpoint, choices.dtype, aliases=dcp)
     documents, companions = plan_companion_files(checkpoint, entries)
@@ -111,8 +119,8 @@ plan_dcp_safetensors = partial(plan_safetensors, dcp=True)
 def _build_dcp_header_metadata(entries: Sequence[OutputTensor]) -> dict[str, str]:
     """Build the header metadata that torch's `HuggingFaceStorageWriter` writes.
 
-    It contains the offsets of each stored tensor in the unsharded tensor. They are all 0, because the
-    tensors are not sharded.
+    The metadata contains the offsets of each stored tensor in the unsharded tensor. All offsets are 0,
+    because the tensors are not sharded.
     """
     table = {entry.name: {DCP_OFFSETS_KEY: [0] * len(entry.tensor.shape)} for entry in entries}
     return {DCP_INFO_KEY: json.dumps(table), "DCP_VERSION": "1.0"}
@@ -202,10 +210,11 @@ def write_adapter(
         out: Path or URL of the output folder.
         dtype: Target dtype of the weights. See `ContentOptions`.
         optimizer: Whether to also write the optimizer state. See `ContentOptions`.
-        **options: Additional options. See `Options`. By default, `expand` is True.
+        **options: Additional options. See `Options`. The option `expand`, which allows an output
+            that is much larger than the source, is True unless the caller sets it.
 
     Returns:
-        The plan that was written.
+        The plan of the files that were written.
 
     Raises:
         CheckpointError: If the adapter cannot be written. See `write_checkpoint`.
@@ -222,6 +231,9 @@ def _plan_safetensors_file(
 ) -> PlannedFile:
     """Plan a single safetensors file.
 
+    The tensors are sorted by the size of their dtypes, in descending order. Each tensor is
+    therefore aligned to the size of its elements.
+
     Raises:
         CheckpointError: If two tensors have the same name, or if the header is too long.
     """
@@ -232,8 +244,8 @@ def _plan_safetensors_file(
     for entry in ordered:
         if entry.name in header:
             raise CheckpointError(
-                f"{name}: two tensors would have the name {entry.name!r}; rename one of the tensors in the "
-                "checkpoint"
+                f"{name}: two tensors would have the name {entry.name!r} in the output; rename one of the "
+                "tensors in the checkpoint"
             )
         offsets = [offset, offset + entry.nbytes]
         header[entry.name] = {
@@ -245,15 +257,20 @@ def _plan_safetensors_file(
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "surrogatepass")
     text += b" " * _compute_header_padding(8 + len(text), ordered)
     if len(text) > MAX_HEADER:
-        raise CheckpointError(f"{name}: there are too many tensors for one file; lower --max-shard-size")
+        raise CheckpointError(
+            f"{name}: there are too many tensors for one file (the header would have {len(text):,} bytes, "
+            f"at most {MAX_HEADER:,} are allowed); lower --max-shard-size"
+        )
     return PlannedFile(name, (len(text).to_bytes(8, "little") + text, *ordered))
 
 
 def _compute_header_padding(header_nbytes: int, entries: Iterable[OutputTensor]) -> int:
-    """Compute the header padding in bytes with which most tensor data can share blocks with the source.
+    """Compute the header padding in bytes that lets a file share disk blocks with its source.
 
-    A file system that can share blocks (XFS, btrfs) requires the same offset within a block for the
-    data in both files. The padding also aligns the end of the header to 8 bytes.
+    The tensors are copied from source files. If two files contain the same data, some file systems
+    (XFS, btrfs) can store the data only once. This requires that the data has the same offset
+    within a block in both files. The padding is chosen so that this is true for most of the tensor
+    data. It also aligns the end of the header to 8 bytes.
 
     Args:
         header_nbytes: Size of the header without padding, in bytes.
@@ -273,12 +290,13 @@ def _encode_json(value: Any) -> bytes:
     """Encode a value as indented JSON.
 
     Raises:
-        CheckpointError: If a string is not valid Unicode.
+        OptimizerStateError: If a string is not valid Unicode. The message is about the optimizer's
+            parameter groups, because the names of tensors have already been checked.
     """
     text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
     try:
         return text.encode()
     except UnicodeEncodeError:
         raise OptimizerStateError(
-            "the optimizer's groups contain a string that is not valid Unicode"
+            "the parameter groups of the optimizer contain a string that is not valid Unicode"
         ) from None

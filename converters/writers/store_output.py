@@ -53,20 +53,23 @@ _log = logging.getLogger(__name__)
 
 
 def read_written_objects(folder: RemotePath, required_fact: str = "") -> dict[str, ListedFile | None]:
-    """Read the list of objects from a folder's marker.
+    """Read from a folder's marker which objects a conversion has written.
 
-    This is the completion marker if there is one, otherwise the marker of an incomplete folder.
+    Each writer creates a marker: an object that lists the other objects and shows whether the
+    folder is complete. The marker of a complete folder has priority over the marker of an
+    incomplete folder.
 
     Args:
         folder: URL of the folder.
-        required_fact: Field that the marker must contain. See the argument `facts` of `StoreOutput`. If
-            empty, the marker of any writer is accepted.
+        required_fact: Name of an additional field that the marker must contain. See the argument
+            `facts` of `StoreOutput`. If empty, the marker of any writer is accepted.
 
     Returns:
-        The size and version of each object, keyed by name. For an incomplete folder, these are the
-        objects from before the write. Objects that the writer planned, but may not have written, have
-        the value None. Empty if the folder has no valid marker, or if the marker does not contain
-        `required_fact`.
+        Size and version of each object in the marker, keyed by name. If the folder is complete,
+        these are the objects that the conversion has written. If a conversion was interrupted, they
+        are the objects that existed before it, and the objects that it was going to write. The
+        latter have the value None, because they may or may not exist. Empty if the folder has no
+        valid marker, or if the marker does not contain `required_fact`.
     """
     marker = read_json_object_or_empty(folder / COMPLETE_MARKER) or read_json_object_or_empty(
         folder / INCOMPLETE_MARKER
@@ -86,7 +89,10 @@ def read_written_objects(folder: RemotePath, required_fact: str = "") -> dict[st
 
 
 def list_content_objects(folder: RemotePath) -> dict[str, ListedFile]:
-    """Return the size and version of each object below a folder, keyed by name. Markers are omitted."""
+    """Return the size and version of each object below a folder, keyed by name.
+
+    The completion marker and the marker of an incomplete folder are omitted.
+    """
     return {
         name: object_
         for name, object_ in folder.list_objects().items()
@@ -96,6 +102,10 @@ def list_content_objects(folder: RemotePath) -> dict[str, ListedFile]:
 
 def check_store_output(out: RemotePath, *, overwrite: bool) -> None:
     """Check that writing an output folder cannot destroy other files.
+
+    If `overwrite` is True, each object in an existing folder must be listed in the folder's marker,
+    or have a name that `check_folder_replaceable` accepts. The versions of the objects are not
+    compared.
 
     Args:
         out: URL of the folder.
@@ -114,20 +124,23 @@ def check_store_output(out: RemotePath, *, overwrite: bool) -> None:
         return
     if is_incomplete_folder(out):
         raise CommandError(
-            f"{out}: contains an unfinished conversion ({INCOMPLETE_MARKER}); add --overwrite to replace it"
+            f"{out}: contains an unfinished conversion ({INCOMPLETE_MARKER}); add --overwrite to replace "
+            "the folder"
         )
     raise CommandError(f"{out}: already exists; choose another folder, or add --overwrite")
 
 
 class StoreUploads:
-    """Uploads from one process to a folder in an object store. They are invisible until `complete_files`.
+    """Multipart uploads of one process to a folder in an object store.
+
+    The files are invisible until `complete_files` is called.
 
     Args:
         folder: URL of the folder, or of the only object if `single` is True.
         single: Whether `folder` is the URL of the only object.
 
     Attributes:
-        num_threads: Number of threads that write.
+        num_threads: Number of threads that upload files.
     """
 
     def __init__(self, folder: RemotePath, *, single: bool = False) -> None:
@@ -140,7 +153,7 @@ class StoreUploads:
         return self.folder if self._single else self.folder / name
 
     def create_file(self, name: str, lengths: Sequence[int]) -> FileUpload:
-        """Begin to upload a file.
+        """Start the multipart upload of a file, and return the upload.
 
         Args:
             name: Path of the file, relative to the folder.
@@ -173,18 +186,22 @@ class StoreUploads:
 class StoreOutput(StoreUploads):
     """Output folder or object in an object store.
 
-    The constructor aborts uploads left over from a killed conversion to the same output. Objects in the
-    store do not change before `complete_files`. After that, `publish_folder` makes the output complete,
-    and `abort_uploads` removes unpublished objects. See `FolderOutput` for the other methods.
+    The constructor aborts uploads left over from a killed conversion to the same output. Until
+    `complete_files` is called, the uploaded objects are not visible, and the objects in the store
+    do not change. `complete_files` makes the new objects visible, and `publish_folder` then marks
+    the output as complete. If the conversion fails before `publish_folder`, `abort_uploads` removes
+    the new objects. See `FolderOutput` for the other methods.
 
     Args:
         folder: URL of the folder, or of the only object if `single` is True.
         overwrite: Whether an existing output may be replaced.
         names: Names of all objects that will be written.
         facts: Additional fields of the completion marker.
-        single: Whether `folder` is the URL of the only object. A single object needs no marker, because
-            it appears atomically.
-        shared: Whether other processes upload to the same folder.
+        single: Whether `folder` is the URL of the only object. A single object needs no marker,
+            because it appears atomically.
+        shared: Whether other processes upload to the same folder. They must start their uploads
+            after this object is created, because the constructor may abort all open uploads to the
+            folder.
     """
 
     def __init__(
@@ -204,13 +221,13 @@ class StoreOutput(StoreUploads):
         self._facts = dict(facts)
         self._objects_at_start = self._list_present_objects()
         self._marker_token = ""
-        self._undo_commit: Callable[[], object] = bool  # does nothing
+        self._undo_commit: Callable[[], object] = bool  # does nothing when it is called
         abort_open_uploads(folder, recursive=False)
 
     def _list_present_objects(self) -> dict[str, ListedFile]:
         """Return the size and version of each object in the output, keyed by name.
 
-        The name of a single object is `""`.
+        If the output is a single object and not a folder, the name of this object is `""`.
         """
         if not self._single:
             return list_content_objects(self.folder)
@@ -219,14 +236,20 @@ class StoreOutput(StoreUploads):
         return {}
 
     def complete_files(self) -> None:
-        """Delete the old objects in the folder, and make the uploaded objects visible.
+        """Replace the old objects in the output with the uploaded objects.
 
-        A folder is marked as incomplete first. A single object needs no marker, because it is replaced
-        atomically.
+        A folder is replaced in three steps:
+
+        1. The folder is marked as incomplete. The marker remains until `publish_folder` is called.
+        2. Old objects that will not be overwritten are deleted.
+        3. The uploads are completed, so the new objects become visible.
+
+        A single object needs no marker, because it is replaced atomically.
 
         Raises:
-            CheckpointError: If objects were created or changed by another process after the output was
-                opened.
+            CheckpointError: If objects were created or changed by another process after the output
+                was opened.
+            CommandError: If another process has created the output, and it may not be overwritten.
         """
         self.folder.clear_listings()
         there = self._list_present_objects()
@@ -238,25 +261,27 @@ class StoreOutput(StoreUploads):
         for name, object_ in there.items():
             if self._objects_at_start.get(name) != object_:  # it changed after --overwrite was checked
                 raise CheckpointError(
-                    f"{to_printable(self._get_path(name))}: was created by another process during the "
-                    f"conversion of {self.folder}, and was not replaced; choose another folder"
+                    f"{to_printable(self._get_path(name))}: was created or changed by another process "
+                    f"during the conversion of {self.folder}, and was not replaced; choose another folder"
                 )
         if not self._single:
             self._undo_commit = bool if there else self._remove_written_objects
             objects = {**there, **dict.fromkeys(self._planned_names)}
             self._marker_token = mark_folder_incomplete(self.folder, facts=self._facts, objects=objects)
-            # Keep objects that are overwritten later, because a config.json may be copied from this folder.
+            # Do not delete objects that this output will overwrite, because its config.json may be copied
+            # from this folder.
             self.folder.remove_objects([name for name in there if name not in self._planned_names])
             self._undo_commit = self._remove_written_objects
         super().complete_files()
-        if self._single:  # until here, an old object has been unchanged
+        if self._single:  # up to this point, an old object is unchanged
             self._undo_commit = self.folder.unlink
 
     def _remove_written_objects(self) -> None:
-        """Remove the objects of this output and its markers.
+        """Delete all objects with names that this output writes, and the markers of the folder.
 
-        If other processes upload to the same folder, the folder remains marked as incomplete, because
-        another process may still complete an upload.
+        This includes old objects that have not been overwritten yet. The markers are objects that show
+        whether the folder is complete. If other processes upload to the same folder, the marker of an
+        incomplete folder is kept, because another process may still complete an upload.
         """
         self.folder.remove_objects([COMPLETE_MARKER, *self._planned_names])
         if not self._shared:  # otherwise another process may still complete an upload
@@ -297,11 +322,18 @@ class StoreOutput(StoreUploads):
     def publish_folder(self) -> None:
         """Write the completion marker, which makes the output complete.
 
-        A single object does not have a marker. It is only made permanent, so that `abort_uploads` no longer
-        removes it.
+        Before that, uploads to the folder that are still open may be aborted. Therefore, all
+        processes must have completed their uploads.
+
+        An output that is a single object has no marker. In this case, this method only prevents
+        `abort_uploads` from removing the object.
+
+        Raises:
+            RemoteError: If another process has begun to write to the same folder.
         """
         if not self._single:
-            # Abort unknown uploads, because they remain if the response to the start of an upload was lost.
+            # If the response to the start of an upload was lost, the upload remains open, but this
+            # process has no ID to abort it.
             abort_open_uploads(self.folder, recursive=False)
             there = list_content_objects(self.folder)
             objects = {name: there[name] for name in self._planned_names if name in there}
@@ -318,9 +350,9 @@ class StoreOutput(StoreUploads):
 class FileUpload:
     """Multipart upload of a file, which several threads write piece by piece.
 
-    The threads prepare pieces in parallel, but the pieces must be uploaded in order. A thread keeps its
-    piece in memory until all earlier pieces have been uploaded, and waits at the end of the piece.
-    Therefore, at most one piece per thread is in memory.
+    The threads prepare pieces in parallel, but the pieces must be uploaded in order. When a thread
+    has completed a piece, it waits until all earlier pieces have been uploaded, and keeps its piece
+    in memory until then. Therefore, at most one piece per thread is in memory.
 
     Args:
         path: URL of the object.
@@ -358,12 +390,20 @@ class FileUpload:
         self._written += len(view)
 
     def close(self) -> None:
-        """Complete the upload, so that the object becomes visible."""
+        """Complete the upload, so that the object becomes visible.
+
+        Raises:
+            LostUploadError: If another process has aborted the upload.
+        """
         with self.path.tolerate_lost_upload_response(self._written):
             self._call_store(lambda *_: self._writer.close())
 
     def abort_upload(self) -> None:
-        """Abort the upload without raising errors. Nothing remains if the store is reachable."""
+        """Abort the upload, so that the store discards the uploaded parts. Errors are ignored.
+
+        If the store is unreachable, the uploaded parts may remain in it, but they never become a
+        visible object.
+        """
         try:
             self._writer.__exit__(RuntimeError, RuntimeError("discarded"), None)
         except Exception as error:  # the error that caused the abort is more important
@@ -390,7 +430,10 @@ class PieceUpload:
         self._pending_bytes = bytearray()
 
     def write(self, data: memoryview | bytes) -> None:
-        """Append data to the upload if it is this piece's turn. Otherwise, keep the data in memory."""
+        """Append data to the upload if all earlier pieces are complete, or else keep it in memory.
+
+        Data that was kept in memory is appended first.
+        """
         if self._file.next_piece != self._number:
             self._pending_bytes += data
             return
@@ -403,11 +446,14 @@ class PieceUpload:
         return False
 
     def finish(self, progress: Callable[[int], object]) -> None:
-        """Wait until all earlier pieces have been uploaded, and append the data in memory.
+        """Wait until all earlier pieces have been uploaded, and complete this piece.
+
+        Uploads the data of this piece that is still in memory, and then lets the next piece be
+        uploaded.
 
         Args:
-            progress: Progress function, which is called with 0 while waiting. It raises an exception if
-                another job has failed.
+            progress: Progress function. It is called repeatedly with 0 while waiting, so that it
+                can raise an exception if another job has failed.
         """
         file = self._file
         with file.piece_turn:

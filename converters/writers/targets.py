@@ -34,13 +34,13 @@ def get_plan_function(output_format: str) -> Callable[[Checkpoint, ContentOption
         output_format: Output format, one of `portable.converters.options.WRITERS`.
 
     Returns:
-        The function.
+        Function that plans the output files of a checkpoint.
 
     Raises:
         CheckpointError: If the format is unknown.
     """
     if output_format not in WRITERS:
-        raise CommandError(f"the format {output_format!r} is unknown; specify one of {', '.join(WRITERS)}")
+        raise CommandError(f"--to: unknown format {output_format!r}; use one of {', '.join(WRITERS)}")
     module, _, function = WRITERS[output_format].partition(":")
     plan_files: Callable[[Checkpoint, ContentOptions], ConversionPlan] = getattr(
         import_module(module), function
@@ -49,7 +49,10 @@ def get_plan_function(output_format: str) -> Callable[[Checkpoint, ContentOption
 
 
 def is_single_file_output(output_format: str, out: AnyPath) -> bool:
-    """Return whether the output is a single file instead of a folder."""
+    """Return whether the output is a single file instead of a folder.
+
+    This is the case for the format `gguf` if the name of the output ends with `.gguf`.
+    """
     return output_format == "gguf" and out.name.endswith(".gguf")
 
 
@@ -84,24 +87,26 @@ def write_checkpoint(
 
     Args:
         checkpoint: Checkpoint to write.
-        out: Path or URL of the output.
+        out: Path or URL of the output folder. With `gguf`, a name that ends with `.gguf` is a
+            single file.
         to: Output format, one of `portable.converters.options.WRITERS`.
         dtype: Target dtype of the weights. See `ContentOptions`.
         max_shard_size: Maximum size of a shard in bytes. See `ContentOptions`.
         optimizer: Whether to also write the optimizer state. See `ContentOptions`.
-        names: Convention for tensor names and shapes: `published` converts to the names in published files,
-            `live` converts to the names that transformers uses in memory, and `stored` keeps the names in
-            the checkpoint. The default is `published` for safetensors, torch, and gguf, and `stored`
-            otherwise.
+        names: Convention for tensor names and shapes: `published` converts to the names in
+            published files, `live` converts to the names that transformers uses in memory, and
+            `stored` keeps the names in the checkpoint. The default is `published` for safetensors,
+            torch, and gguf, and `stored` otherwise.
         options: Additional options. See `Options`.
 
     Returns:
         The executed plan.
 
     Raises:
-        CheckpointError: If `out` cannot be written or replaced, if the source is damaged, if the
-            format does not support the checkpoint, if the disk is full, or if the object store is
-            unreachable. `out` is then unchanged.
+        CheckpointError: If the format is unknown or does not support the checkpoint, if `out`
+            cannot be written or replaced, if the source is damaged, if the disk is full, or if the
+            object store is unreachable. `out` is then unchanged.
+        TypeError: If the name of an additional option is unknown.
     """
     names = names or ("published" if to in FORMATS_WITH_PUBLISHED_NAMES else "stored")
     if names == "published":

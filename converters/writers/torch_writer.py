@@ -33,7 +33,10 @@ MODEL, OPTIMIZER = "pytorch_model.bin", "optimizer.pt"
 
 
 def plan_torch(checkpoint: Checkpoint, choices: ContentOptions) -> ConversionPlan:
-    """Plan the output of `--to torch`. The model is one file, regardless of `max_shard_size`.
+    """Plan the output of `--to torch`: `pytorch_model.bin` and, if requested, `optimizer.pt`.
+
+    The model is one file, regardless of `max_shard_size`. It also contains the aliases of tied
+    tensors.
 
     Args:
         checkpoint: Checkpoint to convert.
@@ -43,8 +46,8 @@ def plan_torch(checkpoint: Checkpoint, choices: ContentOptions) -> ConversionPla
         The plan.
 
     Raises:
-        CheckpointError: If the checkpoint has no tensors, or if the requested optimizer state is
-            missing.
+        CheckpointError: If the checkpoint has no tensors, if the dtype is unknown, or if the
+            requested optimizer state is missing or does not match its parameter groups.
     """
     entries = list_model_entries(checkpoint, choices.dtype)
     state = {entry.name: entry for entry in entries}
@@ -58,17 +61,21 @@ def plan_torch(checkpoint: Checkpoint, choices: ContentOptions) -> ConversionPla
 
 
 def _build_optimizer_state_dict(optimizer: OptimizerState, root: AnyPath) -> dict[str, Any]:
-    """Build an `optimizer.state_dict()` that contains `OutputTensor` objects instead of tensors.
+    """Build an `optimizer.state_dict()` with `OutputTensor` objects instead of tensors.
+
+    The parameters are numbered group by group. In each group, `param_names` contains their names.
 
     Raises:
-        CheckpointError: If the groups do not list each parameter with state exactly once.
+        CheckpointError: If the groups list a parameter more than once, or if a parameter with state
+            is not in a group.
     """
     groups = convert_param_groups_to_plain(optimizer)
     names = [name for group in groups for name in group.get("params", [])]
     numbers = {name: number for number, name in enumerate(names)}
     if len(numbers) != len(names) or not optimizer.state.keys() <= numbers.keys():
         raise OptimizerStateError(
-            f"{root}: the optimizer groups do not list each parameter with state exactly once"
+            f"{root}: the optimizer's parameter groups must contain each parameter that has state exactly "
+            "once, but do not"
         )
     state: dict[int, dict[str, Any]] = {}
     for name, state_name, entry in list_optimizer_entries(optimizer, root):

@@ -31,7 +31,7 @@ _DESCRIPTOR = struct.Struct("<4sL2Q")
 _END64 = struct.Struct("<4sQ2H2L4Q")
 _LOCATOR64 = struct.Struct("<4sLQL")
 _END = struct.Struct("<4s4H2LH")
-# The sizes and the CRC follow the data (bit 3), and names are UTF-8 (bit 11), as in the files of torch.
+# The sizes and the CRC follow the data (bit 3), and names are UTF-8 (bit 11), as in files from torch.save.
 _FLAGS = 0x0808
 _ARCHIVE = "archive"
 _ALIGNED = 64
@@ -55,7 +55,12 @@ class PickledCall:
 
 @dataclass(frozen=True, eq=False)  # hashed by identity, so that it can be a dict key
 class PickledObject:
-    """Object to construct without arguments when the pickle is loaded, and its state."""
+    """Object to write to a pickle.
+
+    When the pickle is loaded, the object is created with `kind.__new__(kind)`, without a call of
+    `__init__`. `state` is then passed to its `__setstate__`. Without this method, `state` must be a
+    dict, which updates the attributes of the object.
+    """
 
     kind: PickledGlobal
     state: Any
@@ -63,14 +68,21 @@ class PickledObject:
 
 @dataclass(frozen=True)
 class PickledPersistentId:
-    """Persistent ID that refers to a storage in a torch.save pickle."""
+    """Persistent ID that refers to a storage in a torch.save pickle.
+
+    Attributes:
+        value: The string `storage`, the storage class, the index of the storage in the archive as a
+            string, the device, and the number of elements, or of bytes for an `UntypedStorage`.
+    """
 
     value: tuple[Any, ...]
 
 
 PickleMemo = dict["Hashable", bytes]
-"""Opcodes that push a memoized value on the stack. A string or `PickledGlobal` is its own key, and
-`append_memo_put` stores other values under keys that its caller chooses.
+"""For each memoized value, the opcodes that push it on the stack.
+
+Strings and `PickledGlobal` objects are their own keys. Other values have keys that the callers
+of `append_memo_put` choose.
 """
 
 
@@ -94,11 +106,13 @@ def encode_pickle(value: Any) -> bytes:
 def append_pickled(value: Any, out: bytearray, memo: PickleMemo) -> None:
     """Append the opcodes that create a value.
 
+    A container that occurs several times is written several times, and is not shared after loading.
+
     Args:
         value: Value to pickle.
         out: Pickle to extend.
-        memo: Memo of the pickle. Strings and globals in it are fetched instead of created again. New
-            strings and globals are added to it.
+        memo: Memo of the pickle. Strings and globals in it are fetched instead of created again.
+            New strings and globals are added to it.
 
     Raises:
         TypeError: If the value contains an object of an unsupported type.
@@ -147,7 +161,10 @@ def append_pickled(value: Any, out: bytearray, memo: PickleMemo) -> None:
         append_pickled(value.value, out, memo)
         out += b"Q"
     else:
-        raise TypeError(f"{type(value).__name__} cannot be pickled")
+        raise TypeError(
+            f"objects of type {type(value).__name__} cannot be written to a torch.save file; use numbers, "
+            "strings, lists, tuples and dicts"
+        )
 
 
 def append_memo_put(key: Hashable, out: bytearray, memo: PickleMemo) -> None:
@@ -171,7 +188,12 @@ def build_torch_size(shape: tuple[int, ...]) -> PickledCall:
 
 
 class _NumberedEntry(NamedTuple):
-    """Tensor, and the index of its storage in the archive."""
+    """Tensor with its number in the archive.
+
+    Attributes:
+        number: Index of the tensor's storage in the archive.
+        entry: Tensor to write.
+    """
 
     number: int
     entry: OutputTensor
@@ -192,19 +214,25 @@ class _TensorMember(NamedTuple):
 
 
 def plan_torch_file(value: Any) -> list[FilePart]:
-    """Plan a torch.save file.
+    """Plan the parts of a file in the format of torch.save.
 
-    A file with several tensors has the same layout as torch's files: the zip directory at the end is
-    written last, and the data of each tensor is aligned to 64 bytes. This does not apply to a file with
-    a single tensor, because the DCP writer concatenates such files into a larger file.
+    With several tensors, the file has the same layout as torch's files: the data of each tensor is
+    aligned to 64 bytes. The zip directory at the end of the file contains the CRC32 of every
+    tensor, so it is written after all other parts of the output.
+
+    With a single tensor, the data is not aligned, and the file is written from start to end,
+    because the DCP writer concatenates such files into a larger file.
 
     Args:
         value: Plain containers, `Pickled...` objects of this module, and an `OutputTensor` for each
-            tensor. An `OutputTensor` that occurs twice is written once, as two tensors with a shared
-            storage.
+            tensor. An `OutputTensor` that occurs twice is written once, as two tensors with a
+            shared storage.
 
     Returns:
-        The parts of the file.
+        The parts of the file. Without a tensor, the file is a single byte string.
+
+    Raises:
+        TypeError: If the value contains an object of an unsupported type.
     """
     entries: dict[int, _NumberedEntry] = {}
     pickled = encode_pickle(_replace_tensors_by_calls(value, entries))
@@ -243,14 +271,14 @@ def plan_torch_file(value: Any) -> list[FilePart]:
 
 
 def reopen_tensors(values: Mapping[str, Any], folder: AnyPath) -> dict[str, Tensor]:
-    """Open the tensors in written torch.save files.
+    """Open the tensors of torch.save files after the files have been written.
 
     Args:
-        values: Values that were planned with `plan_torch_file`, keyed by file name.
+        values: Values that were passed to `plan_torch_file`, keyed by file name.
         folder: Folder or URL that contains the files.
 
     Returns:
-        The tensors, keyed by `OutputTensor.name`.
+        The tensors, keyed by `OutputTensor.name`. Their data is only read on request.
     """
     written, tensors = CheckpointFolder(folder), dict[str, Tensor]()
     pending = [(value, TorchZip(written.get_file(name)).load_object()) for name, value in values.items()]
@@ -280,12 +308,12 @@ def _record_crc_and_build_descriptor(crcs: list[int], number: int, nbytes: int, 
 
 
 def _replace_tensors_by_calls(value: Any, entries: dict[int, _NumberedEntry]) -> Any:
-    """Copy a nested value, replacing each tensor with the pickled call that rebuilds it.
+    """Copy a nested value, and replace each tensor with a `PickledCall` that rebuilds it.
 
     Args:
         value: Nested dicts, lists, and tuples that may contain `OutputTensor` objects.
-        entries: Dict that collects the tensors and the indices of their storages, keyed by the `id` of
-            the `OutputTensor`.
+        entries: Dict that maps the `id` of each `OutputTensor` to the tensor and the index of its
+            storage in the archive. This function adds the tensors that it finds.
     """
     if isinstance(value, OutputTensor):
         number, _ = entries.setdefault(id(value), _NumberedEntry(len(entries), value))
@@ -300,9 +328,12 @@ def _replace_tensors_by_calls(value: Any, entries: dict[int, _NumberedEntry]) ->
 def _build_tensor_call(entry: OutputTensor, number: int) -> PickledCall:
     """Build the pickled call that rebuilds a tensor from a storage in the archive.
 
+    The tensor is contiguous. A dtype without a typed storage class, such as an 8-bit float, uses an
+    `UntypedStorage` and is recorded as an argument of the call.
+
     Args:
         entry: Tensor to write.
-        number: Index of its storage in the archive.
+        number: Index of the tensor's storage in the archive.
     """
     width = get_itemsize(entry.dtype)
     storage = TO_STORAGE.get(entry.dtype)
@@ -327,8 +358,8 @@ def _build_local_header(name: str, align_from: int | None = None) -> bytes:
 
     Args:
         name: Name of the member, without the folder of the archive.
-        align_from: Byte offset of the header in the file. The header is padded so that the data is
-            aligned. If None, the header is not padded.
+        align_from: Byte offset of the header in the file, from which the padding that aligns the
+            data is computed. If None, the header is not padded.
     """
     path = f"{_ARCHIVE}/{name}".encode()
     # With the zip64 field, the sizes in the data descriptor are 64 bits wide.

@@ -1,9 +1,9 @@
 """Write DeepSpeed universal checkpoints, which ZeRO 1 to 3 can load at any world size.
 
 `zero/<parameter>/` contains the fp32 master weights and each moment, and `zero/optimizer_state.pt`
-contains the parameter groups. The model states are written to two files with different names:
-stages 1 and 2 read one, and stage 3 reads the other. `latest_universal` contains the name of the
-folder.
+contains the parameter groups. The model states are written to two files, because the ZeRO stages
+read different file names: stages 1 and 2 read one file, and stage 3 reads the other, which contains
+no tensors. `latest_universal` contains the name of the checkpoint's folder.
 
 DeepSpeed's `load_checkpoint` with `checkpoint: {load_universal: true}` restores the optimizer's
 parameters and state, and the counters. It does not restore buffers or frozen parameters.
@@ -57,16 +57,33 @@ def plan_universal(checkpoint: Checkpoint, choices: ContentOptions) -> Conversio
 
     Raises:
         CheckpointError: If the optimizer state is not requested or does not exist, if the requested
-            dtype is neither `keep` nor `float32` (the dtype of the master weights), if the shape of a
-            state differs from its parameter, or if a parameter name is not a valid folder name.
+            dtype is neither `keep` nor `float32` (the dtype of the master weights), if the shape of
+            a state differs from its parameter (scalars are exempt), if the parameter groups are
+            empty, repeat a parameter or list a parameter that is not in the model, or if a
+            parameter name is not a valid folder name.
     """
     if not choices.optimizer:
-        raise CommandError("--to deepspeed-universal: also needs the optimizer state; add --optimizer")
+        raise CommandError("--to deepspeed-universal: this format needs the optimizer state; add --optimizer")
     if parse_target_dtype(choices.dtype) not in (None, "F32"):
         raise CommandError(
             "--to deepspeed-universal: the master weights are always float32; leave out --dtype"
         )
-    optimizer = require_optimizer_state(checkpoint)
+    try:
+        return _plan_with_optimizer(checkpoint, require_optimizer_state(checkpoint))
+    except OptimizerStateError as error:  # without --optimizer, as its message suggests, there is no output
+        raise CheckpointError(f"{error.reason}; convert to another format without --optimizer") from None
+
+
+def _plan_with_optimizer(checkpoint: Checkpoint, optimizer: OptimizerState) -> ConversionPlan:
+    """Plan the files of a universal checkpoint with weights and optimizer state.
+
+    The weights of trained parameters are cast to float32.
+
+    Raises:
+        OptimizerStateError: If the parameter groups are invalid, or if the shape of a state differs
+            from its parameter. Scalars, such as the step, are exempt.
+        CheckpointError: If a parameter name is not a valid folder name.
+    """
     groups = convert_param_groups_to_plain(optimizer)
     group_names = [list(group.get("params", [])) for group in groups]
     model = {entry.name: entry for entry in list_model_entries(checkpoint, "keep")}
@@ -92,8 +109,8 @@ def plan_universal(checkpoint: Checkpoint, choices: ContentOptions) -> Conversio
                 step = value if state_name == _STEP else step
             elif not isinstance(value, Tensor) or value.shape != master.shape:
                 raise OptimizerStateError(
-                    f"{checkpoint.root}: {state_name} of {name!r} has another shape than the parameter, "
-                    "which a universal checkpoint cannot contain"
+                    f"{checkpoint.root}: {state_name} of {name!r} has a different shape from its parameter, "
+                    "but a DeepSpeed universal checkpoint needs the same shape"
                 )
             else:
                 parameter_entries[state_name] = OutputTensor(f"{name}.{state_name}", value.dtype, value)
@@ -118,31 +135,39 @@ def plan_universal(checkpoint: Checkpoint, choices: ContentOptions) -> Conversio
 def _check_param_groups(
     checkpoint: Checkpoint, group_names: list[list[str]], model: dict[str, OutputTensor]
 ) -> None:
-    """Check that the groups list each parameter once, and that all parameter names are valid folder names.
+    """Check that the groups list parameters of the model once, under valid folder names.
+
+    The groups do not have to contain all parameters of the model.
 
     Raises:
         CheckpointError: If a parameter name is not a valid folder name.
-        OptimizerStateError: If a parameter is repeated or is not in the model.
+        OptimizerStateError: If the groups are empty, or if a parameter is repeated or is not in the
+            model.
     """
     location, names = checkpoint.root, [name for group in group_names for name in group]
     if not names or len(set(names)) != len(names):
-        raise OptimizerStateError(f"{location}: the optimizer groups do not list each parameter exactly once")
+        raise OptimizerStateError(
+            f"{location}: the optimizer's parameter groups must contain each parameter exactly once, but do "
+            "not"
+        )
     for name in names:
         if name not in model:
             raise OptimizerStateError(
-                f"{location}: the optimizer contains {name!r}, which is not in the model"
+                f"{location}: the optimizer's parameter groups contain {name!r}, which is not in the model"
             )
         if "/" in name or "\0" in name or name in (".", "..") or len(name.encode()) > 255:
             raise CheckpointError(
-                f"{location}: {name!r} cannot be the name of a folder; rename the tensor in the checkpoint"
+                f"{location}: the tensor name {name!r} cannot be used as the name of a folder; rename the "
+                "tensor in the checkpoint"
             )
 
 
 def _read_engine_step(checkpoint: Checkpoint, optimizer: OptimizerState) -> int:
     """Return the step to write to the engine's step counter.
 
-    This is the maximum of the step in the checkpoint's metadata and the step in the optimizer state. A
-    missing step counts as 0.
+    This is the maximum of the step in the checkpoint's metadata and the step in the optimizer state
+    of the first parameter. A missing step counts as 0, as does a metadata step that is not a
+    non-negative integer.
     """
     recorded_step = checkpoint.metadata.get("step")
     step = next((values.get(_STEP) for values in optimizer.state.values()), 0)
@@ -155,7 +180,9 @@ def _build_optimizer_common_state(
 ) -> dict[str, Any]:
     """Build the content of `optimizer_state.pt`.
 
-    Stages 1 and 2 read its top level, and stage 3 reads `optimizer_state_dict`.
+    DeepSpeed trains each parameter group as one flat parameter. The entry `params` of a group is
+    therefore the index of the group. With ZeRO stages 1 and 2, DeepSpeed reads the values at the
+    top level. With stage 3, it reads the values under `optimizer_state_dict`.
 
     Args:
         groups: Parameter groups of the optimizer.
@@ -175,12 +202,15 @@ def _build_optimizer_common_state(
 def _build_model_states(
     checkpoint: Checkpoint, groups: list[dict[str, OutputTensor]], rest: dict[str, OutputTensor], step: int
 ) -> dict[str, Any]:
-    """Build the content of a model states file.
+    """Build the content of a DeepSpeed model states file.
 
     Args:
-        checkpoint: Checkpoint that contains the counters.
-        groups: Tensors in each parameter group, keyed by name.
-        rest: Tensors that do not belong to the optimizer, which are stored in this file.
+        checkpoint: Source of the names of tied tensors, and of counters such as the number of
+            samples.
+        groups: Tensors in each parameter group of the optimizer, keyed by name. Only their names
+            and shapes are stored in this file.
+        rest: Tensors that the optimizer does not update, keyed by name. Only these tensors are
+            stored in this file. Can be empty.
         step: Step counter of the engine.
     """
     counters = {name: checkpoint.counters.get(name) for name in _COUNTERS}

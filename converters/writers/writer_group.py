@@ -70,7 +70,8 @@ def distribute_files(files: Sequence[PlannedFile], num_processes: int) -> list[l
 def compute_plan_digest(plan: ConversionPlan) -> str:
     """Compute a digest of a plan's file names, tensors, and literal bytes.
 
-    Processes compare the digest to check that they have planned the same output.
+    A tensor contributes its name, dtype, and size, but not its data. Documents and companion files
+    are not included. Processes compare the digest to check that they have planned the same output.
     """
     digest = hashlib.blake2b(digest_size=16)
     for file in plan.files:
@@ -114,6 +115,6 @@ def check_written_size(path: AnyPath, expected: int, actual: int | None) -> None
     if actual != expected:
         state = "is missing" if actual is None else f"has {actual:,} bytes instead of {expected:,}"
         raise CheckpointError(
-            f"{to_printable(path)}: {state}, although another process has written it; use a file system "
-            "that all processes share, and write the output again"
+            f"{to_printable(path)}: {state}, although another process has written the file; use a file "
+            "system that all processes share, and write the output again"
         )

@@ -1,25 +1,32 @@
 """Record checksums for DCP folders, to verify that all files are intact and belong to one save.
 
-The items of a `.distcp` file contain CRC32s of their data but no name, so a swap of two files with
-the same layout would not be noticed. `.metadata` has no checksum at all. `shard_checksums.json`, in
-the folder of the shards, records the CRC32 of each metadata file and of each item's zip directory.
-The zip directory contains the CRC32s of the item's data:
+DCP's own checksums are not enough. The items of a `.distcp` file contain CRC32s of their data but
+no name, so a swap of two files with the same layout would not be noticed. `.metadata` has no
+checksum at all. The file `shard_checksums.json`, in the folder of the shards, closes these gaps. It
+has two versions.
+
+Version 1 records the CRC32 of each metadata file and of each item's zip directory. The zip
+directory contains the CRC32s of the item's data:
 
     {"version": 1, "metadata": {".metadata": 123}, "items": {"__0_0.distcp": {"0": 456, "7296": 789}}}
 
-In version 2, each rank has written a table of its pieces (chunks), `__0.metadata`, in the format of
-`.metadata`. Each piece in a table has its checksum as an additional attribute, `checksum`. The file
-lists the tables:
+Version 2 is used if each rank also wrote a separate metadata file, such as `__0.metadata`. Such a
+file is called a table. It has the format of `.metadata`, and lists the chunks that the rank saved,
+called pieces. Each piece has its checksum in the additional attribute `checksum`. Checksums of the
+items are therefore not needed, and `shard_checksums.json` lists the tables instead:
 
     {"version": 2, "metadata": {".metadata": 123, "__0.metadata": 456},
      "bytes": {".metadata": 7890, "__0.metadata": 5678},
      "boxes": {"__0.metadata": {"128x64": [[0, 0], [64, 64]]}}}
 
-`boxes` helps a reader to choose the tables that it needs. For each shape of a tensor, it contains
-the offsets and sizes of the smallest box around all pieces of such tensors in a table.
+- `metadata` contains the CRC32 of each metadata file.
+- `bytes` contains the size of each metadata file in bytes.
+- `boxes` contains a bounding box, `[offsets, sizes]`, for each table and tensor shape. The box
+  covers the pieces of all tensors with that shape, so a reader can skip the tables that it does not
+  need.
 
-Other tools ignore the file. This reader also opens a folder without it, but cannot check its
-content.
+Other tools ignore `shard_checksums.json`. A folder without this file can also be opened, but its
+shards cannot be verified.
 """
 
 from __future__ import annotations
@@ -48,10 +55,10 @@ if TYPE_CHECKING:
 
 
 CHECKSUMS = "shard_checksums.json"
-"""Name of the file with the checksums."""
+"""Name of the file that contains the checksums of a DCP folder."""
 _VERSION = 1
 TABLES_VERSION = 2
-"""Version of the file if each rank has written a table."""
+"""Version of the checksum file if each rank has written its own table of pieces."""
 
 
 class Region(NamedTuple):
@@ -68,16 +75,26 @@ class Region(NamedTuple):
 
 @dataclass(frozen=True)
 class ShardChecksums:
-    """Content of `shard_checksums.json`.
+    """Content of `shard_checksums.json`, which records checksums of the files of a DCP checkpoint.
+
+    A shard file contains items. Each item is a piece (chunk) of a tensor, or a pickled value,
+    stored as a zip archive of `torch.save`.
+
+    The checksum of an item is the CRC32 of its zip directory, which contains the CRC32s of the
+    data. In version 1, `shard_checksums.json` lists the checksum of every item. In version 2, each
+    rank has written its own metadata file, called a table. The table lists the pieces that the rank
+    saved and the checksums of the rank's items. `shard_checksums.json` then describes only
+    `.metadata` and the tables, not the items.
 
     Attributes:
-        path: Path of the file.
+        path: Path of `shard_checksums.json`.
         metadata_checksums: CRC32 of each metadata file, keyed by name.
-        items: CRC32 of each item, keyed by shard file and then by the offset of the item. None in
-            version 2, because the metadata files contain these CRC32s.
+        items: Checksum of each item, keyed by shard file and then by the offset of the item. None
+            in version 2.
         metadata_sizes: Size of each metadata file in bytes. Empty in version 1.
-        boxes: Smallest region that contains all pieces in a table, keyed by table and then by the shape
-            of the tensors. Empty in version 1.
+        boxes: Bounding boxes of the stored pieces, keyed by table name and then by tensor shape,
+            such as `128x64`. Each box covers the pieces of all tensors with that shape. Empty in
+            version 1.
     """
 
     path: AnyPath
@@ -98,24 +115,30 @@ class ShardChecksums:
         """
         if self.metadata_checksums.get(name) != isal_zlib.crc32(data):
             raise DamagedCheckpointError(
-                f"{self.path.parent / name}: is damaged, or from another save ({CHECKSUMS})"
+                f"{self.path.parent / name}: does not match the checksum in {CHECKSUMS}, so one of the two "
+                "files is damaged or from another save"
             )
 
     def get_item_checksum(self, file: str, offset: int, recorded: Any) -> int:
         """Return the CRC32 of an item's zip directory.
 
+        In version 1 of `shard_checksums.json`, this file contains the CRC32. In version 2, the metadata
+        files contain it: `.metadata`, and the table of the rank that saved the item.
+
         Args:
             file: Name of the shard file.
-            offset: Position of the item in bytes.
-            recorded: CRC32 in the metadata file, or None if the metadata file does not record it.
+            offset: Position of the item in the shard file, in bytes.
+            recorded: CRC32 in the metadata file, or None if it does not record one. Ignored in
+                version 1.
 
         Raises:
-            CheckpointError: If no such item is recorded.
+            CheckpointError: If no CRC32 is recorded for the item.
         """
         crc = recorded if self.items is None else self.items.get(file, {}).get(str(offset))
         if type(crc) is not int:
             raise DamagedCheckpointError(
-                f"{self.path}: is damaged, or from another save: there is no item at byte {offset} of {file}"
+                f"{self.path}: contains no checksum for byte {offset:,} of {file}, so one of the two files "
+                "is damaged or from another save"
             )
         return crc
 
@@ -127,12 +150,13 @@ def read_shard_checksums(folder: CheckpointFolder) -> ShardChecksums | None:
         The checksums, or None if the folder has none.
 
     Raises:
-        CheckpointError: If the file is damaged, or if it is missing although the manifest lists it.
+        CheckpointError: If `shard_checksums.json` is damaged or has an unsupported version, or
+            if it is missing although the manifest lists it.
     """
     if not (folder.path / CHECKSUMS).is_file():
         if is_listed_in_manifest(folder.path, CHECKSUMS):
             raise DamagedCheckpointError(
-                f"{folder.path / CHECKSUMS}: is missing, although {MANIFEST} names it"
+                f"{folder.path / CHECKSUMS}: is missing, although {MANIFEST} lists this file"
             )
         return None
     file = folder.get_file(CHECKSUMS)
@@ -142,7 +166,7 @@ def read_shard_checksums(folder: CheckpointFolder) -> ShardChecksums | None:
     if table.get("version") != _VERSION:
         raise CheckpointError(
             f"{file.path}: is damaged, or was written by a newer version of this program; copy the "
-            "checkpoint again, or update portable-train"
+            "checkpoint again, or update portable-trainer"
         )
     metadata, items = table.get("metadata"), table.get("items")
     tables = (metadata, items, *(items.values() if isinstance(items, dict) else ()))
@@ -151,19 +175,22 @@ def read_shard_checksums(folder: CheckpointFolder) -> ShardChecksums | None:
         or not isinstance(items, dict)
         or not all(isinstance(table, dict) for table in tables)
     ):
-        raise DamagedCheckpointError(f"{file.path}: damaged: the tables are missing")
+        raise DamagedCheckpointError(f"{file.path}: damaged: metadata or items is missing or invalid")
     return ShardChecksums(file.path, metadata, items)
 
 
 def _parse_tables_index(path: AnyPath, content: dict[str, Any]) -> ShardChecksums:
-    """Parse version 2 of `shard_checksums.json`, which lists one table per rank.
+    """Parse version 2 of `shard_checksums.json`, which lists one metadata file (table) per rank.
 
     Args:
         path: Path of the file, used in error messages.
-        content: Content of the file.
+        content: Content of the file. Its keys `metadata` and `bytes` contain the CRC32 and the size
+            of `.metadata` and of each table. Its key `boxes` contains the bounding boxes of each
+            table.
 
     Raises:
-        CheckpointError: If the lists of tables are damaged or disagree.
+        CheckpointError: If one of the three keys is missing or damaged, or if they do not list the
+            same tables.
     """
     metadata, sizes, boxes = (content.get(name) for name in ("metadata", "bytes", "boxes"))
     if (
@@ -175,7 +202,9 @@ def _parse_tables_index(path: AnyPath, content: dict[str, Any]) -> ShardChecksum
         or not metadata.keys() == sizes.keys() == {".metadata", *boxes}
         or not all(is_metadata_name(name) and isinstance(table, dict) for name, table in boxes.items())
     ):
-        raise DamagedCheckpointError(f"{path}: damaged: the tables are missing")
+        raise DamagedCheckpointError(
+            f"{path}: damaged: metadata, bytes and boxes are incomplete or contradict each other"
+        )
     regions = {
         name: {shape: _parse_region(path, box) for shape, box in table.items()}
         for name, table in boxes.items()
@@ -184,21 +213,27 @@ def _parse_tables_index(path: AnyPath, content: dict[str, Any]) -> ShardChecksum
 
 
 def _parse_region(path: AnyPath, box: Any) -> Region:
-    """Parse a region from JSON, a list of its offsets and its sizes.
+    """Parse a region from its JSON form `[offsets, sizes]`.
+
+    Args:
+        path: Path of the file, used in error messages.
+        box: Value from the file.
 
     Raises:
-        CheckpointError: If the value is not a list of two shapes with the same length.
+        CheckpointError: If the value is not a pair of lists of nonnegative integers with the same
+            length.
     """
     offsets, sizes = box if isinstance(box, list) and len(box) == 2 else (None, None)
     if not is_shape(offsets) or not is_shape(sizes) or len(offsets) != len(sizes):
-        raise DamagedCheckpointError(f"{path}: damaged: an entry is not a pair of offsets and sizes")
+        raise DamagedCheckpointError(f"{path}: damaged: an entry of boxes is not a pair of offsets and sizes")
     return Region(tuple(offsets), tuple(sizes))
 
 
 def read_item_checksums(folder: str | AnyPath, items: Iterable[tuple[str, int, int]]) -> list[int]:
     """Read the CRC32 of each item's zip directory, for `write_shard_checksums`.
 
-    Only the directories are read, a few kilobytes each, and no tensor data.
+    Only a few kilobytes of each item are read: its end, which contains the zip directory, and the
+    record `byteorder`.
 
     Args:
         folder: Folder of the shards. Only the files in `items` need to exist.
@@ -215,10 +250,12 @@ def read_item_checksums(folder: str | AnyPath, items: Iterable[tuple[str, int, i
 
 
 def write_shard_checksums(folder: str | AnyPath, items: Mapping[str, Mapping[str, int]]) -> None:
-    """Write `shard_checksums.json`.
+    """Write version 1 of `shard_checksums.json`.
+
+    The file contains `items`, and the CRC32 of each metadata file in the folder.
 
     Call this function in one process, after all ranks have written their shards and before the
-    checkpoint is published.
+    checkpoint is published. In an object store, an existing file is replaced.
 
     Args:
         folder: Folder of the metadata.
@@ -227,7 +264,8 @@ def write_shard_checksums(folder: str | AnyPath, items: Mapping[str, Mapping[str
 
     Raises:
         CheckpointError: If there is no metadata.
-        OSError: If the file already exists or cannot be written.
+        OSError: If a local file already exists or cannot be written.
+        RemoteError: If the file cannot be written to an object store.
     """
     folder = parse_path_or_url(folder)
     metadata = {name: isal_zlib.crc32((folder / name).read_bytes()) for name in list_metadata_files(folder)}
@@ -247,8 +285,8 @@ def list_metadata_files(folder: AnyPath) -> list[str]:
     """List the metadata files in a DCP folder.
 
     Returns:
-        The name `.metadata`, or the names of the ranks' tables if there is no `.metadata`. Empty if the
-        folder is not a complete DCP folder.
+        The name `.metadata`, or the names of the ranks' tables if there is no `.metadata`.
+        Empty if the folder has neither. The function does not check whether a table is missing.
     """
     names = [name for name in list_entry_names(folder) if _METADATA.fullmatch(name)]
     return [".metadata"] if ".metadata" in names else names

@@ -20,6 +20,7 @@ from portable.converters.containers.pickle_reader import (
     Standin,
     build_getattr_standin,
     build_inert_members,
+    format_untrusted_value,
     is_safe_index,
     unpickle_without_code,
 )
@@ -54,13 +55,17 @@ _STANDINS: Mapping[str, Standin | None] = {
 
 @dataclass(frozen=True)
 class ItemLocation:
-    """Location of one chunk or pickled value, which is a `torch.save` zip within a file.
+    """Location of one chunk of a tensor, or of one pickled value.
+
+    The chunk or value is stored as a zip archive in the format of `torch.save`. A shard file
+    contains many such archives.
 
     Attributes:
-        file: Name of the file in the folder.
-        offset: Position of the zip in bytes.
-        length: Size of the zip in bytes.
-        checksum: CRC32 of the zip directory, or None if the folder does not record it.
+        file: Name of the shard file in the folder.
+        offset: Position of the archive in the shard file, in bytes.
+        length: Size of the archive in bytes.
+        checksum: CRC32 of the archive's directory, which contains the CRC32s of the data. None if
+            the folder does not record it.
     """
 
     file: str
@@ -71,17 +76,18 @@ class ItemLocation:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """Tensor in the state dict.
+    """Metadata of a tensor in the state dict, with the locations of its chunks.
 
     Attributes:
         folder: Folder of the checkpoint.
-        key: Flattened key.
-        path: Dict keys and list indices that lead to the tensor in the nested state dict, or None if
-            the writer did not record them.
+        key: Flattened key in the state dict.
+        path: Dict keys and list indices that lead to the tensor in the nested state dict, or None
+            if the writer did not record them.
         dtype: Safetensors dtype.
         shape: Full, unsharded shape.
-        chunks: Region of each chunk.
-        items: Location of each chunk, keyed by `format_chunk_key` of its offsets.
+        chunks: Region of the tensor that each chunk covers.
+        items: Location of each chunk in the files, keyed by `format_chunk_key` of the chunk's
+            offsets.
     """
 
     folder: CheckpointFolder
@@ -95,12 +101,12 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class ValueEntry:
-    """Pickled value in the state dict.
+    """Metadata of a pickled value in the state dict.
 
     Attributes:
         folder: Folder of the checkpoint.
-        key: Flattened key.
-        path: Path as in `TensorEntry`.
+        key: Flattened key in the state dict.
+        path: Nested path of the key, as in `TensorEntry`.
         item: Location of the value.
     """
 
@@ -117,7 +123,7 @@ def format_chunk_key(offsets: Dims | None) -> str:
     """Format the offsets of a chunk as a dict key. For a pickled value, pass None.
 
     Strings are used because a malicious file could contain numbers whose hashes collide. See
-    `pickle_reader.MAX_KEY`.
+    `portable.converters.limits.MAX_KEY`.
     """
     return repr(offsets)
 
@@ -125,14 +131,16 @@ def format_chunk_key(offsets: Dims | None) -> str:
 def read_folder_metadata(folder: CheckpointFolder) -> dict[str, Entry]:
     """Read the entries of all keys in a DCP folder.
 
-    If the ranks saved without communicating, their metadata files are merged.
+    If the ranks saved without communicating, their metadata files are merged. The function does not
+    check whether the metadata file of a rank is missing.
 
     Returns:
-        Entries, keyed by the keys of the state dict.
+        Entries, keyed by the keys of the state dict. Empty if the folder has no metadata files.
 
     Raises:
-        CheckpointError: If the metadata is damaged or was not written by DCP, if a file is missing or
-            too short, if a name points outside the folder, or if two items share bytes.
+        CheckpointError: If `read_metadata_file` rejects a metadata file, if `shard_checksums.json`
+            is damaged, has an unsupported version, or is missing although the manifest lists it, or
+            if the metadata files of two ranks contradict each other.
     """
     merged: dict[str, Entry] = {}
     checksums = read_shard_checksums(folder)
@@ -145,7 +153,10 @@ def read_folder_metadata(folder: CheckpointFolder) -> dict[str, Entry]:
 def read_metadata_file(
     folder: CheckpointFolder, name: str, checksums: ShardChecksums | None
 ) -> dict[str, Entry]:
-    """Read one metadata file: `.metadata`, or the table of a rank.
+    """Read one metadata file: `.metadata`, or the table that one rank wrote.
+
+    `.metadata` describes the chunks of all ranks. A table describes only the chunks that its rank
+    saved.
 
     Args:
         folder: Folder of the checkpoint.
@@ -153,11 +164,14 @@ def read_metadata_file(
         checksums: Checksums of the folder, or None if it has none.
 
     Returns:
-        Entries, keyed by the keys of the state dict. In the table of a rank, a tensor has only the
-        chunks of that rank.
+        Entries, keyed by the keys of the state dict. They are in the order of the state dict if the
+        writer recorded `planner_data`.
 
     Raises:
-        CheckpointError: If the file is damaged.
+        CheckpointError: If the file is damaged, was not written by DCP, or does not match its
+            checksum. Also raised if a shard file is missing, too short, or outside the folder, if
+            items overlap, if an item is compressed, or if a dtype is not supported. Items with the
+            same location are accepted if the items cover every byte of the file.
     """
     file = folder.get_file(name)
     location = str(file.path)
@@ -170,23 +184,30 @@ def read_metadata_file(
     stored = require_mapping(fields.get("storage_data"), "storage_data", location)
     items = _parse_item_locations(folder, stored, location, checksums)
     if "planner_data" not in fields:
-        raise DamagedCheckpointError(f"{location}: is damaged, or is not DCP metadata (no planner_data)")
+        raise DamagedCheckpointError(
+            f"{location}: has no planner_data, so it is damaged or was not written by "
+            "torch.distributed.checkpoint"
+        )
     key_paths = fields["planner_data"]
     if not isinstance(key_paths, dict) or not key_paths:
         key_paths = None
     if not descriptions.keys() >= items.keys() or (
         key_paths is not None and key_paths.keys() != descriptions.keys()
     ):
-        raise DamagedCheckpointError(f"{location}: damaged: the tables contain different keys")
+        raise DamagedCheckpointError(
+            f"{location}: damaged: state_dict_metadata, storage_data and planner_data contain different keys"
+        )
     entries: dict[str, Entry] = {}
-    # planner_data has the order of the state dict. The other tables have the order in which the ranks wrote.
+    # Iterate in the order of planner_data, which is the order of the state dict. The other tables are in
+    # the order in which the ranks wrote.
     for key in descriptions if key_paths is None else key_paths:
         description = descriptions[key]
         if not isinstance(key, str):
-            raise DamagedCheckpointError(f"{location}: damaged: a key is not a string")
+            raise DamagedCheckpointError(f"{location}: damaged: a key of state_dict_metadata is not a string")
         if len(key) > MAX_TENSOR_NAME:
             raise DamagedCheckpointError(
-                f"{location}: contains a key of {len(key):,} characters, too long for a parameter"
+                f"{location}: damaged: the key {format_untrusted_value(key)} is too long ({len(key):,} "
+                f"characters, at most {MAX_TENSOR_NAME:,})"
             )
         path = None if key_paths is None else _parse_key_path(key_paths[key], key, location)
         kind = description.key.rpartition(".")[2] if isinstance(description, PickledInstance) else ""
@@ -199,7 +220,9 @@ def read_metadata_file(
         elif kind == "BytesStorageMetadata" and list(stored) == [format_chunk_key(None)]:
             entries[key] = ValueEntry(folder, key, path, stored[format_chunk_key(None)])
         else:
-            raise DamagedCheckpointError(f"{location}: damaged: the description of {key!r} is invalid")
+            raise DamagedCheckpointError(
+                f"{location}: damaged: the entry of {key!r} in state_dict_metadata is invalid"
+            )
     return entries
 
 
@@ -221,38 +244,53 @@ def _merge_entries(first: Entry, second: Entry) -> Entry:
     ):
         chunks = tuple({repr(chunk): chunk for chunk in (*first.chunks, *second.chunks)}.values())
         return replace(first, chunks=chunks, items={**second.items, **first.items})
-    raise DamagedCheckpointError(f"{first.folder.path}: the ranks' metadata disagree about {first.key!r}")
+    raise DamagedCheckpointError(
+        f"{first.folder.path}: the ranks' metadata files describe {first.key!r} differently"
+    )
 
 
 def _parse_key_path(path: Any, key: str, location: str) -> KeyPath:
-    """Parse the path of a key from `planner_data`.
+    """Check and return the path that `planner_data` records for a key.
+
+    The path consists of the dict keys and list indices that lead to the value in the nested state
+    dict. DCP joins them with dots to form the key. For example, the path `("a", 0)` belongs to the
+    key `a.0`.
+
+    Args:
+        path: Path from `planner_data`.
+        key: Key of the value in the flattened state dict.
+        location: Path of the metadata file, used in error messages.
 
     Raises:
-        CheckpointError: If the path is not a tuple of keys, or if the joined path is not the key.
+        CheckpointError: If the path is not a tuple of keys and indices, or if joining them does not
+            give the key.
     """
-    # The key is the path joined with dots, so the key and the path can be compared.
+    # DCP joins the path with dots to form the key, so a path that does not match its key is damaged.
     is_key_path = (
         isinstance(path, tuple) and path and all(type(part) is str or is_safe_index(part) for part in path)
     )
     if is_key_path and len(path) <= MAX_PATH and ".".join(map(str, path)) == key:
         return tuple(path)
-    raise DamagedCheckpointError(f"{location}: damaged: the path of {key!r} does not match the key")
+    raise DamagedCheckpointError(
+        f"{location}: damaged: the path of {key!r} in planner_data does not match the key"
+    )
 
 
 def _parse_item_locations(
     folder: CheckpointFolder, storage_data: dict[Any, Any], location: str, checksums: ShardChecksums | None
 ) -> dict[str, dict[str, ItemLocation]]:
-    """Parse the location of each chunk and value, and check that no two items share bytes.
+    """Parse the location of each chunk and value, and reject items that overlap in a file.
 
-    Two keys may still refer to the same item, as tied tensors do. This is only accepted if the items
-    cover every byte of the file. If there is a gap, one of the two locations is damaged, and the
-    correct location is in the gap.
+    Two state dict entries may have the same location, for example for tied tensors. This is
+    accepted only if the items cover every byte of the file. Otherwise, the gap contains an item to
+    which one of the two entries should refer, so the metadata is rejected as damaged.
 
     Returns:
-        Locations, keyed by key and then by `format_chunk_key`.
+        Locations, keyed by state dict key and then by chunk key. See `format_chunk_key`.
 
     Raises:
-        CheckpointError: If a location is damaged, a file is missing or too short, or items overlap.
+        CheckpointError: If a location is damaged, if a file is missing or too short, if an item is
+            compressed, or if items overlap.
     """
     items: dict[str, dict[str, ItemLocation]] = {}
     spans: dict[str, list[tuple[int, int, str]]] = {}
@@ -261,18 +299,23 @@ def _parse_item_locations(
         stored_at = require_attributes(info, "_StorageInfo", location)
         key, name = index_fields.get("fqn"), stored_at.get("relative_path")
         if not isinstance(key, str) or not isinstance(name, str):
-            raise DamagedCheckpointError(f"{location}: damaged: a storage entry is invalid")
+            raise DamagedCheckpointError(
+                f"{location}: damaged: an entry of storage_data lacks a valid key or file name"
+            )
         if len(key) > MAX_TENSOR_NAME:
             raise DamagedCheckpointError(
-                f"{location}: contains a key of {len(key):,} characters, too long for a parameter"
+                f"{location}: damaged: the key {format_untrusted_value(key)} is too long ({len(key):,} "
+                f"characters, at most {MAX_TENSOR_NAME:,})"
             )
         chunk = format_chunk_key(
             None
             if index_fields.get("offset") is None
-            else require_shape(index_fields["offset"], f"a chunk of {key!r}", location)
+            else require_shape(index_fields["offset"], f"the position of a chunk of {key!r}", location)
         )
         offset, length = require_shape(
-            (stored_at.get("offset"), stored_at.get("length")), f"the position of {key!r}", location
+            (stored_at.get("offset"), stored_at.get("length")),
+            f"the offset and length of {key!r} in storage_data",
+            location,
         )
         if stored_at.get("transform_descriptors"):
             raise CheckpointError(
@@ -282,11 +325,11 @@ def _parse_item_locations(
         file = folder.get_file(name)
         if offset + length > file.nbytes:
             raise DamagedCheckpointError(
-                f"{file.path}: truncated, {key!r} would end at byte {offset + length}, but the file "
-                f"has {file.nbytes} bytes"
+                f"{file.path}: truncated: {key!r} would end at byte {offset + length:,}, but the file "
+                f"has {file.nbytes:,} bytes"
             )
         if chunk in items.setdefault(key, {}):
-            raise DamagedCheckpointError(f"{location}: {key!r} is stored twice")
+            raise DamagedCheckpointError(f"{location}: damaged: a chunk of {key!r} is stored twice")
         checksum = checksums.get_item_checksum(name, offset, stored_at.get("checksum")) if checksums else None
         items[key][chunk] = ItemLocation(name, offset, length, checksum)
         spans.setdefault(name, []).append((offset, offset + length, key))
@@ -302,7 +345,7 @@ def _parse_item_locations(
         for (first, stop, key), (start, end, other) in pairwise(file_spans):
             if start < stop and (gap or (first, stop) != (start, end)):
                 raise DamagedCheckpointError(
-                    f"{location}: damaged: {key!r} and {other!r} share bytes of a file"
+                    f"{location}: damaged: the data of {key!r} and {other!r} overlap in a file"
                 )
     return items
 
@@ -337,10 +380,11 @@ def _parse_tensor_properties(description: PickledInstance, key: str, location: s
         )
     chunk_name = f"a chunk of {key!r}"
     extents = []
-    for chunk in require_list(fields.get("chunks"), f"the list of chunks of {key!r}", location):
+    for chunk in require_list(fields.get("chunks"), f"the chunks entry of {key!r}", location):
         parts = require_attributes(chunk, "ChunkStorageMetadata", location)
-        offsets = require_shape(parts.get("offsets"), chunk_name, location)
-        extents.append(Region(offsets, require_shape(parts.get("sizes"), chunk_name, location)))
+        offsets = require_shape(parts.get("offsets"), f"the position of {chunk_name}", location)
+        sizes = require_shape(parts.get("sizes"), f"the shape of {chunk_name}", location)
+        extents.append(Region(offsets, sizes))
     return _TensorProperties(
         FROM_TORCH[name],
         require_shape(fields.get("size"), f"the shape of {key!r}", location),

@@ -1,7 +1,7 @@
 """Build the optimizer state and parameter groups from flattened DCP keys.
 
-Several programs' layouts are supported: state that is keyed by parameter name or by index, and
-nested or flattened parameter groups.
+Programs write different layouts. State may be keyed by parameter name or by index, and parameter
+groups may be nested or flattened.
 """
 
 from __future__ import annotations
@@ -39,26 +39,30 @@ def build_optimizer_state(
 
     Args:
         roles: Role of each key.
-        tensors: Tensors of the model. State that is keyed by index is assigned to them in `order`.
-        read_state: Function that reads the tensor or number of a state, or returns None to skip it. Its
-            arguments are the key, and a name that is used in error messages.
-        read_value: Function that returns the stored Python value of a key, for parameter groups.
+        tensors: Tensors of the model. State that is keyed by index is assigned to these tensors
+            in `order`.
+        read_state: Function that reads the tensor or number of a state, or returns None to skip
+            it. Its arguments are the key, and a name that is used in error messages.
+        read_value: Function that returns the stored Python value of a key, for parameter
+            groups.
         location: Path of the checkpoint, used in error messages.
-        order: Names of `tensors` in module order, without aliases. If None, the order of `tensors` is
-            used.
+        order: Names of `tensors` in module order, without aliases. If None, the order of
+            `tensors` is used.
 
     Returns:
-        The optimizer state, keyed by parameter name.
+        The optimizer state, keyed by parameter name. If the state is keyed by name, the
+        parameter groups are read when they are first needed, and only then raise an error if
+        they are damaged.
 
     Raises:
-        CheckpointError: If two states have the same name, or if state that is keyed by index does not
-            fit the model's parameters.
+        CheckpointError: If two states have the same name, or if state that is keyed by index
+            does not fit the model's parameters or has damaged parameter groups.
     """
     state: State = {}
     for parameter, entries in roles.optimizer_state.items():
         name = find_plain_name(parameter, tensors)
         if name in state:
-            raise DamagedCheckpointError(f"{location}: two optimizer states have the name {name!r}")
+            raise DamagedCheckpointError(f"{location}: the optimizer state of {name!r} is stored twice")
         read_values = {
             state_name: read_state(key, f"{name}.{state_name}") for state_name, key in entries.items()
         }
@@ -87,11 +91,18 @@ def _build_param_groups(
 ) -> ParamGroups:
     """Build `param_groups` from the values in a flattened state dict.
 
-    Depending on the program that wrote them, the groups are stored as one list, with one key per value,
-    or with one key per parameter and value.
+    Checkpoints store the groups in one of three layouts:
+
+    - a complete list under a single key
+    - separate keys that begin with the index of the group, such as `0.lr`
+    - separate keys for each value of each parameter, such as `layer.weight.lr`
+
+    Each group in the result has a list `params` with names as `find_plain_name` returns them. The
+    list is empty if the checkpoint does not record the parameters of the group. All values are
+    converted to JSON values.
 
     Args:
-        values: Values of the groups, keyed by path.
+        values: Values of the groups, keyed by their path below `param_groups`.
         tensors: Tensors of the model.
         location: Path of the checkpoint, used in error messages.
 
@@ -101,13 +112,14 @@ def _build_param_groups(
     complete_list = values.get(())
     if complete_list is not None:
         groups = to_json_value(complete_list)
-    elif values and all(isinstance(path[0], int) for path in values):
+    elif values and all(path and isinstance(path[0], int) for path in values):
         groups = []
         for path, value in sorted(values.items(), key=lambda item: [str(part).zfill(9) for part in item[0]]):
             index = int(path[0])
-            if index > len(groups):  # the values are sorted by group, so a group without values is missing
+            # The values are sorted by group, so a skipped index means a missing group.
+            if index > len(groups):
                 raise DamagedCheckpointError(
-                    f"{location}: damaged: param_groups {len(groups)} of the optimizer is missing"
+                    f"{location}: damaged: parameter group {len(groups)} of the optimizer is missing"
                 )
             while len(groups) <= index:
                 groups.append({})
@@ -117,11 +129,15 @@ def _build_param_groups(
             {".".join(map(str, path)): to_json_value(value) for path, value in values.items()}
         )
     if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
-        raise DamagedCheckpointError(f"{location}: the optimizer's param_groups are not a list of groups")
+        raise DamagedCheckpointError(
+            f"{location}: damaged: param_groups of the optimizer is not a list of dicts"
+        )
     for group in groups:
         params = group.get("params", [])
         if not isinstance(params, list):
-            raise DamagedCheckpointError(f"{location}: the params of an optimizer group are not a list")
+            raise DamagedCheckpointError(
+                f"{location}: damaged: params of an optimizer parameter group is not a list"
+            )
         group["params"] = [find_plain_name(str(param), tensors) for param in params]
     return groups
 
@@ -129,11 +145,14 @@ def _build_param_groups(
 def _set_group_value(group: dict[str, Any], path: StateDictPath, value: Any) -> None:
     """Set a hyperparameter of a parameter group in place.
 
+    Call this function in the order of the paths, because the index of a list item is ignored.
+
     Args:
         group: Parameter group to extend.
-        path: Path of the value below the group. If it is empty, the value is the complete group. If it
-            contains an index, the value is an item of a list and is appended to it.
-        value: Value to set.
+        path: Path of the value within the group. If it is empty, the value is the complete group.
+            If it has several parts, the value is appended to the list under the first part.
+        value: Value to set. It is ignored if it is a complete group but not a dict, or if the first
+            part of the path already has a value that is not a list.
     """
     if not path:
         group.update(value if isinstance(value, dict) else {})
@@ -150,7 +169,7 @@ def _set_group_value(group: dict[str, Any], path: StateDictPath, value: Any) -> 
 def _group_flat_hyperparameters(flat: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Build parameter groups from torch's flattened keys `<parameter>.<hyperparameter>`.
 
-    Parameters with equal values form one group.
+    Parameters whose hyperparameters are all equal form one group.
     """
     by_parameter: dict[str, dict[str, Any]] = {}
     for key, value in flat.items():

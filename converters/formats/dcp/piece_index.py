@@ -1,15 +1,18 @@
 """Memory-mapped index of the pieces (chunks) in a DCP folder, written by one process per node.
 
-`.metadata` is a pickle of all pieces of all ranks. With a million pieces, parsing it takes a minute
-and gigabytes of memory, although a process that reads a few slices needs only a few pieces. The
-index stores the same information as numbers, which are memory-mapped instead of parsed:
+`.metadata` is a pickle of all pieces of all ranks. With a million pieces, parsing it takes
+a minute and gigabytes of memory, although a process that reads a few slices needs only a
+few pieces. The index stores the same information as numbers, which are memory-mapped
+instead of parsed:
 
     8 bytes   length of the description
     JSON      files, and for each key its path, dtype and shape, and the position of its rows
+    zeros     padding to a multiple of 64 bytes
     int64     for each piece a row: offsets, sizes, file index, offset, length, checksum
 
-A file index or a checksum of -1 means that there is none. The index itself has no checksum, because
-only processes of one user on one machine read it.
+The row of a pickled value has only the last four columns. A file index or a checksum of -1
+means that there is none. The index itself has no checksum, because only processes of one
+user on one machine read it.
 """
 
 from __future__ import annotations
@@ -43,16 +46,16 @@ if TYPE_CHECKING:
 BuildOnce = Callable[[str, Callable[[Path], None]], "Path | None"]
 """Function that writes a file in one process of each node.
 
-Its arguments are a key of the content, and a function that writes the file to a path. It returns the path of
-the file, or None if the processes of this node cannot share files.
+Its arguments are a key that identifies the content, and a function that writes the file to a given
+path. It returns the path of the file, or None if the processes of this node cannot share files.
 """
 _ALIGNMENT = 64
 _FACTS = 4
-"""Number of columns of a row after its offsets and sizes."""
+"""Number of columns after the offsets and sizes in a row: file index, offset, length, and checksum."""
 
 
 class PieceIndex:
-    """Memory-mapped index of pieces.
+    """Memory-mapped index of the pieces (chunks) in a DCP folder.
 
     Args:
         folder: Folder of the checkpoint.
@@ -61,6 +64,9 @@ class PieceIndex:
     Attributes:
         entries: Entries of all keys of the state dict. Tensor entries do not list any pieces. Use
             `get_entry_for_region` to look up the pieces of a region.
+
+    Raises:
+        OSError: If the index cannot be opened.
     """
 
     def __init__(self, folder: CheckpointFolder, path: Path) -> None:
@@ -111,25 +117,29 @@ class PieceIndex:
         return replace(entry, chunks=tuple(chunks), items=items)
 
     def _to_item_location(self, facts: list[int]) -> ItemLocation:
-        """Convert the last columns of a row to the location of a piece.
+        """Convert the last four columns of a row in this index to an `ItemLocation`.
 
         Args:
-            facts: File index, offset, length, and checksum of the piece.
+            facts: Values of the columns: file index, offset, length, and checksum of a chunk or
+                pickled value. A checksum of -1 means that there is none.
         """
         file, offset, length, checksum = facts
         return ItemLocation(self._files[file], offset, length, None if checksum < 0 else checksum)
 
 
 def write_piece_index(entries: Mapping[str, Entry], path: Path) -> None:
-    """Write the index of a DCP folder.
+    """Write the index of the pieces in a DCP folder.
+
+    A piece is a chunk of a tensor or a pickled value.
 
     Args:
-        entries: All keys of the folder.
+        entries: Entries of all tensors and values in the folder, keyed by their keys in the state
+            dict.
         path: Path of the new file.
 
     Raises:
-        CheckpointError: If a piece does not have the number of dimensions of its tensor, or if a checksum is
-            not a CRC32.
+        CheckpointError: If a chunk and its tensor have different numbers of dimensions, or if a
+            checksum is not a CRC32.
     """
     files: dict[str, int] = {}
     keys: list[Any] = []
@@ -142,7 +152,8 @@ def write_piece_index(entries: Mapping[str, Entry], path: Path) -> None:
         checksum = -1 if item.checksum is None else item.checksum
         if item.checksum is not None and not 0 <= checksum < 1 << 32:
             raise DamagedCheckpointError(
-                f"{entry.folder.path / CHECKSUMS}: damaged: {checksum} is not a CRC32"
+                f"{entry.folder.path / CHECKSUMS}: damaged: the checksum {checksum} of {item.file} is not a "
+                "CRC32"
             )
         return files.setdefault(item.file, len(files)), item.offset, item.length, checksum
 
@@ -155,7 +166,8 @@ def write_piece_index(entries: Mapping[str, Entry], path: Path) -> None:
             ]
             if len(rows) < len(entry.chunks):
                 raise DamagedCheckpointError(
-                    f"{entry.folder.path}: damaged: a piece of {key!r} has a wrong number of dimensions"
+                    f"{entry.folder.path}: damaged: a chunk of {key!r} has a different number of dimensions "
+                    "from the tensor"
                 )
             keys.append((key, entry.path, entry.dtype, entry.shape, position, len(rows)))
         else:
@@ -197,7 +209,12 @@ def open_piece_index(folder: CheckpointFolder, build_once: BuildOnce) -> PieceIn
 
 
 def _describe_metadata_files(folder: CheckpointFolder) -> str:
-    """Return a cache key for the metadata files, so that a changed folder gets a new index."""
+    """Return a string that changes when a metadata file of the folder changes.
+
+    The string is the cache key of the piece index, so a changed folder gets a new index. It
+    contains the path of the folder. For each metadata file, it also contains the name and
+    attributes such as the size and the modification time.
+    """
     facts: list[object] = [str(folder.path)]
     for name in (*list_metadata_files(folder.path), CHECKSUMS):
         path = folder.path / name

@@ -1,8 +1,8 @@
 """Read checkpoints of torch.distributed.checkpoint (DCP): `.metadata` and `__<rank>_<n>.distcp` files.
 
 Each chunk of a tensor, and each pickled value, is a complete `torch.save` zip within a `.distcp`
-file. A large run has a hundred thousand chunks, so a chunk is only located, and compared with
-`.metadata`, when it is first read.
+file. A large run has a hundred thousand chunks. A chunk is therefore not opened, or compared with
+`.metadata`, until it is first read.
 
 Source: `_write_item` in torch/distributed/checkpoint/filesystem.py.
 """
@@ -59,17 +59,22 @@ if TYPE_CHECKING:
 _MODEL_FOLDER, _OPTIMIZER_FOLDER = "pytorch_model_fsdp_", "optimizer_"
 _COUNTED = ("train_state", "lr_scheduler")
 MEGATRON_COMMON_FILE = "common.pt"
-"""Name of a file next to the shards of Megatron-Core. Such folders are a separate format."""
+"""Name of a file that Megatron-Core writes next to its DCP shards. Such folders have a
+separate format.
+"""
 
 
 def _find_dcp_folders(path: AnyPath) -> list[AnyPath]:
     """Find the DCP folders of a checkpoint.
 
-    This is the folder itself, or the folders `pytorch_model_fsdp_0` and `optimizer_0` that Accelerate
-    writes in it.
+    The result is the checkpoint's folder itself, or its subfolders `pytorch_model_fsdp_0` and
+    `optimizer_0`, which Accelerate writes. The subfolder `optimizer_0` may be missing.
 
     Returns:
         The folders. Empty if there are none, or if Megatron-Core wrote the folder.
+
+    Raises:
+        LinkError: If a subfolder is a link to a target outside the checkpoint's folder.
     """
     if list_metadata_files(path):
         return [] if is_megatron_folder(path) else [path]
@@ -80,17 +85,24 @@ def _find_dcp_folders(path: AnyPath) -> list[AnyPath]:
 
 
 def is_megatron_folder(folder: AnyPath) -> bool:
-    """Return whether Megatron-Core wrote the DCP shards in a folder."""
+    """Return whether Megatron-Core wrote the DCP shards in a folder.
+
+    Such a folder contains a file `common.pt`, or a `metadata.json` that mentions `"torch_dist"`.
+    """
     return (folder / MEGATRON_COMMON_FILE).is_file() or header_contains(
         folder / "metadata.json", b'"torch_dist"'
     )
 
 
 def _explain_incomplete(source: CheckpointPath) -> str | None:
-    """Explain why a path cannot be opened: it is one file of a checkpoint, or its save did not finish.
+    """Return an error message if a path is a part of a DCP checkpoint that cannot be opened.
+
+    Such a path is either one file of a checkpoint, or a folder in which the save did not finish.
+    Call this function only if no format recognizes the path, because it does not check whether the
+    folder contains `.metadata`.
 
     Returns:
-        The reason as one line. None if the path does not look like a part of a DCP checkpoint.
+        The message as one line. None if the path does not look like a part of a DCP checkpoint.
     """
     path = source.path
     if path.is_file() and (path.name.endswith(".distcp") or has_metadata_name(path)):
@@ -105,11 +117,11 @@ def _explain_incomplete(source: CheckpointPath) -> str | None:
 
 
 def _open_dcp_checkpoint(source: CheckpointPath, folders: Sequence[AnyPath]) -> Checkpoint:
-    """Open the DCP folders of a checkpoint. Only metadata is read.
+    """Open the DCP folders of a checkpoint. No tensor data is read.
 
     Raises:
-        CheckpointError: If the metadata is damaged, if a key is stored twice, or if there are several
-            models.
+        CheckpointError: If the metadata is damaged or not supported, if a shard is missing or too
+            short, if a key is stored twice, or if there are several models.
     """
     location = str(source.path)
     if (source.path / f"{_MODEL_FOLDER}1").is_dir():
@@ -146,8 +158,8 @@ def _open_dcp_checkpoint(source: CheckpointPath, folders: Sequence[AnyPath]) -> 
         if len(roles.optimizers) > 1:
             names = sorted(".".join(map(str, path)) for path in roles.optimizers)
             raise OptimizerStateError(
-                f"{location}: contains several optimizers: "
-                f"{', '.join(map(format_untrusted_value, names[:8]))}"
+                f"{location}: contains several optimizers "
+                f"({', '.join(map(format_untrusted_value, names[:8]))}), but only one is supported"
             )
         return build_optimizer_state(
             roles,
@@ -170,11 +182,14 @@ def _open_dcp_checkpoint(source: CheckpointPath, folders: Sequence[AnyPath]) -> 
 
 
 def open_tensors(folder: AnyPath, build_once: BuildOnce | None = None) -> dict[str, Tensor]:
-    """Open all tensors of a DCP folder, keyed by their full keys. The values are read lazily.
+    """Open all tensors of a DCP folder, keyed by flattened state dict key. Values are read lazily.
 
     Args:
-        folder: The folder.
+        folder: DCP folder.
         build_once: Function that writes a file in one process per node. See `open_checkpoint`.
+
+    Raises:
+        CheckpointError: If the metadata is damaged.
     """
     entries, build_tensor = _open_folder_entries(folder, None, build_once)
     return {key: build_tensor(entry, key) for key, entry in entries.items() if isinstance(entry, TensorEntry)}
@@ -198,10 +213,15 @@ def _open_folder_entries(
 ) -> _FolderEntries:
     """Read the entries of a DCP folder.
 
+    An entry describes one key of the state dict, and lists the stored pieces (chunks) of a tensor.
+
     Args:
         path: The folder.
-        rank: Rank and world size of the reader, or None if the reader needs all pieces.
-        build_once: Function that writes a file in one process per node, or None.
+        rank: Rank and world size of the reader, if it needs only its own pieces. If each rank that
+            saved the checkpoint wrote its own metadata file, the reader first reads one of these
+            files, and reads the others only when needed. None if the reader needs all pieces.
+        build_once: Function that lets one process per node write an index of the metadata for the
+            other processes. See `open_checkpoint`. If None, no index is written.
     """
     folder = CheckpointFolder(path)
     if rank is not None or build_once is not None:
@@ -212,7 +232,7 @@ def _open_folder_entries(
 
 
 def _build_world_size_metadata(folders: Sequence[AnyPath]) -> dict[str, Any]:
-    """Derive the number of ranks that wrote shards from the names of the shard files.
+    """Count the ranks in the names of the shard files.
 
     Returns:
         `{"world_size": n}`, or an empty dict if there are no shards.
@@ -230,7 +250,11 @@ def _read_training_counters(
 ) -> dict[str, Scalar]:
     """Read the counters of torchtitan's trainer and learning-rate schedule.
 
-    Values that are not numbers are skipped.
+    They are the entries below `train_state` and `lr_scheduler`. Values that are not numbers, and
+    tensors with at least one dimension, are skipped.
+
+    Returns:
+        Numbers, keyed by their dotted paths in the state dict.
     """
     counters: dict[str, Scalar] = {}
     for key in keys:
@@ -245,7 +269,11 @@ def _read_training_counters(
 def _build_tensor_of_pieces(entry: TensorEntry, name: str) -> Tensor:
     """Build the tensor of a key from the pieces that its entry lists.
 
-    Pieces are located when they are first read.
+    Each piece is opened when it is first read.
+
+    Raises:
+        CheckpointError: If the metadata lacks the location of a piece, if a piece is too short
+            for its shape, or if the pieces do not form the tensor.
     """
     boxes = build_piece_boxes(entry)
     with prefix_checkpoint_errors(entry.folder.path):
@@ -253,36 +281,51 @@ def _build_tensor_of_pieces(entry: TensorEntry, name: str) -> Tensor:
 
 
 def build_piece_boxes(entry: TensorEntry) -> list[Box]:
-    """Build the boxes for the pieces of a tensor. Each piece is located when it is first read.
+    """Build a lazy `Box` for each piece (chunk) of a tensor.
+
+    A `Box` is a region of the tensor together with its data. This function checks the metadata of
+    the pieces. Each piece is opened, and compared with the metadata, when it is first read. The
+    pieces of an empty tensor are never read, so they are opened and compared immediately. Empty
+    pieces of any other tensor are omitted.
 
     Raises:
-        CheckpointError: If a piece is not stored or too short.
+        CheckpointError: If the metadata lacks the location of a piece, if a piece is too short for
+            its shape, or if a piece of an empty tensor differs from the metadata.
     """
     boxes = []
     for offsets, sizes in entry.chunks:
         item = entry.items.get(format_chunk_key(offsets))
         if not prod(sizes):
             if prod(entry.shape):
-                continue  # an empty shard, which may not be stored
+                continue  # an empty shard, which DCP need not store
             if item is not None:
                 _open_piece(entry, item, sizes)  # check it now, because it is never read
             boxes.append(Box(offsets, sizes, View(InMemorySource(b""), 0, (0,) * len(sizes))))
             continue
         if item is None:
             raise DamagedCheckpointError(
-                f"{entry.folder.path}: {entry.key!r} at {list(offsets)} is not stored"
+                f"{entry.folder.path}: the chunk of {entry.key!r} at position {list(offsets)} is missing"
             )
-        if item.length < prod(sizes) * get_itemsize(entry.dtype):
+        if item.length < (nbytes := prod(sizes) * get_itemsize(entry.dtype)):
             open_item_archive(entry, item).load_object()  # raises a better error for a tensor subclass
             raise DamagedCheckpointError(
-                f"{entry.folder.path / item.file}: the chunk of {entry.key!r} is too short"
+                f"{entry.folder.path / item.file}: damaged: the chunk of {entry.key!r} has {item.length:,} "
+                f"bytes, but its shape needs {nbytes:,}"
             )
         boxes.append(Box(offsets, sizes, partial(_open_piece, entry, item, sizes)))
     return boxes
 
 
 def _build_table_backed_tensor(tables: ShardTables, entry: TensorEntry, name: str) -> Tensor:
-    """Build the tensor of a key. Its pieces are looked up in the tables when they are read."""
+    """Build a lazy tensor for an entry of the metadata.
+
+    Its pieces are looked up in the ranks' metadata tables when it is read.
+
+    Args:
+        tables: Metadata tables of the checkpoint. Each table lists the pieces that one rank saved.
+        entry: Metadata of the tensor.
+        name: Name of the lazy tensor.
+    """
     with prefix_checkpoint_errors(entry.folder.path):
         return TableBackedTensor(
             name,
@@ -293,26 +336,39 @@ def _build_table_backed_tensor(tables: ShardTables, entry: TensorEntry, name: st
 
 
 def _open_piece(entry: TensorEntry, item: ItemLocation, sizes: Dims) -> View:
-    """Open a chunk in its `.distcp` file, and compare it with `.metadata`.
+    """Open one piece (chunk) of a tensor in its `.distcp` file, and compare it with `.metadata`.
+
+    Args:
+        entry: Entry of the tensor.
+        item: Location of the piece.
+        sizes: Shape of the piece.
+
+    Returns:
+        View of the elements, which are not read yet.
 
     Raises:
-        CheckpointError: If the chunk is not a plain tensor, or if its dtype or shape differs from
+        CheckpointError: If the piece is not a plain tensor, or if its dtype or shape differs from
             `.metadata`.
     """
     archive = open_item_archive(entry, item)
     stored = archive.load_object()
     if not isinstance(stored, StoredTensor):
-        raise DamagedCheckpointError(f"{archive.location}: is not a plain tensor")
+        raise DamagedCheckpointError(f"{archive.location}: contains an object other than a plain tensor")
     if stored.dtype != entry.dtype or stored.shape != sizes:
         raise DamagedCheckpointError(
-            f"{archive.location}: is {stored.dtype} {list(stored.shape)}, but .metadata has {entry.dtype} "
-            f"{list(sizes)}"
+            f"{archive.location}: has the dtype {stored.dtype} and the shape {list(stored.shape)}, but "
+            f".metadata records {entry.dtype} and {list(sizes)}"
         )
     return stored.to_byte_view()
 
 
 def open_item_archive(entry: Entry, item: ItemLocation) -> TorchZip:
-    """Open the zip that contains an item.
+    """Open the `torch.save` zip that contains one chunk of a tensor, or one pickled value.
+
+    Args:
+        entry: Entry of the tensor or value. It provides the checkpoint folder, and the key that is
+            used in error messages.
+        item: Location of the zip.
 
     Raises:
         CheckpointError: If the zip is damaged or does not have its recorded checksum.
@@ -320,12 +376,24 @@ def open_item_archive(entry: Entry, item: ItemLocation) -> TorchZip:
     file = entry.folder.get_file(item.file)
     archive = TorchZip(file, item.offset, item.length, description=f"item {entry.key!r}")
     if item.checksum is not None and archive.checksum != item.checksum:
-        raise DamagedCheckpointError(f"{archive.location}: is damaged, or from another save ({CHECKSUMS})")
+        raise DamagedCheckpointError(
+            f"{archive.location}: does not match the checksum in {CHECKSUMS}, so one of the two files is "
+            "damaged or from another save"
+        )
     return archive
 
 
 def _read_entry_value(entry: Entry, build_tensor: Callable[[TensorEntry, str], Tensor]) -> Any:
-    """Read the value of a key. A tensor is converted to Python numbers, and other values are unpickled."""
+    """Read the value of an entry as a Python object.
+
+    Args:
+        entry: Entry of a tensor or of a pickled value.
+        build_tensor: Function that builds a lazy tensor from its entry and its name.
+
+    Returns:
+        For a tensor, its values as a number or nested lists of numbers. For any other entry, the
+        unpickled value.
+    """
     if isinstance(entry, TensorEntry):
         return build_tensor(entry, entry.key).tolist()
     return open_item_archive(entry, entry.item).load_object()
@@ -334,7 +402,16 @@ def _read_entry_value(entry: Entry, build_tensor: Callable[[TensorEntry, str], T
 def _read_optimizer_state(
     entry: Entry, name: str, build_tensor: Callable[[TensorEntry, str], Tensor]
 ) -> Tensor | Scalar | None:
-    """Read one optimizer state, as a lazy tensor or a number. None if it is neither."""
+    """Read one entry of the optimizer state as a lazy tensor or a number.
+
+    Args:
+        entry: Entry of the state dict.
+        name: Name of the resulting tensor.
+        build_tensor: Function that builds a lazy tensor from a tensor entry and a name.
+
+    Returns:
+        The tensor or the number. None if the entry is neither.
+    """
     if isinstance(entry, TensorEntry):
         return build_tensor(entry, name)
     value = _read_entry_value(entry, build_tensor)

@@ -1,13 +1,15 @@
 """Read the metadata of other ranks only when it is needed.
 
 Each rank writes a table of the pieces (chunks) that it saved. `.metadata` describes the pieces of
-all ranks. In a job with a thousand ranks, this is a thousand times as much as one rank needs. A
-rank that resumes begins with one table. If the world size has not changed, this is its own table.
-When it reads a slice that this table does not cover, it uses `shard_checksums.json` to choose the
+all ranks. In a job with a thousand ranks, this is a thousand times as much as one rank needs.
+
+A rank that resumes reads only one table at first. If the world size has not changed, this is the
+rank's own table. Otherwise, it is the table at the same relative position among all tables. When
+the rank reads a slice that this table does not cover, it uses `shard_checksums.json` to choose the
 other tables to read.
 
 Checkpoints written by previous versions or by other programs have no tables. One process per node
-parses their `.metadata` and writes an index, and the other processes map the index
+parses their `.metadata` and writes an index. The other processes memory-map the index
 (`portable.converters.formats.dcp.piece_index`).
 """
 
@@ -36,16 +38,22 @@ _COMPLETE_TABLE = ".metadata"
 
 
 class ShardTables:
-    """Tables of a checkpoint, one per rank. A table is only read if a requested slice needs it.
+    """Metadata tables of a checkpoint, one per rank. A table lists the pieces that one rank saved.
+
+    A table is only read if a requested slice needs it.
 
     Args:
         folder: Folder of the checkpoint.
         checksums: The `shard_checksums.json` that lists the tables, or None if the folder has none.
-        first_table: Name and content of the table that has already been read.
-        build_once: Function that writes a file in one process per node, for the index of `.metadata`.
+        first_table: Name and content of a table that the caller has already read. The content may
+            also be a `PieceIndex`, an index of `.metadata` that lists the pieces of all ranks.
+        build_once: Function with which one process per node writes the index of `.metadata` to a
+            file. It returns the file's path in all processes of the node. If None, each process
+            reads `.metadata` itself.
 
     Attributes:
-        entries: All keys of the state dict, as in the first table.
+        entries: Entry of each key of the state dict, from the first table. A tensor entry does not
+            list the pieces in other tables.
     """
 
     def __init__(
@@ -66,18 +74,23 @@ class ShardTables:
     def find_overlapping_boxes(
         self, key: str, build_boxes: Callable[[TensorEntry], list[Box]], region: Region | None
     ) -> list[Box]:
-        """Find the pieces of a tensor that overlap with a region. Read tables that list them if necessary.
+        """Find the stored pieces of a tensor that overlap with a region.
+
+        If each rank saved a table of its pieces, and the tables that have been read do not cover
+        the region, further tables are read. Checkpoints of older versions or other programs have
+        no such tables. Their `.metadata` lists all pieces.
 
         Args:
             key: Key of the tensor.
-            build_boxes: Function that builds the boxes of an entry.
+            build_boxes: Function that builds a `Box` for each piece that a tensor's entry lists.
             region: Region to cover. If None, the complete tensor.
 
         Returns:
-            The pieces, without duplicates.
+            Boxes of the pieces, without duplicates. They are not clipped to the region.
 
         Raises:
-            CheckpointError: If a table is missing or damaged, or if pieces leave gaps or overlap.
+            CheckpointError: If a table is missing or damaged, if tables describe the tensor
+                differently, or if pieces leave gaps or overlap in the region.
         """
         entry = self.entries[key]
         assert isinstance(entry, TensorEntry)
@@ -97,17 +110,19 @@ class ShardTables:
     def _build_boxes_from_read_tables(
         self, key: str, build_boxes: Callable[[TensorEntry], list[Box]], region: Region
     ) -> list[Box]:
-        """Build the boxes of a tensor's pieces from the tables that have been read.
+        """Build a `Box` for each piece of a tensor that overlaps with a region.
 
-        Pieces outside the region and duplicates are omitted.
+        Only the metadata tables that have already been read are searched. A piece that several
+        tables list is returned once.
 
         Args:
             key: Key of the tensor.
-            build_boxes: Function that builds the boxes of an entry.
+            build_boxes: Function that builds a `Box` for each piece that a tensor's entry lists.
             region: Region that the boxes must overlap with.
 
         Raises:
-            CheckpointError: If tables disagree about the dtype or shape.
+            CheckpointError: If a table does not contain the tensor, or if tables disagree about its
+                dtype or shape.
         """
         boxes: dict[str, Box] = {}
         for table in self._tables_read.values():
@@ -118,7 +133,7 @@ class ShardTables:
                 self.entries[key]
             ):
                 raise DamagedCheckpointError(
-                    f"{self._folder.path}: the ranks' metadata disagree about {key!r}"
+                    f"{self._folder.path}: the ranks' metadata files describe {key!r} differently"
                 )
             for box in build_boxes(entry):
                 # Use text as the key, because a file could contain numbers whose hashes collide.
@@ -130,10 +145,14 @@ class ShardTables:
         ]
 
     def _read_tables_for_region(self, shape: Dims, region: Region) -> None:
-        """Read the tables that may list pieces in a region.
+        """Read the tables that may list pieces in a region of a tensor.
 
-        If they are larger than `.metadata`, read `.metadata` or its index instead. Does nothing if the
-        complete metadata has already been read, or if the folder has no tables.
+        A table is the metadata file of one rank, which lists the pieces (chunks) that the rank
+        saved. `.metadata` lists all pieces. If the tables to read and those already read are
+        together larger than `.metadata`, `.metadata` or its index is read instead.
+
+        Nothing is read if the complete metadata has already been read, or if the folder has no
+        tables.
 
         Args:
             shape: Shape of the tensor.
@@ -161,14 +180,16 @@ class ShardTables:
 
 
 class TableBackedTensor(Tensor):
-    """Tensor that looks up its boxes when it is read.
+    """Tensor that looks up its stored pieces only when it is read.
+
+    Each piece is a `Box`, that is, a rectangular region of the tensor with its elements.
 
     Args:
         name: Name of the tensor, used in error messages.
         dtype: Safetensors dtype.
         shape: Full, unsharded shape.
-        find_boxes: Function that returns the boxes that overlap with a region. If the region is None,
-            it returns all boxes.
+        find_boxes: Function that returns the boxes that overlap with a region. If the region is
+            None, it returns all boxes.
     """
 
     __slots__ = ("_find_boxes", "_last_lookup")
@@ -183,9 +204,15 @@ class TableBackedTensor(Tensor):
 
     @property
     def boxes(self) -> Sequence[Box]:
-        """Pieces of the complete tensor. Together, they cover each element exactly once.
+        """Stored pieces of the complete tensor. Together, they cover each element exactly once.
 
-        Reads all necessary tables.
+        The first access may be slow, because it looks up all pieces. If the metadata tables that
+        have been read do not list all pieces, the other ranks' tables that may list pieces of the
+        tensor are read. `.metadata` is read instead if it is smaller than the tables already read
+        and these further tables together. Empty pieces are omitted.
+
+        Raises:
+            CheckpointError: If a table is missing or damaged, or if pieces leave gaps or overlap.
         """
         if self._boxes is None:
             self._set_fields(self.name, self.dtype, self.shape, self._find_boxes(None))
@@ -194,22 +221,28 @@ class TableBackedTensor(Tensor):
 
     @property
     def pieces(self) -> int:
-        """Number of boxes, or 0 for an empty tensor."""
+        """Number of stored pieces of the tensor, or 0 for an empty tensor.
+
+        Empty pieces are not counted. Like `boxes`, the first access looks up all pieces.
+        """
         return len(self.boxes)
 
     def find_overlapping_boxes(self, starts: Dims, sizes: Dims) -> Sequence[Box]:
-        """Return the boxes that overlap with a region. Read tables if necessary.
+        """Return the boxes that overlap with a region.
 
-        The last result is cached, because reading a large slice calls this method several times with the
-        same region.
+        Each box is one saved piece of the tensor. If necessary, this method reads further metadata
+        tables, which list the pieces. The last result is cached, because reading a large slice
+        calls this method several times with the same region. If `boxes` has already been accessed,
+        the result may contain further boxes, because only dimension 0 is compared.
         """
         if self._boxes is not None or not starts:
             return super().find_overlapping_boxes(starts, sizes)
         # A slice is read in several regions if it is larger than a buffer.
-        if self._last_lookup is None or self._last_lookup[0] != (starts, sizes):
+        last_lookup = self._last_lookup  # another thread may replace it
+        if last_lookup is None or last_lookup[0] != (starts, sizes):
             region = Region(starts, sizes)
-            self._last_lookup = region, self._find_boxes(region)
-        return self._last_lookup[1]
+            self._last_lookup = last_lookup = region, self._find_boxes(region)
+        return last_lookup[1]
 
     def release(self) -> None:
         """Release the data cached by previous reads. The tensor can still be read afterward."""
@@ -222,15 +255,20 @@ def open_shard_tables(
 ) -> ShardTables | None:
     """Open the metadata of a checkpoint, and read only the part that this rank requires.
 
-    If the checkpoint has tables and the reader is one of several ranks, only one table is read at
-    first. It belongs to the rank at a similar position in the previous job. Otherwise, one process per
-    node writes an index of `.metadata`, which is memory-mapped.
+    A checkpoint may contain a metadata file for each rank that saved it. Such a file is called a
+    table. Each reader begins with one table: with `T` tables, reader `r` of `R` begins with table
+    `r * T // R`. For example, with 4 tables and 2 readers, reader 1 begins with table 2 (counted
+    from 0).
+
+    The complete file `.metadata` is used instead if there are no tables, if the reader needs all
+    pieces, or if there is only one reader but several tables. One process per node then
+    writes an index of `.metadata`, and all processes of the node memory-map the index.
 
     Args:
         folder: Folder of the checkpoint.
         rank: Rank and world size of the reader. None if the reader needs all pieces.
-        build_once: Function that writes a file in one process per node. None if the processes of a node
-            cannot share files.
+        build_once: Function that writes a file in one process per node and returns its path to all
+            processes of the node. None if the processes of a node cannot share files.
 
     Returns:
         The tables. None if neither tables nor an index can be used. The caller then has to read the

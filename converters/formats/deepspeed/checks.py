@@ -1,8 +1,10 @@
-"""Verify that files belong to the same save, by comparing samples of tensors that they share.
+"""Verify that the files of a DeepSpeed checkpoint belong to the same save.
 
-Below stage 3, the model states contain every weight in the compute dtype. After each step, such a
-weight equals its fp32 master weight rounded to the compute dtype. Comparing a sample of values from
-every rank therefore shows whether the files were saved together and are in the right order.
+Some values are stored in two files, and samples of these values are compared. Below ZeRO stage 3,
+the model states (`*_model_states.pt`) contain every weight in the compute dtype. The optimizer
+files of the ranks contain the fp32 master weights. After each step, a weight equals its master
+weight rounded to the compute dtype. A sample of values from every rank therefore shows whether the
+files were saved together, and whether each file belongs to the rank in its name.
 """
 
 from __future__ import annotations
@@ -31,15 +33,17 @@ if TYPE_CHECKING:
     from portable.converters.tensors.tensor import Array, Tensor
 
 _SAMPLE_ELEMENTS = 4096
-"""Approximate number of elements to compare at the start, in the middle and at the end of each tensor."""
+"""Approximate number of elements to compare at each of three positions (start, middle, end) of a
+tensor.
+"""
 _MAX_FRAGMENTS = 16
 """Approximate number of parameters to compare on each rank."""
 _MAX_ELEMENTS = 64
-"""Number of elements to compare of each parameter."""
+"""Maximum number of elements to compare in each parameter."""
 
 
 def check_equal_copies(
-    copies: Sequence[Tensor], location: str, cause: str = "files of two runs or steps"
+    copies: Sequence[Tensor], location: str, cause: str = "the files are from two runs or steps"
 ) -> None:
     """Check that the ranks' copies of a tensor are equal, by comparing samples.
 
@@ -56,13 +60,17 @@ def check_equal_copies(
     for other in others:
         has_same_type = (other.shape, other.dtype) == (first.shape, first.dtype)
         if not has_same_type or [part.tobytes() for part in _read_sample_rows(other)] != sample:
-            raise CheckpointError(f"{location}: the copies of the ranks differ; {cause}")
+            raise CheckpointError(
+                f"{location}: the copies on different ranks differ, because {cause}; copy the checkpoint "
+                "again"
+            )
 
 
 def has_equal_rounded_sample(master: Tensor, copy: Tensor) -> bool:
-    """Return whether a sample of a master weight, rounded to the dtype of a copy, equals the copy.
+    """Return whether a sample of a master weight, rounded to the copy's dtype, equals the copy.
 
-    NaN equals NaN. Both tensors must have the same shape.
+    The sample consists of a few rows at the start, in the middle and at the end. The same rows of
+    both tensors are compared. NaN counts as equal to NaN. Both tensors must have the same shape.
     """
     for ours, theirs in zip(_read_sample_rows(master), _read_sample_rows(copy), strict=True):
         cast = round_to_dtype(ours, copy.dtype)
@@ -72,7 +80,11 @@ def has_equal_rounded_sample(master: Tensor, copy: Tensor) -> bool:
 
 
 def _read_sample_rows(tensor: Tensor) -> list[Array]:
-    """Read a few rows at the start, in the middle and at the end of a tensor."""
+    """Read a few rows at the start, in the middle and at the end of a tensor.
+
+    Up to about 4,096 elements are read at each position, but at least one row. The rows are slices
+    along dimension 0. A tensor without dimensions is read completely.
+    """
     if not tensor.shape:
         return [tensor.read()]
     rows = tensor.shape[0]
@@ -92,26 +104,31 @@ def compare_with_module_weights(
     zenflow: bool = False,
     sampled_ranks: Sequence[int] | None = None,
 ) -> int:
-    """Compare the master weights of a group with the weights in the model states.
+    """Compare a parameter group's fp32 master weights with the weights in the model states.
 
-    The shapes, the positions in the flat buffer, and a sample of the values are compared.
+    The shapes of all parameters are compared, and their positions in the flat buffer if all weights
+    share one storage. On each rank, the values of about 16 parameters are compared, with at most 64
+    elements each.
 
     Args:
         layout: Layout of the group.
-        share: Group and ranks of the masters.
-        flat: Flat masters of these ranks.
+        share: Parameter group, with the ranks that store its master weights.
+        flat: Flat buffer of the master weights, as one piece per rank.
         module_weights: Pickled weights, keyed by their names in the complete model.
         location: Path of the model states, used in error messages.
-        optional_names: Names that `module_weights` need not contain.
-        zenflow: Whether to skip the values, because ZenFlow's masters are newer than the weights.
-        sampled_ranks: Positions of the ranks whose slices are compared. If None, all ranks are
-            compared.
+        optional_names: Names of parameters that may be missing in `module_weights`.
+        zenflow: Whether the run used ZenFlow. If True, the values are not compared, because the
+            master weights are newer than the weights in the model states.
+        sampled_ranks: Indices in `flat` of the pieces whose values are compared. If None, the
+            pieces of all ranks are compared.
 
     Returns:
-        Number of compared samples.
+        Number of comparisons of values, each for one parameter on one rank. 0 if the values cannot
+        be compared, or if the run used ZenFlow.
 
     Raises:
-        CheckpointError: If a shape, a position in the flat buffer or a value differs.
+        CheckpointError: If a weight is missing, or if a shape, a position in the flat buffer or a
+            value differs.
     """
     stored: dict[str, StoredTensor] = {}
     for name, shape in layout.shapes.items():
@@ -121,7 +138,8 @@ def compare_with_module_weights(
             continue
         if not isinstance(value, StoredTensor) or value.shape != shape:
             raise DamagedCheckpointError(
-                f"{location}: {complete_name!r} is missing or does not have the recorded shape {list(shape)}"
+                f"{location}: the weight {complete_name!r} is missing or does not have the recorded shape "
+                f"{list(shape)}"
             )
         stored[name] = value
     _check_buffer_positions(layout, stored, location)
@@ -138,8 +156,8 @@ def compare_with_module_weights(
                 continue
             if not same:
                 raise MixedCheckpointError(
-                    f"{location}: {share.complete_names[name]!r} differs from rank {share.ranks[rank]}'s "
-                    "optimizer states"
+                    f"{location}: the weight {share.complete_names[name]!r} differs from its fp32 master "
+                    f"weight in the optimizer states of rank {share.ranks[rank]}"
                 )
             compared += 1
     return compared
@@ -148,17 +166,21 @@ def compare_with_module_weights(
 def sample_rounds_to_weight(
     master: FlatPiece, master_start: int, weight: StoredTensor, count: int, weight_start: int = 0
 ) -> bool | None:
-    """Return whether a sample of a master weight, after rounding, equals the weight in the compute dtype.
+    """Return whether some rounded fp32 master values equal the values of the weight.
+
+    The master values are rounded to the dtype of the weight. The compared elements are consecutive.
+    NaN counts as equal to NaN.
 
     Args:
-        master: Flat master.
-        master_start: First element of the parameter in `master`.
+        master: Flat buffer that contains the master weight.
+        master_start: Index in `master` at which the comparison starts.
         weight: Weight in the compute dtype.
-        count: Maximum number of elements to compare.
-        weight_start: First element in `weight`.
+        count: Maximum number of elements to compare. In any case, at most 64 are compared.
+        weight_start: Index in the flattened `weight` at which the comparison starts.
 
     Returns:
-        Whether the elements are equal, or None if the tensors cannot be compared in this way.
+        Whether the elements are equal. None if they cannot be compared, for example because the
+        weight is not contiguous.
     """
     count = min(count, _MAX_ELEMENTS)
     if not weight.is_contiguous or not prod(weight.shape):
@@ -183,12 +205,18 @@ def sample_rounds_to_weight(
 def _check_buffer_positions(
     layout: Stage12GroupLayout, stored: dict[str, StoredTensor], location: str
 ) -> None:
-    """Check that views of a flat buffer have the same positions in it as the masters.
+    """Check that the weights have the same positions in their flat buffer as their fp32 masters.
 
-    Weights that were copied have separate storages and are not checked.
+    If the weights of a group are views of one flat buffer, they share one storage. Weights with
+    separate storages, such as copies, are not checked.
+
+    Args:
+        layout: Layout of the master weights in the parameter group's flat buffer.
+        stored: Weights of the group in the compute dtype, keyed by name.
+        location: Path of the file with the weights, used in error messages.
 
     Raises:
-        CheckpointError: If a position differs.
+        CheckpointError: If the position of a weight differs from the position of its master weight.
     """
     tensors = list(stored.values())
     if len(tensors) < 2 or len({tensor.storage.key for tensor in tensors}) != 1:
@@ -201,16 +229,34 @@ def _check_buffer_positions(
 
 
 def _round_to_bfloat16(data: bytes) -> bytes:
-    """Round finite fp32 elements to bfloat16 without NumPy, which takes longer to import."""
+    """Round fp32 elements to bfloat16, to nearest with ties to even.
+
+    Infinity is kept. A NaN may become infinity or zero. This function does not use NumPy, because
+    importing NumPy is slow.
+
+    Args:
+        data: Little-endian fp32 elements.
+
+    Returns:
+        Little-endian bfloat16 elements.
+    """
     words = struct.unpack(f"<{len(data) // 4}I", data)
-    # Adding this number before the lower half is removed rounds to nearest, ties to even.
+    # The added number makes the truncation to the upper 16 bits round to nearest, with ties to even.
     return struct.pack(
         f"<{len(words)}H", *(word + 0x7FFF + (word >> 16 & 1) >> 16 & 0xFFFF for word in words)
     )
 
 
 def _read_unverified_elements(source: ByteSource, dtype: str, start: int, count: int) -> bytes | None:
-    """Read a few elements without verifying a checksum, because wrong values are rejected anyway.
+    """Read a few elements without verifying checksums.
+
+    The caller compares the elements with a second copy, which reveals damaged values.
+
+    Args:
+        source: Bytes of the elements.
+        dtype: Safetensors dtype of the elements.
+        start: Index of the first element.
+        count: Number of elements.
 
     Returns:
         The bytes, or None if the elements are not in a file or are not floating-point numbers.

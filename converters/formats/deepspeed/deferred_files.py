@@ -1,9 +1,13 @@
 """Open the files of other ranks only when their values are read.
 
-The files of all ranks have the same structure. A rank that resumes reads its own two files, and
-derives the names, dtypes and shapes in other files from them. When another file is opened, its
-structure is compared with the expected one. If the world size is unchanged, no other file is
-opened.
+This applies if a run with ZeRO stage 1, 2 or 3 resumes with the same world size, and used only data
+parallelism. Otherwise, including runs with BF16_Optimizer, the files of all ranks are opened.
+
+A rank reads its own file of optimizer states. In stages 1 and 2, it also reads the only file of
+model states, which is the file of rank 0. In stage 3, it reads its own file of model states, and
+the file of rank 0 if a tensor may be tied. The files of all ranks have the same structure, so the
+names, dtypes and shapes in the other files are derived from this rank's files. When another file is
+opened, its structure is compared with the expected one.
 """
 
 from __future__ import annotations
@@ -38,10 +42,12 @@ NestedKey = tuple[Any, ...]
 
 
 class DeferredTensor(StoredTensor):
-    """Contiguous tensor in a file that is not open yet.
+    """Contiguous tensor in another rank's file, which is opened when the tensor is first read.
 
     Args:
-        like: Tensor of another rank with the same dtype.
+        like: Tensor with the same key in this rank's file. It provides the dtype. `storage` and
+            `offset` are also copied, but do not locate the elements in the other file. Use
+            `to_byte_view` to read the elements.
         shape: Shape of the tensor.
         load: Function that opens the file and returns the tensor.
     """
@@ -55,14 +61,14 @@ class DeferredTensor(StoredTensor):
         self._source = _DeferredSource(self, load)
 
     def to_byte_view(self) -> View:
-        """Convert the tensor to a view with offset and strides in bytes."""
+        """Convert the tensor to a view whose offset and strides are in bytes."""
         return View(self._source, 0, compute_row_major_strides(self.shape, get_itemsize(self.dtype)))
 
 
 class _DeferredSource:
-    """Bytes of a deferred tensor.
+    """Bytes of a `DeferredTensor`, whose file is opened on the first read.
 
-    The first read opens the file and checks the dtype and shape of the tensor.
+    The first read also checks that the tensor in the file has the expected dtype and shape.
     """
 
     def __init__(self, expected: DeferredTensor, load: Callable[[], StoredTensor]) -> None:
@@ -75,8 +81,8 @@ class _DeferredSource:
         if (tensor.dtype, tensor.shape) != self._type or not tensor.is_contiguous:
             dtype, shape = self._type
             raise DamagedCheckpointError(
-                f"is {tensor.dtype} {list(tensor.shape)} on one rank, but {dtype} {list(shape)} on "
-                "another rank"
+                f"has the dtype {tensor.dtype} and the shape {list(tensor.shape)} on one rank, but {dtype} "
+                f"and {list(shape)} on another rank"
             )
         view = tensor.to_byte_view()
         view.source.read_into(buffer, view.offset + offset, unverified_spans)
@@ -98,10 +104,17 @@ class _LazyRankFile(Generic[F]):
         self._content: Any = None
 
     def get_tensor(self, path: NestedKey) -> StoredTensor:
-        """Return the tensor at a path.
+        """Return the tensor at a path in the file.
+
+        The first call reads the file, and checks that it belongs to the same run as the template,
+        which is the file of this rank.
+
+        Args:
+            path: Keys and indices that lead to the tensor in the content of the file.
 
         Raises:
-            CheckpointError: If the file does not have the structure of this rank's file.
+            CheckpointError: If the two files belong to different runs, or if the path does not lead
+                to a tensor.
         """
         with self._lock:
             if self._content is None:
@@ -117,22 +130,24 @@ class _LazyRankFile(Generic[F]):
                 value = value[key]
             except (LookupError, TypeError):
                 raise DamagedCheckpointError(
-                    f"{self._template.location}: the file of another rank does not contain {key!r}"
+                    f"{self._template.location}: contains {key!r}, which is missing from the file of another "
+                    "rank"
                 ) from None
         if not isinstance(value, StoredTensor):
             raise DamagedCheckpointError(
-                f"{self._template.location}: {path[-1]!r} is not a tensor in the file of another rank"
+                f"{self._template.location}: {path[-1]!r} is a tensor, but is not a tensor in the file of "
+                "another rank"
             )
         return value
 
 
 class SliceLengths(NamedTuple):
-    """Lengths of two ranks' slices of one parameter group in stages 1 and 2, in elements.
+    """Sizes of two ranks' slices of the same parameter group in ZeRO stage 1 or 2.
 
     Attributes:
-        used: Elements of this rank's slice that belong to parameters.
-        other_used: Elements of the other rank's slice that belong to parameters.
-        padded: Elements of each slice, including padding.
+        used: Number of elements in this rank's slice, without padding.
+        other_used: Number of elements in the other rank's slice, without padding.
+        padded: Number of elements in each slice, including padding.
     """
 
     used: int
@@ -143,20 +158,23 @@ class SliceLengths(NamedTuple):
 def build_deferred_optim_file(
     folder: CheckpointFolder, name: str, template: OptimFile, slice_lengths: Sequence[SliceLengths] | None
 ) -> OptimFile:
-    """Describe the optimizer states of another rank, based on this rank's file.
+    """Build the optimizer states of another rank without opening the file of that rank.
 
-    Both files have the same structure, so the other file is only opened when one of its tensors is
-    read.
+    The structure, the numbers and the 0-d tensors are copied from this rank's file. The other file
+    is opened when one of its tensors is first read. Only then does an error occur if the two files
+    belong to different runs.
 
     Args:
         folder: Folder of the files.
         name: Name of the other rank's file.
         template: File of this rank.
-        slice_lengths: Lengths of the slices of each group of stages 1 and 2. None in stage 3, because
-            the slices of all ranks have the same length.
+        slice_lengths: Lengths of the two ranks' slices in ZeRO stages 1 and 2, with one entry per
+            parameter group. None in stage 3, because the slices of all ranks have the same length.
 
     Returns:
-        The description, whose tensors are `DeferredTensor`s.
+        An `OptimFile` whose tensors with at least one dimension are `DeferredTensor`s. In stages 1
+        and 2, `group_paddings` is computed for the other rank, and `param_slice_mappings` is
+        omitted.
     """
     file = _LazyRankFile(partial(read_optim_file, folder, name), template)
 
@@ -188,9 +206,10 @@ MASTERS = "single_partition_of_fp32_groups"
 
 
 def build_deferred_model_file(folder: CheckpointFolder, name: str, template: ModelFile) -> ModelFile:
-    """Describe the model states of another rank, based on this rank's file.
+    """Build the model states of another rank without opening the file of that rank.
 
-    The other file is only opened when one of its tensors is read.
+    The structure is copied from this rank's file. The other file is opened when one of its tensors
+    is first read.
 
     Args:
         folder: Folder of the files.
@@ -198,7 +217,8 @@ def build_deferred_model_file(folder: CheckpointFolder, name: str, template: Mod
         template: File of this rank.
 
     Returns:
-        The description. It contains only the frozen fragments, which are `DeferredTensor`s.
+        A `ModelFile` whose only tensors are the other rank's parts of the frozen parameters, as
+        `DeferredTensor`s. The names and shapes in the other attributes are from this rank's file.
     """
     file = _LazyRankFile(partial(read_model_file, folder, name), template)
     fragments: dict[str, StoredTensor] = {

@@ -37,12 +37,12 @@ class LayerTensor(NamedTuple):
 def iter_layer_tensors(
     folder: CheckpointFolder, files: Sequence[str], pattern: re.Pattern[str], name_error: str
 ) -> Iterator[LayerTensor]:
-    """Iterate over the tensors in files of layers or experts.
+    """Iterate over the tensors in files that each contain one layer or one expert.
 
     Args:
         folder: Checkpoint folder.
         files: Names of the files.
-        pattern: Pattern of the file names, whose first group is a number.
+        pattern: Pattern of the file names. Its first group is the index of the layer or expert.
         name_error: Error message for a file whose name does not match.
 
     Yields:
@@ -58,7 +58,7 @@ def iter_layer_tensors(
             raise UnsupportedCheckpointError(f"{location}: {name_error}")
         for key, value in load_rank_file(folder, name).items():
             if not isinstance(key, str) or not isinstance(value, StoredTensor):
-                raise DamagedCheckpointError(f"{location}: does not contain the weights of a layer")
+                raise DamagedCheckpointError(f"{location}: contains a value that is not a named tensor")
             yield LayerTensor(location, int(match[1]), key, value)
 
 
@@ -73,53 +73,65 @@ class ExpertFiles:
         tensors: Weights, keyed by their names in the complete model.
 
     Raises:
-        CheckpointError: If a file is damaged or was renamed, or if it contains values other than the
-            weights of its expert.
+        CheckpointError: If the name of a file belongs to an unsupported type of expert
+            parallelism, if a file is damaged or was renamed, if it contains values other than
+            the weights of its expert, or if two files contain the same weight.
     """
 
     def __init__(self, folder: CheckpointFolder, files: Sequence[str]) -> None:
         self.location = str(folder.path)
         self.tensors: dict[str, StoredTensor] = {}
         name_error = (
-            "expert parallel checkpoints of this form are not supported, only checkpoints of "
-            "deepspeed.moe.layer.MoE under ZeRO 1 and 2, without tensor parallelism"
+            "expert parallelism is only supported with deepspeed.moe.layer.MoE and ZeRO-1 or ZeRO-2, and "
+            "without tensor parallelism"
         )
         for location, number, key, value in iter_layer_tensors(folder, files, _EXPERT_FILE, name_error):
             match = _EXPERT.fullmatch(key)
             if match is None or int(match[2]) != number:
                 raise DamagedCheckpointError(
-                    f"{location}: does not contain the expert parallel weights of the expert in its name"
+                    f"{location}: contains {key!r}, which is not a weight of expert {number}"
                 )
             if self.tensors.setdefault(key, value) is not value:
-                raise DamagedCheckpointError(f"{location}: {key!r} is also in another file")
+                raise DamagedCheckpointError(f"{location}: {key!r} is stored in two files")
 
     def has_only_expert_parameters(self, names: Iterable[str]) -> bool:
-        """Return whether a group consists of expert parameters.
+        """Return whether the parameters of a group belong to experts.
 
         Raises:
-            CheckpointError: If the group contains both expert parameters and others.
+            CheckpointError: If the group contains both expert parameters and other parameters.
         """
         kinds = {_EXPERT.fullmatch(name) is not None for name in names}
         if len(kinds) > 1:
             raise DamagedCheckpointError(
-                f"{self.location}: damaged: a group contains parameters of experts and others"
+                f"{self.location}: damaged: a parameter group contains both expert parameters and other "
+                "parameters"
             )
         return True in kinds
 
-    def map_to_complete_names(self, local_names: Iterable[str], rank_set_index: int) -> dict[str, str]:
-        """Map the names of experts on one set of ranks to their names in the complete model.
+    def map_to_complete_names(
+        self, local_names: Iterable[str], rank_set_index: int, all_local_names: Iterable[str]
+    ) -> dict[str, str]:
+        """Map the local names of expert parameters to their names in the complete model.
 
-        The names differ, because each set of ranks numbers its experts from 0.
+        The ranks that have the same experts form a set, and each set numbers its experts from 0.
+        For example, if each set has 4 experts, expert 1 of the second set is expert 5 of the
+        complete model.
 
         Args:
-            local_names: Names of parameters on these ranks.
-            rank_set_index: Index of the set of ranks.
+            local_names: Names of the parameters in a group on the ranks of one set.
+            rank_set_index: Index of this set of ranks.
+            all_local_names: Names of the parameters in all groups on a rank. The number of experts in
+                each set is derived from the largest expert index in each layer. A single group may
+                lack the last expert, because DeepSpeed splits large groups.
 
         Returns:
-            Names in the complete model, keyed by the local names. Parameters outside experts are omitted.
+            Names in the complete model, keyed by the local names. Parameters outside experts are
+            omitted.
         """
-        matches = [match for name in local_names if (match := _EXPERT.fullmatch(name))]
-        count = 1 + max((int(match[2]) for match in matches), default=0)
+        num_experts: dict[str, int] = {}
+        for match in filter(None, map(_EXPERT.fullmatch, all_local_names)):
+            num_experts[match[1]] = max(num_experts.get(match[1], 0), int(match[2]) + 1)
         return {
-            match[0]: f"{match[1]}{int(match[2]) + rank_set_index * count}{match[3]}" for match in matches
+            match[0]: f"{match[1]}{int(match[2]) + rank_set_index * num_experts[match[1]]}{match[3]}"
+            for match in filter(None, map(_EXPERT.fullmatch, local_names))
         }

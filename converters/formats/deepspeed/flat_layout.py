@@ -4,10 +4,11 @@ Stages 1 and 2 concatenate the parameters of a group, add padding, and give each
 slice. Stage 3 partitions each parameter separately: rank r has the elements [r * n, (r + 1) * n)
 with n = ceil(numel / world size).
 
-With ZeRO-3 and NVMe, a checkpoint contains copies of the swap files next to its rank files. A swap
-file contains the flat buffer of one rank's sub-group, padded to complete blocks, without a
-checksum. Its name contains the indices of the first and last parameter of the sub-group, in the
-order of the model.
+Stage 3 also divides each group into sub-groups, and updates them one after the other. If it
+offloads to NVMe, a checkpoint contains copies of the swap files next to its rank files. A swap file
+contains one rank's flat buffer of one sub-group. The buffer is padded to complete blocks. The file
+has no checksum. Its name contains the indices of the first and last parameter of the sub-group, in
+the order of the model.
 
 Source: deepspeed/runtime/zero/stage_1_and_2.py and stage3.py, deepspeed/utils/zero_to_fp32.py;
 deepspeed/runtime/swap_tensor/optimizer_utils.py, `save_checkpoint` in deepspeed/runtime/engine.py.
@@ -43,12 +44,12 @@ _SWAPPED = "offloaded_tensors"
 
 @dataclass(frozen=True)
 class FlatPiece:
-    """Part of a flat buffer that one rank stores.
+    """One rank's piece of a flat buffer.
 
     Attributes:
         dtype: Safetensors dtype.
-        numel: Number of elements.
-        source: Bytes of the elements, without any other bytes.
+        numel: Number of elements in the piece.
+        source: Bytes of exactly these elements.
     """
 
     dtype: str
@@ -65,32 +66,32 @@ def to_flat_piece(stored: StoredTensor) -> FlatPiece:
 
 
 Flat = Sequence[FlatPiece]
-"""One flat buffer of a group, as the pieces of all ranks in order."""
+"""One flat buffer of a group, as a sequence of its pieces in rank order."""
 
 
 def require_equal_dtypes(pieces: Flat, location: str) -> Flat:
     """Check that the pieces of all ranks have the same dtype, and return them unchanged.
 
     Raises:
-        CheckpointError: If their dtypes differ.
+        CheckpointError: If the dtypes of the pieces differ.
     """
     dtypes = {piece.dtype for piece in pieces}
     if len(dtypes) != 1:
         raise DamagedCheckpointError(
-            f"{location}: the ranks have different element types: {' and '.join(sorted(dtypes))}"
+            f"{location}: the ranks store different element types ({' and '.join(sorted(dtypes))})"
         )
     return pieces
 
 
 @dataclass(frozen=True)
 class GroupOnRanks:
-    """Parameter group, and a set of ranks that together store all of its elements.
+    """Parameter group together with the set of ranks that store its elements.
 
     Without expert parallelism, all ranks form one set.
 
     Attributes:
         group_index: Index of the group.
-        ranks: Ranks in the order of their parts.
+        ranks: Ranks, in the order of their parts in the flat buffer.
         complete_names: Names in the complete model, keyed by the parameters' names on these ranks.
     """
 
@@ -103,12 +104,12 @@ class Stage3GroupLayout:
     """Layout of one stage 3 sub-group. Every parameter is partitioned separately.
 
     Args:
-        shapes: Shape of each parameter.
+        shapes: Shape of each parameter, keyed by name.
         world_size: Number of ranks.
         location: Path of the checkpoint, used in error messages.
 
     Attributes:
-        rank_starts: First element of each parameter in the buffer of a rank.
+        rank_starts: Index of each parameter's first element in a rank's buffer, keyed by name.
         rank_numel: Number of elements in the buffer of a rank.
     """
 
@@ -138,12 +139,13 @@ class Stage3GroupLayout:
             Parameters, keyed by name without the suffix.
 
         Raises:
-            CheckpointError: If a piece does not have the length of the parameters.
+            CheckpointError: If the number of elements in a piece does not match the parameters.
         """
         for piece in flat:
             if piece.numel != self.rank_numel:
                 raise DamagedCheckpointError(
-                    f"{self.location}: a flat group contains {piece.numel} elements, not {self.rank_numel}"
+                    f"{self.location}: a rank stores {piece.numel:,} elements of a parameter group, but the "
+                    f"parameters of the group need {self.rank_numel:,} elements per rank"
                 )
         dtype, width = flat[0].dtype, get_itemsize(flat[0].dtype)
         parts = [piece.source for piece in flat]
@@ -165,12 +167,13 @@ class Stage3GroupLayout:
 def _build_joined_view(
     parts: Sequence[ByteSource], base: int, nbytes: int, shape: tuple[int, ...], width: int
 ) -> View:
-    """Build a view of a stage 3 parameter by joining the parts of all ranks.
+    """Build a view of a ZeRO stage 3 parameter by joining the slices of all ranks.
 
     Args:
-        parts: Bytes of the flat buffer of each rank.
-        base: Offset of the parameter in each flat buffer, in bytes.
-        nbytes: Size of each rank's part in bytes. The part of the last rank may end with padding.
+        parts: Flat buffer of each rank, as bytes.
+        base: Offset of the parameter's slice in each flat buffer, in bytes.
+        nbytes: Size of the parameter's slice in each flat buffer, in bytes. The slices of the last
+            ranks may contain padding, which follows the elements of the parameter.
         shape: Shape of the parameter.
         width: Element size in bytes.
     """
@@ -182,11 +185,11 @@ def _build_joined_view(
 
 
 class Fragment(NamedTuple):
-    """Part of a parameter that is in the slice of one rank.
+    """Part of a parameter that is stored in one rank's slice of the flat buffer.
 
     Attributes:
-        start: First element in the slice.
-        numel: Number of elements.
+        start: Index of the part's first element in the slice.
+        numel: Number of elements in the part.
     """
 
     start: int
@@ -194,19 +197,20 @@ class Fragment(NamedTuple):
 
 
 class Stage12GroupLayout:
-    """Layout of one parameter group in stages 1 and 2.
+    """Layout of the flat buffer of one parameter group in ZeRO stages 1 and 2.
 
-    The parameters are concatenated with alignment gaps, and divided into equal slices.
+    DeepSpeed concatenates the parameters with alignment gaps, and divides the result into equal
+    slices, one per rank.
 
     Args:
-        shapes: Shape of each parameter.
-        gaps: Number of alignment elements after each parameter, which belong to no parameter.
+        shapes: Shape of each parameter, keyed by name.
+        gaps: Number of unused alignment elements after each parameter.
         world_size: Number of ranks.
         slice_numel: Number of elements in the slice of each rank, including padding.
         location: Path of the checkpoint, used in error messages.
 
     Attributes:
-        starts: First element of each parameter in the group.
+        starts: Index of each parameter's first element in the group, keyed by name.
         used_numel: Number of elements of the group without the padding at its end.
 
     Raises:
@@ -229,8 +233,8 @@ class Stage12GroupLayout:
         self.used_numel = start
         if start > slice_numel * world_size:
             raise DamagedCheckpointError(
-                f"{location}: the ranks have {slice_numel * world_size} elements of a group whose "
-                f"parameters have {start}"
+                f"{location}: the ranks store {slice_numel * world_size:,} elements of a parameter group, "
+                f"but the parameters of the group need {start:,}"
             )
 
     def count_unpadded_elements(self, rank: int) -> int:
@@ -238,28 +242,36 @@ class Stage12GroupLayout:
         return max(0, min(self.slice_numel, self.used_numel - rank * self.slice_numel))
 
     def count_padding_elements(self, rank: int) -> int:
-        """Count the elements of a rank's slice that are padding at the end of the group."""
+        """Count the padding elements in a rank's slice.
+
+        The padding is at the end of the flat parameter group, so only the last slices contain
+        padding. The alignment gaps between parameters are not counted.
+        """
         return self.slice_numel - self.count_unpadded_elements(rank)
 
     def split_into_parameters(self, flat: Flat, suffix: str = "") -> dict[str, Tensor]:
-        """Split a flat buffer, with or without padding, into its parameters, which are read lazily.
+        """Split a flat buffer into its parameters, which are read lazily.
+
+        The padding at the end of the buffer may be stored or omitted.
 
         Args:
             flat: Pieces of all ranks.
-            suffix: Suffix of the tensors' names in error messages, such as `.exp_avg`.
+            suffix: Text that is appended to the parameter names in error messages, such as
+                `.exp_avg`.
 
         Returns:
             Parameters, keyed by name without the suffix.
 
         Raises:
-            CheckpointError: If the lengths of the pieces match neither the padded nor the unpadded slices.
+            CheckpointError: If the lengths of the ranks' pieces match neither the padded nor the
+                unpadded lengths that the layout prescribes.
         """
         unpadded_lengths = [self.count_unpadded_elements(rank) for rank in range(self.world_size)]
         lengths = [piece.numel for piece in flat]
         if lengths not in (unpadded_lengths, [self.slice_numel] * self.world_size):
             raise DamagedCheckpointError(
-                f"{self.location}: the ranks' slices of {suffix.lstrip('.') or 'a group'} do not have "
-                "the lengths of its parameters"
+                f"{self.location}: the lengths of the ranks' slices of "
+                f"{suffix.lstrip('.') or 'a parameter group'} do not match the shapes of the parameters"
             )
         dtype, width = flat[0].dtype, get_itemsize(flat[0].dtype)
         joined = ConcatenatedSources(
@@ -271,9 +283,10 @@ class Stage12GroupLayout:
         }
 
     def compute_fragments(self, rank: int) -> dict[str, Fragment]:
-        """Compute the fragments in a rank's slice, keyed by parameter.
+        """Compute which part of each parameter is in a rank's slice of the flat buffer.
 
-        Parameters outside the slice are omitted.
+        Returns:
+            Parts, keyed by parameter name. Parameters outside the slice are omitted.
         """
         low, high = rank * self.slice_numel, (rank + 1) * self.slice_numel
         fragments = {}
@@ -291,7 +304,7 @@ def check_disjoint_bytes(pieces: Sequence[StoredTensor], location: str) -> None:
     """Check that the flat tensors of one file do not share bytes.
 
     Raises:
-        CheckpointError: If two of them overlap.
+        CheckpointError: If two flat tensors overlap.
     """
     spans: dict[str, list[tuple[int, int]]] = {}
     for piece in pieces:
@@ -303,11 +316,16 @@ def check_disjoint_bytes(pieces: Sequence[StoredTensor], location: str) -> None:
         byte_spans.sort()
         for (_, stop), (start, _) in pairwise(byte_spans):
             if start < stop:
-                raise DamagedCheckpointError(f"{location}: damaged: two flat groups share bytes")
+                raise DamagedCheckpointError(
+                    f"{location}: damaged: the flat tensors of two parameter groups overlap"
+                )
 
 
 class SwapFiles:
     """NVMe swap files in a checkpoint.
+
+    The name of a swap file contains the numbers of the first and last parameters of its sub-group.
+    The number of a parameter is its index in `parameter_names`.
 
     Args:
         folder: Checkpoint folder.
@@ -321,16 +339,19 @@ class SwapFiles:
     def open_flat_piece(
         self, rank: int, layout: Stage3GroupLayout, dtype: str, state_name: str = ""
     ) -> FlatPiece:
-        """Open the swap file with a rank's flat masters, or with one of its flat optimizer states.
+        """Open the swap file of a rank's master weights, or of one of their optimizer states.
+
+        The file contains one flat buffer with the rank's parts of all parameters in a sub-group.
+        The file may be padded at the end, by less than 1 MiB. The padding is ignored.
 
         Args:
             rank: Data-parallel rank.
             layout: Layout of the sub-group.
             dtype: Safetensors dtype of the values.
-            state_name: Name of the optimizer state. Empty for the masters.
+            state_name: Name of the optimizer state. Empty for the fp32 master weights.
 
         Raises:
-            CheckpointError: If the swap file is missing, or does not have the size of the sub-group.
+            CheckpointError: If the swap file is missing, or if its size does not fit the sub-group.
         """
         names = list(layout.shapes)
         first_and_last = [self.parameter_numbers.get(name) for name in (names[0], names[-1])]
@@ -338,12 +359,13 @@ class SwapFiles:
         name = f"{_SWAPPED}/rank{rank:02d}/{state_prefix}{first_and_last[0]}_{first_and_last[1]}.tensor.swp"
         if None in first_and_last or not (self.folder.path / name).is_file():
             raise DamagedCheckpointError(
-                f"{self.folder.path / name}: is missing, but contains values that are offloaded to NVMe"
+                f"{self.folder.path / name}: the swap file with the values that were offloaded to NVMe is "
+                "missing"
             )
         file = self.folder.get_file(name)
         nbytes = layout.rank_numel * get_itemsize(dtype)
         if not nbytes <= file.nbytes < nbytes + MAX_COUNT:
             raise DamagedCheckpointError(
-                f"{file.path}: has {file.nbytes} bytes, but the sub-group has {nbytes}"
+                f"{file.path}: the swap file has {file.nbytes:,} bytes, but its parameters need {nbytes:,}"
             )
         return FlatPiece(dtype, layout.rank_numel, file.get_span(0, nbytes, description="the swap file"))

@@ -1,15 +1,18 @@
 """Read the per-layer files that the stages of a `PipelineModule` write.
 
-In the file of a layer, the tensors have their names within the layer. The master weights have the
-same names with the layer index as a prefix. A tied layer (`TiedLayerSpec`) is an exception: its
-masters have the prefix `tied_modules.<key>`, and each stage that uses the layer has a copy. The
-files of tied layers are numbered like any others, so this module matches them to the masters by
-comparing values.
+In the file of a layer, tensor names are relative to the layer. The master weights, whose names
+are recorded in the stages' model states, have the same names with the layer index as a prefix.
 
-`layer_<moe layer>_expert_<expert>_mp_rank_00_model_states.pt` contains the weights of one expert of
-`deepspeed.moe.layer.MoE`. In the names of these weights, the expert index counts the experts of the
-complete model. In the flat groups of their masters, each rank numbers its experts from 0. Each of
-these groups is partitioned over the ranks that have the same experts.
+A tied layer (`TiedLayerSpec`) is an exception. Its master weights have the prefix
+`tied_modules.<key>` instead, and each stage that uses the layer has a copy. The layer's file
+name contains only the layer index and not the key. This module therefore matches the files of
+tied layers to their master weights by value.
+
+`layer_<moe layer>_expert_<expert>_mp_rank_00_model_states.pt` contains the weights of one
+expert of `deepspeed.moe.layer.MoE`. The names of these weights contain the index of the expert
+in the complete model. The master weights of the experts are concatenated into flat groups. In
+these groups, each rank numbers its own experts from 0. If several ranks have the same experts,
+the group of these experts is partitioned over these ranks.
 
 Source: `_build` and `save_state_dict` in deepspeed/runtime/pipe/module.py, topology.py;
 `_save_moe_checkpoint` in deepspeed/runtime/engine.py, deepspeed/utils/groups.py.
@@ -43,32 +46,37 @@ _TIED = re.compile(r"tied_modules\.[^.]+\.(.+)")
 
 
 class LayerFiles:
-    """Tensors in the files of all layers, keyed by `<layer>.<name>`.
+    """Tensors in the files of all pipeline layers.
 
     Args:
         folder: Checkpoint folder.
         files: Names of the files.
 
+    Attributes:
+        tensors: Tensors, keyed by `<layer>.<name>`.
+
     Raises:
-        CheckpointError: If a file is damaged, was renamed, or belongs to a tensor-parallel rank.
+        CheckpointError: If a file is damaged, was renamed, or belongs to a tensor-parallel rank, or if
+            two files contain the same layer.
     """
 
     def __init__(self, folder: CheckpointFolder, files: Sequence[str]) -> None:
         self.location = str(folder.path)
         self.tensors: dict[str, StoredTensor] = {}
-        name_error = "pipeline parallel checkpoints with tensor parallel ranks are not supported"
+        name_error = "pipeline-parallel checkpoints with tensor parallelism are not supported"
         for location, number, key, value in iter_layer_tensors(folder, files, _LAYER_FILE, name_error):
             if self.tensors.setdefault(f"{number}.{key}", value) is not value:
-                raise DamagedCheckpointError(f"{location}: the layer is also in another file")
+                raise DamagedCheckpointError(f"{location}: layer {number} is stored in two files")
 
     def build_stage_module(self, model: ModelFile) -> dict[str, Any]:
         """Build the state dict of one pipeline stage from the files of its layers.
 
         Args:
-            model: Model states of the stage, which list its parameters and buffers.
+            model: Model states of the stage, which list its trained parameters and its buffers.
 
         Returns:
-            The tensors, keyed by their names in the stage. Tensors without a file are omitted.
+            The tensors, keyed by their names in the stage. Frozen parameters, tied parameters, and
+            tensors without a file are omitted.
 
         Raises:
             CheckpointError: If the copies of a tied buffer differ.
@@ -86,11 +94,15 @@ class LayerFiles:
         return module
 
     def _list_tied_copies(self, name: str, candidates: Iterable[str] | None = None) -> list[str]:
-        """List the layer tensors that may be copies of a tied module's parameter or buffer.
+        """List the tensors in layer files that may be copies of a tied module's parameter or buffer.
+
+        Such a copy has the same name in its layer as the parameter has in the tied module. For
+        example, `3.weight` may be a copy of `tied_modules.embed.weight`.
 
         Args:
             name: Name of the parameter or buffer. The list is empty if its module is not tied.
-            candidates: Names of tensors to search. If None, all layers are searched.
+            candidates: Names of the tensors to search, in the form `<layer>.<name>`. If None, the
+                tensors of all layers are searched.
         """
         match = _TIED.fullmatch(name)
         if match is None:
@@ -102,13 +114,22 @@ class LayerFiles:
         ]
 
     def merge_stage_weights(self, runs: Sequence[SavedRun]) -> NamedWeights:
-        """Merge the weights of all stages into the complete model.
+        """Merge the weights of all pipeline stages into the complete model.
 
-        Copies of tied parameters must agree. Layer tensors that no stage trains are frozen parameters.
+        The files of a stage contain the master weights of its trained parameters. The layer files
+        contain all parameters in the compute dtype. A tensor in a layer file is a frozen parameter
+        if it has no master weight in any stage.
+
+        A layer file may also contain a copy of a tied parameter. A copy has the same name in its
+        layer, the same shape, and the same rounded values in a sample. Copies are omitted.
+
+        Args:
+            runs: Files of each pipeline stage, in order.
 
         Raises:
-            CheckpointError: If two stages have different copies of a parameter, or if a layer file has a
-                different value.
+            CheckpointError: If two stages store a parameter that is not tied, if the copies of a
+                tied parameter differ between stages, or if the master weight of a tied parameter
+                differs from all of its copies in the layer files.
         """
         tensors: dict[str, Tensor] = {}
         aliases: dict[str, str] = {}
@@ -117,7 +138,10 @@ class LayerFiles:
                 first = tensors.setdefault(name, tensor)
                 if first is not tensor:
                     if _TIED.fullmatch(name) is None:
-                        raise DamagedCheckpointError(f"{self.location}: {name!r} is in two pipeline stages")
+                        raise DamagedCheckpointError(
+                            f"{self.location}: {name!r} is stored in two pipeline stages, but is not a tied "
+                            "weight"
+                        )
                     check_equal_copies([first, tensor], f"{self.location}: {name!r}", _UNTIED_CAUSE)
             aliases |= stage.aliases
         buffers = {name for run in runs for name in run.first_model_file.buffers}
@@ -134,20 +158,30 @@ class LayerFiles:
                 key for key in copies if name in buffers or has_equal_rounded_sample(tensor, unassigned[key])
             ]
             if copies and not fitting:
-                raise MixedCheckpointError(f"{self.location}: {name!r} differs from the files of the layers")
+                raise MixedCheckpointError(
+                    f"{self.location}: the weight {name!r} differs from its copies in the layer files"
+                )
             for key in fitting:
                 del unassigned[key]
         return NamedWeights({**tensors, **unassigned}, aliases)
 
 
 def merge_stage_optimizers(runs: Sequence[SavedRun]) -> OptimizerState | None:
-    """Merge the optimizers of all stages. Groups with the same index and settings become one group.
+    """Merge the optimizer states of all pipeline stages.
+
+    Parameter groups with the same index and settings become one group. Other groups are added to
+    the result. If several stages have the state of a tied parameter, the state of the first stage
+    is used.
+
+    Args:
+        runs: Files of each stage.
 
     Returns:
-        The optimizer state, or None if it is missing in a stage.
+        The merged optimizer state, or None if a stage has no optimizer state.
 
     Raises:
-        CheckpointError: If two stages have different states of a tied parameter.
+        CheckpointError: If samples of a tied parameter's state tensors differ between stages.
+            Python numbers are not compared.
     """
     stages = [run.build_optimizer() for run in runs]
     state: dict[str, Mapping[str, Tensor | Scalar]] = {}

@@ -1,4 +1,8 @@
-"""Build the optimizer state of a ZeRO run, with flat moments split into named parameters."""
+"""Build the optimizer state of a ZeRO run from its flat moments.
+
+A flat moment contains the elements of many parameters. It is split into one tensor per parameter,
+keyed by the name of the parameter.
+"""
 
 from __future__ import annotations
 
@@ -45,18 +49,23 @@ def build_zero_optimizer(
 ) -> OptimizerState | None:
     """Build the optimizer state, keyed by parameter name.
 
+    The parameter groups of an elastic checkpoint have no settings such as `lr`.
+
     Args:
         stage: ZeRO stage.
         optim_files: Optimizer files of all ranks.
-        layouts: Layout of each share.
-        shares: Groups of parameters on sets of ranks.
-        swap_files: Swap files, for buffers that were pickled empty. None if the state is not on NVMe.
+        layouts: Layout of each entry of `shares`, in the same order.
+        shares: Parameter groups, each with the set of ranks that store it.
+        swap_files: Swap files of the run. If the run offloaded buffers to NVMe, these buffers are
+            empty in the optimizer files, and are read from the swap files. If None, no swap files
+            are read.
 
     Returns:
-        The optimizer state, or None if the files do not contain any.
+        The optimizer state, or None if the file of any rank does not contain it.
 
     Raises:
-        CheckpointError: If the ranks differ, or if a state is neither flat nor a number.
+        CheckpointError: If the states of the ranks contradict each other, or if a state is neither
+            a flat buffer nor a number.
     """
     names: list[list[str]] = [[] for _ in range(max((share.group_index for share in shares), default=-1) + 1)]
     states = [_get_group_states(stage, rank, len(names)) for rank in optim_files]
@@ -89,7 +98,8 @@ def read_step_count(folder: AnyPath, stage: int, ranks: Sequence[OptimFile], num
         The number of steps, or None if it is not recorded.
 
     Raises:
-        CheckpointError: If the ranks differ.
+        CheckpointError: If ranks or parameter groups have different step counts, or if a step count
+            is not finite.
     """
 
     def read_steps(rank: OptimFile) -> list[float | int | None]:
@@ -102,19 +112,26 @@ def read_step_count(folder: AnyPath, stage: int, ranks: Sequence[OptimFile], num
             if step is None:
                 continue
             if not isfinite(step):
-                raise DamagedCheckpointError(f"{rank.location}: damaged: the optimizer step is {step:g}")
+                raise DamagedCheckpointError(
+                    f"{rank.location}: damaged: the optimizer step is {step:g}, not a finite number"
+                )
             if first is None:
                 first = int(step)
             if step != first:
                 raise DamagedCheckpointError(
-                    f"{rank.location}: is at optimizer step {step:g}, but another rank or group is at "
-                    f"step {first}"
+                    f"{rank.location}: is at optimizer step {step:g}, but another rank or parameter group is "
+                    f"at step {first}"
                 )
     return first
 
 
 def read_number(value: Any, location: str) -> float | int | None:
-    """Convert a number or 0-d tensor to a number. Return None for any other value."""
+    """Return a number or 0-d tensor as a Python number, or None for any other value.
+
+    Args:
+        value: Unpickled value.
+        location: Description of the value, used in error messages.
+    """
     if isinstance(value, StoredTensor) and value.shape == ():
         value = to_lazy_tensor(value, location).tolist()
     return value if isinstance(value, (int, float)) else None
@@ -127,7 +144,7 @@ def _get_group_states(stage: int, rank: OptimFile, num_groups: int) -> list[dict
         One dict per group, or None if the state was not saved.
 
     Raises:
-        CheckpointError: If the number of groups does not match.
+        CheckpointError: If the state is damaged, or if the number of groups does not match.
     """
     base = rank.state.get(_STAGE3_KEY if stage == 3 else _STAGE12_KEY)
     if base is None:
@@ -137,16 +154,21 @@ def _get_group_states(stage: int, rank: OptimFile, num_groups: int) -> list[dict
     else:
         state = base.get("state") if isinstance(base, dict) else None
         if not isinstance(state, dict):
-            raise DamagedCheckpointError(f"{rank.location}: damaged: the optimizer has no state")
+            raise DamagedCheckpointError(f"{rank.location}: damaged: the state of the optimizer is missing")
         if set(state) - set(range(num_groups)):
             raise DamagedCheckpointError(
-                f"{rank.location}: damaged: there is optimizer state for more than {num_groups} "
-                "parameter groups"
+                f"{rank.location}: damaged: the optimizer state has keys other than the indices of the "
+                f"{num_groups} parameter groups"
             )
         group_states = [state.get(index, {}) for index in range(num_groups)]
-    if len(group_states) != num_groups or not all(isinstance(group, dict) for group in group_states):
+    if len(group_states) != num_groups:
         raise DamagedCheckpointError(
-            f"{rank.location}: damaged: the optimizer state does not match the {num_groups} parameter groups"
+            f"{rank.location}: damaged: there are {num_groups} parameter groups, but the optimizer state has "
+            f"{len(group_states)}"
+        )
+    if not all(isinstance(group, dict) for group in group_states):
+        raise DamagedCheckpointError(
+            f"{rank.location}: damaged: the optimizer state of a parameter group is not a dict"
         )
     return group_states
 
@@ -158,20 +180,23 @@ def _build_group_state(
 
     Args:
         layout: Layout of the group.
-        by_rank: File and state of each rank in the group.
+        by_rank: File and optimizer state of each rank in the group.
         swap_files: Swap files, or None if the state is not on NVMe.
 
     Returns:
-        The states, keyed by parameter and then by state name. Flat tensors are split, and numbers are
-        repeated for each parameter.
+        The states, keyed by parameter and then by state name. Flat tensors are split into the
+        parameters. Scalars, such as a step count, are repeated for each parameter. States that are
+        None are omitted.
 
     Raises:
-        CheckpointError: If the ranks differ.
+        CheckpointError: If the ranks have different states, different scalars, or flat tensors with
+            different dtypes. Also if a state other than None is neither a flat tensor nor a scalar,
+            or if flat tensors share bytes of a file.
     """
     ranks, states = [rank for rank, _ in by_rank], [state for _, state in by_rank]
     group_state: State = {name: {} for name in layout.shapes} if states[0] else {}
     for rank, state in zip(ranks, states, strict=True):
-        check_equal_records(rank.location, "optimizer state", set(state), set(states[0]))
+        check_equal_records(rank.location, "the list of optimizer states", set(state), set(states[0]))
         flat_tensors = [
             value for value in state.values() if isinstance(value, StoredTensor) and value.shape != ()
         ]
@@ -205,11 +230,12 @@ def _build_group_state(
         count = read_number(first, f"{ranks[0].location}: {state_name}")
         if count is None:
             raise OptimizerStateError(
-                f"{ranks[0].location}: the optimizer state {state_name!r} is neither flat nor a number"
+                f"{ranks[0].location}: the optimizer state {state_name!r} is neither a flat tensor nor a "
+                "number"
             )
         for rank, value in zip(ranks, values, strict=True):
             check_equal_records(
-                rank.location, f"optimizer state {state_name!r}", read_number(value, rank.location), count
+                rank.location, f"the optimizer state {state_name!r}", read_number(value, rank.location), count
             )
         for name in group_state:
             merged: Tensor | Scalar = first
@@ -235,7 +261,9 @@ def _read_param_groups(stage: int, ranks: Sequence[OptimFile]) -> ParamGroups | 
             return None
         groups = base.get("param_groups")
         if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
-            raise DamagedCheckpointError(f"{rank.location}: damaged: the optimizer has no param_groups")
+            raise DamagedCheckpointError(
+                f"{rank.location}: damaged: param_groups of the optimizer is missing or invalid"
+            )
         values = [_to_plain_settings(group, rank.location) for group in groups]
         if rank is not ranks[0]:
             check_equal_records(rank.location, "param_groups", values, saved_groups)
@@ -244,7 +272,15 @@ def _read_param_groups(stage: int, ranks: Sequence[OptimFile]) -> ParamGroups | 
 
 
 def _to_plain_settings(group: dict[Any, Any], location: str) -> dict[str, Any]:
-    """Convert the settings of a group to JSON values."""
+    """Convert the settings of an optimizer's parameter group to JSON values.
+
+    A 0-d tensor becomes a number. Any other tensor becomes None. An object becomes the name of its
+    class.
+
+    Args:
+        group: Settings of the parameter group, keyed by name, such as `lr`.
+        location: Path of the file, used in error messages.
+    """
     return {
         str(key): read_number(value, location) if isinstance(value, StoredTensor) else to_json_value(value)
         for key, value in group.items()
@@ -252,20 +288,26 @@ def _to_plain_settings(group: dict[Any, Any], location: str) -> dict[str, Any]:
 
 
 def build_named_group(group: dict[Any, Any], names: Sequence[Iterable[str]], location: str) -> dict[str, Any]:
-    """Replace the indices of flat groups in a parameter group with parameter names.
+    """Convert a saved parameter group, so that it lists the names of its parameters.
+
+    In the file, `params` is a list of indices. Each index identifies a flat group, which is a
+    buffer of several parameters. The result lists the names of these parameters.
 
     Args:
-        group: The pickled group.
+        group: The pickled parameter group.
         names: Parameter names of each flat group.
         location: Path of the file, used in error messages.
 
     Returns:
         The settings of the group as JSON values, and the names as `params`.
+
+    Raises:
+        CheckpointError: If `params` is not a list of valid indices.
     """
     indices = group.get("params")
     if not isinstance(indices, list) or any(type(i) is not int or not 0 <= i < len(names) for i in indices):
         raise DamagedCheckpointError(
-            f"{location}: damaged: the parameter groups do not match the flat groups"
+            f"{location}: damaged: params of a parameter group is not a list of indices below {len(names)}"
         )
     return {
         **_to_plain_settings(group, location),

@@ -59,7 +59,7 @@ _OPTIM = re.compile(
     r"(?P<prefix>bf16_|fp16_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt"
 )
 TIED = "tied_modules."
-"""Prefix of the parameters of a pipeline that several layers share."""
+"""Name prefix of pipeline parameters that several layers share."""
 _MODEL = re.compile(r"(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<mp>\d+)_model_states\.pt")
 _EXPERT = re.compile(r"(?:layer_\d+_)?(?:expert_|expp_rank_).*\.pt")
 _LAYER = re.compile(r"layer_\d+.*model_states\.pt")
@@ -82,14 +82,20 @@ PREFIXES = ("deepspeed.",)
 
 @dataclass(frozen=True)
 class RankFileNames:
-    """Names of the rank files, keyed by tensor-parallel or pipeline rank and then by data-parallel rank.
+    """Names of the files that the ranks of a DeepSpeed run have saved.
+
+    The names in `optim` and `model` are keyed by model-parallel rank and then by data-parallel
+    rank. For example, `optim[0][1]` is `zero_pp_rank_1_mp_rank_00_optim_states.pt`. The
+    model-parallel rank is the pipeline stage if the run has a pipeline, and the tensor-parallel
+    rank otherwise.
 
     Attributes:
         optim: Files of optimizer states. Empty without ZeRO.
         model: Files of model states. Below stage 3, only data-parallel rank 0 has such a file.
-        has_model_per_rank: Whether each data-parallel rank has a file of model states, as in stage 3.
-        experts: Files of single experts.
-        layers: Files of single layers of a pipeline.
+        has_model_per_rank: Whether each data-parallel rank has a file of model states, as in stage
+            3.
+        experts: Files that each contain one expert.
+        layers: Files that each contain one pipeline layer.
     """
 
     optim: dict[int, dict[int, str]]
@@ -102,11 +108,17 @@ class RankFileNames:
 def find_rank_files(path: AnyPath) -> RankFileNames | None:
     """Find the rank files in a folder.
 
+    A universal checkpoint has a folder `zero` and no optimizer files. If some of its model files
+    have no data-parallel rank in their names, the other model files are ignored.
+
     Returns:
-        Names of the files, or None if there are none.
+        Names of the files. None if there are neither optimizer states nor model states.
 
     Raises:
-        CheckpointError: If the files are from two runs.
+        CheckpointError: If two files belong to the same rank, or if the files are from two runs.
+            Files are considered to be from two runs if the optimizer files have different prefixes
+            (`bf16_`, `fp16_` or none), or if only some of the model files have a data-parallel rank
+            in their names.
     """
     optim, model, experts, layers = [], [], [], []
     for name in list_entry_names(path):
@@ -125,13 +137,14 @@ def find_rank_files(path: AnyPath) -> RankFileNames | None:
             f"{path}: contains optimizer files both with and without the prefix bf16_, so they are from two "
             "runs; remove the files of the run that you do not need"
         )
-    if not optim and (path / "zero").is_dir():  # a universal checkpoint for all stages has both kinds
+    # A universal checkpoint for all stages has model files with and without a rank in their names.
+    if not optim and (path / "zero").is_dir():
         rank_independent = [(match, name) for match, name in model if match["rank"] is None]
         model = rank_independent or model
     if len({match["rank"] is None for match, _ in model}) > 1:
         raise CheckpointError(
             f"{path}: contains model files of stage 3 and of other stages, so they are from two runs; remove "
-            "the files of the other run"
+            "the files of the run that you do not need"
         )
     has_model_per_rank = any(match["rank"] is not None for match, _ in model)
     return RankFileNames(
@@ -144,7 +157,7 @@ def find_rank_files(path: AnyPath) -> RankFileNames | None:
 
 
 def read_tag_file(path: AnyPath) -> str | None:
-    """Read a file that contains the name of a folder, such as `latest`. None if it cannot be read."""
+    """Return the folder name in a tag file such as `latest`, or None if it cannot be read."""
     try:
         return read_small_file(path, max_bytes=1024, truncate=True).decode("utf-8", "replace").strip()
     except OSError:
@@ -154,15 +167,16 @@ def read_tag_file(path: AnyPath) -> str | None:
 def find_tag_folder(
     path: AnyPath, tag: str | None, is_checkpoint: Callable[[AnyPath], bool]
 ) -> AnyPath | None:
-    """Find the step folder for a tag.
+    """Find the step folder that a tag names.
 
     Args:
         path: Folder that contains the step folders.
         tag: Name of the step folder. It must be a plain file name.
-        is_checkpoint: Function that returns whether a folder contains the expected checkpoint.
+        is_checkpoint: Function that returns whether a folder contains a checkpoint of the format.
 
     Returns:
-        The folder, or None if it does not exist or does not contain such a checkpoint.
+        The step folder. None if `tag` is None or is not a plain file name, or if `is_checkpoint`
+        rejects the folder.
     """
     if tag in (None, "", ".", "..") or any(mark in tag for mark in "/\\\0"):
         return None
@@ -170,10 +184,21 @@ def find_tag_folder(
 
 
 def _group_names_by_rank(path: AnyPath, files: list[tuple[re.Match[str], str]]) -> dict[int, dict[int, str]]:
-    """Group file names by tensor-parallel or pipeline rank, and sort each group by data-parallel rank.
+    """Group file names by model-parallel rank, and sort each group by data-parallel rank.
+
+    The model-parallel rank is the number after `mp_rank_` in the name: the pipeline stage or the
+    tensor-parallel rank.
+
+    Args:
+        path: Checkpoint folder, used in error messages.
+        files: Name of each file, with the match that contains its ranks in the groups `mp` and
+            `rank`. A missing data-parallel rank counts as 0.
+
+    Returns:
+        File names, keyed by model-parallel rank and then by data-parallel rank.
 
     Raises:
-        CheckpointError: If two files belong to the same rank.
+        CheckpointError: If two files have the same pair of ranks.
     """
     names_by_rank: dict[int, dict[int, str]] = {}
     for match, name in files:
@@ -196,7 +221,9 @@ def load_rank_file(folder: CheckpointFolder, name: str) -> dict[str, Any]:
     archive.check_not_renamed()
     content = archive.load_object(STANDINS, PREFIXES)
     if not isinstance(content, dict):
-        raise DamagedCheckpointError(f"{file.path}: is not a DeepSpeed file")
+        raise DamagedCheckpointError(
+            f"{file.path}: is not a DeepSpeed file, because the file does not contain a dict"
+        )
     return content
 
 
@@ -216,16 +243,20 @@ class ParallelDegrees(NamedTuple):
 class ModelFile:
     """Content of a `*_model_states.pt` file.
 
+    In results of `build_deferred_model_file`, and in results of `read_model_files` for ranks
+    other than the first, `content` and `module` are empty, and `group_shapes` is None.
+
     Attributes:
         location: Path of the file, used in error messages.
         content: The complete content.
-        module: State dict. Empty if the layers of a pipeline have separate files.
+        module: Model state dict. Empty if the layers of a pipeline have separate files, until the
+            reader replaces it with the result of `LayerFiles.build_stage_module`.
         buffers: Names of the buffers.
-        group_shapes: Shapes of the parameters in each flat group (in stage 3, sub-group), in the order
-            of the group. None without ZeRO.
+        group_shapes: Shapes of the parameters in each flat group (in stage 3, sub-group), in
+            the order of the group. None without ZeRO.
         frozen_shapes: Shapes of the frozen parameters. None if they are not saved.
-        frozen_fragments: Part of each frozen parameter in this file.
-        tied_names: Tied parameters: the name of the stored parameter, keyed by its alias.
+        frozen_fragments: This file's part of each frozen parameter, keyed by name.
+        tied_names: For each alias of a tied parameter, the name of the stored parameter.
         is_pipeline: Whether the layers of a pipeline have separate files.
     """
 
@@ -243,9 +274,12 @@ class ModelFile:
     def parallel_degrees(self) -> ParallelDegrees:
         """Numbers of tensor-parallel ranks and pipeline stages.
 
+        If the file does not record the two numbers, all model-parallel ranks are pipeline stages in
+        a pipeline-parallel run, and tensor-parallel ranks in any other run.
+
         Raises:
-            CheckpointError: If the recorded numbers are invalid, or if their product is not the number of
-                model-parallel ranks.
+            CheckpointError: If the recorded numbers are invalid, or if their product is not the
+                number of model-parallel ranks.
         """
         dims, total = (
             self.content.get("checkpoint_parallel_dimensions"),
@@ -256,14 +290,18 @@ class ModelFile:
         degrees = dims.get("tp_degree", 1), dims.get("pp_degree", 1)
         if any(type(n) is not int or not 0 < n < MAX_COUNT for n in degrees) or prod(degrees) != total:
             raise DamagedCheckpointError(
-                f"{self.location}: damaged: the tensor and pipeline parallel degrees, "
-                f"{format_untrusted_value(degrees[0])} and {format_untrusted_value(degrees[1])}, do not "
-                f"match {total} ranks"
+                f"{self.location}: damaged: the degrees of tensor parallelism "
+                f"({format_untrusted_value(degrees[0])}) and pipeline parallelism "
+                f"({format_untrusted_value(degrees[1])}) do not match the number of "
+                f"model-parallel ranks ({total:,})"
             )
         return ParallelDegrees(*degrees)
 
     def get_rank_independent_records(self) -> dict[str, Any]:
-        """Return the records that must be equal in the model states of all ranks, keyed by name."""
+        """Return the values that must be equal in the model states of all ranks, keyed by name.
+
+        Examples are the number of steps and the shapes of the parameters.
+        """
         counted = ("ds_version", "global_steps", "skipped_steps", "global_samples", "dp_world_size")
         return {
             **{record: self.content.get(record) for record in counted},
@@ -280,7 +318,10 @@ class ModelFile:
         return value if type(value) is int else None
 
     def get_counters(self) -> dict[str, int]:
-        """Return the engine's counters that the file records, keyed by name."""
+        """Return the engine's counters that the file records, keyed by name.
+
+        The counters are `global_steps`, `global_samples` and `skipped_steps`.
+        """
         counted = {key: self.get_counter(key) for key in ("global_steps", "global_samples", "skipped_steps")}
         return {key: value for key, value in counted.items() if value is not None}
 
@@ -289,17 +330,19 @@ def read_model_file(folder: CheckpointFolder, name: str) -> ModelFile:
     """Read one file of model states.
 
     Raises:
-        CheckpointError: If DeepSpeed could not have written the file, or if its type of parallelism is
-            not supported.
+        CheckpointError: If the file is damaged or was renamed, if it is not a file of model states, if
+            a frozen parameter is not contiguous, or if the run used expert parallelism of AutoEP.
     """
     content = load_rank_file(folder, name)
     location = str(folder.path / name)
     module = content.get("module")
     if not isinstance(module, (dict, type(None))) or not {"module", "buffer_names"} <= content.keys():
-        raise DamagedCheckpointError(f"{location}: is not a DeepSpeed model states file")
+        raise DamagedCheckpointError(
+            f"{location}: is not a DeepSpeed model states file, because module or buffer_names is missing"
+        )
     if any(content.get(key) is not None for key in ("autoep_layers", "ds_autoep_layers")):
         raise UnsupportedCheckpointError(
-            f"{location}: expert parallel checkpoints of AutoEP are not supported"
+            f"{location}: expert-parallel checkpoints of DeepSpeed AutoEP are not supported"
         )
     groups = content.get("param_shapes")
     if isinstance(groups, dict):
@@ -330,7 +373,11 @@ def read_model_file(folder: CheckpointFolder, name: str) -> ModelFile:
 
 
 def read_model_files(folder: CheckpointFolder, model: ModelFile, names: Iterable[str]) -> list[ModelFile]:
-    """Read the model states of all ranks. Keep only the frozen fragments from other ranks' files.
+    """Read the model states of all ranks.
+
+    The first rank's file is kept unchanged. The other files are compared with it in the values that
+    must be equal on all ranks, such as the number of steps. The weights and the complete content of
+    the other files are then dropped, because only their parts of the frozen parameters are needed.
 
     Args:
         folder: Checkpoint folder.
@@ -358,8 +405,8 @@ class OptimFile:
     Attributes:
         location: Path of the file, used in error messages.
         state: State dict of the ZeRO optimizer.
-        version: Version of DeepSpeed.
-        config: DeepSpeed config of the run.
+        version: Version of DeepSpeed. None if it is not recorded.
+        config: DeepSpeed config of the run. Empty if it is not recorded.
     """
 
     location: str
@@ -368,11 +415,17 @@ class OptimFile:
     config: dict[str, Any]
 
     def get_alignment_gaps(self, group: int, num_parameters: int) -> list[int]:
-        """Return the number of alignment elements that follow each parameter of a group.
+        """Return the number of padding elements that follow each parameter of a group.
+
+        DeepSpeed inserts these elements to align the parameters in the flat buffer. All numbers are
+        0 if the file does not record any.
 
         Args:
             group: Index of the group.
             num_parameters: Number of parameters in the group.
+
+        Raises:
+            CheckpointError: If the record `param_alignment_paddings` does not fit the group.
         """
         gaps = self.state.get("param_alignment_paddings")
         if gaps is None:
@@ -384,7 +437,7 @@ class OptimFile:
             or any(type(n) is not int or n < 0 for n in group_gaps)
         ):
             raise DamagedCheckpointError(
-                f"{self.location}: damaged: param_alignment_paddings does not match the groups"
+                f"{self.location}: damaged: param_alignment_paddings does not match the parameter groups"
             )
         return group_gaps
 
@@ -396,11 +449,14 @@ class OptimFile:
         """
         paddings = self.state.get("group_paddings")
         if not isinstance(paddings, list) or group >= len(paddings) or type(paddings[group]) is not int:
-            raise DamagedCheckpointError(f"{self.location}: damaged: group_paddings is missing")
+            raise DamagedCheckpointError(f"{self.location}: damaged: group_paddings is missing or incomplete")
         return int(paddings[group])
 
     def get_rank_independent_records(self) -> dict[str, Any]:
-        """Return the records that must be equal in the optimizer states of all ranks, keyed by name."""
+        """Return the values that must be equal in the optimizer states of all ranks, keyed by name.
+
+        Examples are the ZeRO stage and the DeepSpeed version.
+        """
         record_names = (
             "zero_stage",
             "partition_count",
@@ -413,15 +469,21 @@ class OptimFile:
 
 
 def get_partition_counts(state: Mapping[str, Any], location: str) -> list[int]:
-    """Return ZeRO's `partition_count` as a list, with one number per group or a single one for all.
+    """Return ZeRO's `partition_count` as a list.
+
+    `partition_count` is the number of ranks across which a parameter group is partitioned. The list
+    has one number per group, or a single number for all groups.
 
     Raises:
-        CheckpointError: If `partition_count` is not a positive number or a list of positive numbers.
+        CheckpointError: If `partition_count` is not a positive number or a list of positive
+            numbers.
     """
     counts = state.get("partition_count")
     counts = counts if isinstance(counts, list) else [counts]
     if not counts or any(type(count) is not int or count < 1 for count in counts):
-        raise DamagedCheckpointError(f"{location}: damaged: partition_count is missing")
+        raise DamagedCheckpointError(
+            f"{location}: damaged: partition_count is not a positive integer or a list of positive integers"
+        )
     return counts
 
 
@@ -429,15 +491,20 @@ def read_optim_file(folder: CheckpointFolder, name: str) -> OptimFile:
     """Read one file of optimizer states, without reading the data of its tensors.
 
     Raises:
-        CheckpointError: If the file is damaged or from an expert-parallel run.
+        CheckpointError: If the file is damaged or was renamed, or if it is from an expert-parallel run
+            that records `ds_zero_partition_groups`. Other expert-parallel runs are accepted.
     """
     content = load_rank_file(folder, name)
     location = str(folder.path / name)
     state = content.get("optimizer_state_dict")
     if not isinstance(state, dict):
-        raise DamagedCheckpointError(f"{location}: is not a DeepSpeed optimizer states file")
+        raise DamagedCheckpointError(
+            f"{location}: is not a DeepSpeed optimizer states file, because optimizer_state_dict is missing"
+        )
     if "ds_zero_partition_groups" in state:
-        raise UnsupportedCheckpointError(f"{location}: expert parallel checkpoints are not supported")
+        raise UnsupportedCheckpointError(
+            f"{location}: expert-parallel checkpoints with ds_zero_partition_groups are not supported"
+        )
     config = content.get("ds_config")
     return OptimFile(location, state, content.get("ds_version"), config if isinstance(config, dict) else {})
 
@@ -448,7 +515,7 @@ class NamedWeights:
 
     Attributes:
         tensors: Tensors, keyed by name.
-        aliases: Tied parameters: the name of the stored parameter, keyed by its alias.
+        aliases: For each alias of a tied parameter, the name of the stored parameter.
     """
 
     tensors: dict[str, Tensor]
@@ -462,18 +529,26 @@ def combine_with_model_states(
     stage: int,
     world: int,
 ) -> NamedWeights:
-    """Add the frozen parameters and buffers, which only the model states contain, to the masters.
+    """Add the frozen parameters and buffers from the model states to the master weights.
+
+    The model states are the `*_model_states.pt` files. A run has one file, or one per rank.
 
     Args:
         masters: The fp32 master weights, keyed by name.
-        model_files: Model states of all ranks that have a file.
-        module: Pickled weights, keyed by their names in the complete model.
+        model_files: Contents of the `*_model_states.pt` files, in rank order. They record which
+            parameters are frozen or tied, and the names of the buffers.
+        module: Unpickled model weights, keyed by their names in the complete model. They are from
+            the model states and, if the run has such files, from the files of layers or experts.
         stage: ZeRO stage.
         world: Number of data-parallel ranks.
 
+    Returns:
+        The master weights, frozen parameters and buffers, and the aliases of tied parameters.
+
     Raises:
-        CheckpointError: If a frozen parameter or a buffer is missing, or if a tie contradicts the
-            weights.
+        CheckpointError: If a frozen parameter or a buffer is missing. Also raised if a tied
+            parameter is stored separately, or has a different shape than the parameter to which it
+            is tied.
     """
     model = model_files[0]
     tensors = {**masters, **_build_frozen_parameters(model_files, stage, world)}
@@ -487,13 +562,14 @@ def combine_with_model_states(
         if owner not in tensors or not tensors[owner].numel:
             continue
         if alias in tensors:
-            raise DamagedCheckpointError(
-                f"{model.location}: {alias!r} is tied to {owner!r}, but is also stored"
+            raise CheckpointError(
+                f"{model.location}: {alias!r} is tied to {owner!r}, but is also stored separately; save the "
+                "checkpoint again with the program that wrote the checkpoint"
             )
         stored = model.module.get(alias)
         if stage < 3 and isinstance(stored, StoredTensor) and stored.shape != tensors[owner].shape:
             raise DamagedCheckpointError(
-                f"{model.location}: {alias!r} is tied to {owner!r}, but the shapes differ"
+                f"{model.location}: {alias!r} is tied to {owner!r}, but has a different shape"
             )
         aliases[alias] = owner
     for name, value in module.items():
@@ -502,22 +578,24 @@ def combine_with_model_states(
         if stage == 3 and name not in model.buffers and not prod(value.shape):
             if name in excluded and model.frozen_shapes is None:
                 continue
-            raise UnsupportedCheckpointError(f"{model.location}: lists {name!r}, whose values were not saved")
+            raise UnsupportedCheckpointError(f"{model.location}: the values of {name!r} were not saved")
         tensors[name] = to_lazy_tensor(value, name)
     missing = next((name for name in model.buffers if name not in tensors and name not in aliases), None)
     if missing is not None:
-        raise DamagedCheckpointError(f"{model.location}: the buffer {missing!r} is listed, but missing")
+        raise DamagedCheckpointError(
+            f"{model.location}: the buffer {missing!r} is in buffer_names, but its values are missing"
+        )
     return NamedWeights(tensors, aliases)
 
 
 def _build_frozen_parameters(files: Sequence[ModelFile], stage: int, world: int) -> dict[str, Tensor]:
     """Build the frozen parameters, which are not part of the optimizer.
 
-    Below stage 3, the model states contain each frozen parameter completely. In stage 3, each rank has a
-    fragment.
+    Below ZeRO stage 3, the model states contain each frozen parameter completely. In stage 3, each
+    rank has a fragment of it.
 
     Args:
-        files: Model states of all ranks that have a file.
+        files: Model states of the ranks that saved a file.
         stage: ZeRO stage.
         world: Number of data-parallel ranks.
 
@@ -525,7 +603,8 @@ def _build_frozen_parameters(files: Sequence[ModelFile], stage: int, world: int)
         The parameters, keyed by name.
 
     Raises:
-        CheckpointError: If a shape or a fragment does not match the records.
+        CheckpointError: If a parameter or fragment does not match the shape recorded in the model
+            states, or if a file does not contain exactly the recorded frozen parameters.
     """
     model = files[0]
     tensors: dict[str, Tensor] = {}
@@ -560,15 +639,18 @@ def build_deepspeed_checkpoint(
     optimizer: Callable[[], OptimizerState | None],
     metadata: Mapping[str, Any],
 ) -> Checkpoint:
-    """Build the logical checkpoint from the weights and the optimizer.
+    """Build the `Checkpoint` of a DeepSpeed run from its weights and optimizer state.
+
+    Common prefixes of the names, such as `module.`, are removed.
 
     Args:
         format: Value of `Checkpoint.format`.
-        root: Path that was opened.
-        folder: Folder of the files.
-        model: First file of model states.
+        root: Requested path. It may be a parent of `folder`, or a file.
+        folder: Folder that contains the DeepSpeed files. Its name becomes the tag in the metadata.
+        model: Content of the first `*_model_states.pt` file, which contains the step counters.
         weights: Weights of the complete model.
-        optimizer: Function that builds the optimizer state.
+        optimizer: Function that builds the optimizer state. It is called when the state is needed.
+            The state must be keyed by the names in `weights`, and its parameters are then renamed.
         metadata: Additional metadata. Only strings and integers are used.
     """
     plain = strip_common_prefixes(weights.tensors, location=str(folder))
@@ -596,9 +678,10 @@ def build_deepspeed_checkpoint(
 
 
 def to_ordered_lists(value: Any) -> Any:
-    """Convert dicts to lists of items, so that comparing them also compares the order.
+    """Convert dicts to lists of items, so that a comparison also checks the order of the items.
 
-    The order defines the layout.
+    The value contains the shapes of the parameters, in the order in which a flat buffer stores the
+    parameters. Two dicts with a different order therefore describe different layouts.
     """
     if isinstance(value, dict):
         return list(value.items())
@@ -606,16 +689,16 @@ def to_ordered_lists(value: Any) -> Any:
 
 
 def check_equal_records(location: str, description: str, ours: Any, first: Any) -> None:
-    """Check that a record has the same value as on the first rank.
+    """Check that a value in one rank's file equals the value in the first rank's file.
 
     Args:
         location: Path of the file, used in the error message.
-        description: Name of the record, used in the error message.
-        ours: Record of the file.
-        first: Record of the first rank.
+        description: Name of the value, used in the error message.
+        ours: Value in this rank's file.
+        first: Value in the first rank's file.
 
     Raises:
-        CheckpointError: If the records differ, because the files are from two runs or steps.
+        CheckpointError: If the values differ. The files are then from different runs or steps.
     """
     if ours != first:
         raise MixedCheckpointError(f"{location}: {description} differs from the value on the first rank")
@@ -633,34 +716,53 @@ def require_contiguous(value: Any, location: str, *, any_shape: bool = False) ->
         CheckpointError: If the value is not such a tensor.
     """
     if not isinstance(value, StoredTensor):
-        raise DamagedCheckpointError(f"{location}: is not a tensor")
+        raise DamagedCheckpointError(f"{location}: the value is not a tensor")
     if not value.is_contiguous:
-        raise DamagedCheckpointError(f"{location}: the tensor is not contiguous")
+        raise CheckpointError(
+            f"{location}: the tensor is not contiguous; call contiguous() on the tensor, and save the "
+            "checkpoint again"
+        )
     if not any_shape and len(value.shape) != 1:
-        raise DamagedCheckpointError(f"{location}: a flat tensor has {len(value.shape)} dimensions")
+        raise DamagedCheckpointError(
+            f"{location}: the tensor has {len(value.shape)} dimensions, but must have one"
+        )
     return value
 
 
 def parse_fragment_address(value: Any, location: str) -> Fragment:
-    """Parse a pickled `fragment_address`, which locates a part of a parameter in a rank's slice.
+    """Parse an unpickled `fragment_address`, which locates a fragment of a parameter.
+
+    In ZeRO stages 1 and 2, the flat buffer of a parameter group is divided into slices, one per
+    rank. A slice may contain only a fragment of a parameter. A `fragment_address` contains the
+    start and the length of the fragment within the slice.
+
+    Args:
+        value: Unpickled `fragment_address`.
+        location: Path of the file, used in error messages.
 
     Raises:
-        CheckpointError: If the record is damaged.
+        CheckpointError: If the value is not a valid `fragment_address`.
     """
     state = value.state if isinstance(value, PickledInstance) else None
     if isinstance(value, PickledInstance) and len(value.args) == 2 and state is None:
         state = {"numel": value.args[0], "start": value.args[1]}
     if not isinstance(state, dict):
-        raise DamagedCheckpointError(f"{location}: damaged: param_slice_mappings is invalid")
+        raise DamagedCheckpointError(
+            f"{location}: damaged: an entry of param_slice_mappings is not a fragment_address"
+        )
     start, numel = state.get("start"), state.get("numel")
     if type(start) is not int or type(numel) is not int:
-        raise DamagedCheckpointError(f"{location}: damaged: param_slice_mappings is invalid")
+        raise DamagedCheckpointError(
+            f"{location}: damaged: start or numel of an entry of param_slice_mappings is not an integer"
+        )
     return Fragment(start, numel)
 
 
 def _parse_shapes(value: Any, location: str) -> ParameterShapes:
     """Parse and check a pickled dict of shapes, keyed by parameter name."""
     shapes: ParameterShapes = {}
-    for name, shape in require_mapping(value or {}, "a table of shapes", location).items():
+    for name, shape in require_mapping(
+        value or {}, "an entry of param_shapes or frozen_param_shapes", location
+    ).items():
         shapes[str(name)] = require_shape(shape, f"the shape of {format_untrusted_value(name)}", location)
     return shapes

@@ -1,10 +1,10 @@
 """Read DeepSpeed checkpoints of ZeRO stages 1 to 3, BF16_Optimizer, and runs without ZeRO.
 
 The file `latest` contains the name of a folder. The folder has one file of optimizer states per
-rank, and one file of model states (in stage 3, one per rank). Redundant records are compared with
-each other, and the layout that follows from the parameter shapes is compared with the recorded
-layout. Each tensor-parallel rank or pipeline stage is read as a separate run (`zero_run.py`), and
-the runs are merged afterward.
+rank. It also has a file of model states, or in stage 3 one such file per rank. Values that are
+stored in several files must be equal. The recorded layout is compared with the layout that follows
+from the parameter shapes. Each tensor-parallel rank or pipeline stage is read as a separate run
+(`zero_run.py`), and the runs are merged afterward.
 """
 
 from __future__ import annotations
@@ -53,13 +53,20 @@ _ACCELERATE_MODEL = "pytorch_model"
 
 
 def _find_rank_file_folder(source: CheckpointPath) -> AnyPath | None:
-    """Find the folder of rank files for a path and tag.
+    """Find the folder that contains the rank files of a checkpoint.
+
+    Rank files are the `*_model_states.pt` and `*_optim_states.pt` files that the ranks wrote. If
+    the path is a rank file, the result is its folder. If a tag is requested, the result is the
+    subfolder with the name `<tag>` or `global_step<tag>`. Otherwise, the result is the path itself
+    if it contains rank files, or else the step folder in it that the file `latest` names. Without a
+    readable `latest`, there must be exactly one step folder.
 
     Returns:
-        The folder, or None if there are no rank files.
+        The folder, or None if there is no such folder with rank files.
 
     Raises:
-        CheckpointError: If the folder in `latest` has no rank files, but other folders do.
+        CheckpointError: If the file `latest` refers to a folder without rank files, although other
+            step folders contain some.
     """
     path = source.path
     if path.is_file():
@@ -88,21 +95,28 @@ def _list_tag_folders(path: AnyPath) -> list[str]:
 
 
 def _has_rank_files(path: AnyPath) -> bool:
-    """Return whether a folder contains the rank files of a DeepSpeed run.
+    """Return whether a folder contains the per-rank files of a DeepSpeed run.
 
-    False for a universal checkpoint, although it also contains files of model states.
+    The result is False for a universal checkpoint. It also contains `*_model_states.pt` files, but
+    its optimizer state is in the folder `zero` and not in per-rank files.
     """
     names = find_rank_files(path)
     return names is not None and bool(names.optim or not (path / "zero").is_dir())
 
 
 def _explain_incomplete(source: CheckpointPath) -> str | None:
-    """Explain that the folder in `latest` has no DeepSpeed files. None if there is no `latest`."""
+    """Explain that the folder named in the file `latest` contains no DeepSpeed files.
+
+    The folder is not checked. Call this function only if the checkpoint could not be opened.
+
+    Returns:
+        The reason as one line. None if the file `latest` does not exist.
+    """
     tag = read_tag_file(source.path / LATEST)
     if tag is not None:
         return (
             f"{source.path / LATEST}: refers to {format_untrusted_value(tag)}, which contains no "
-            "DeepSpeed files"
+            "DeepSpeed files; copy the checkpoint again"
         )
     return None
 
@@ -110,10 +124,11 @@ def _explain_incomplete(source: CheckpointPath) -> str | None:
 def _check_one_accelerate_model(path: AnyPath, tag_folder: AnyPath) -> None:
     """Check that Accelerate did not save several models.
 
-    Accelerate saves each model to its own folder, but `latest` contains only the name of the last one.
+    Accelerate saves each model to a separate folder, but `latest` contains only the name of the last
+    folder. If `path` is the folder of one model, nothing is checked.
 
     Raises:
-        CheckpointError: If there are several models.
+        CheckpointError: If `path` contains several models.
     """
     if path == tag_folder or not tag_folder.name.startswith(_ACCELERATE_MODEL):
         return
@@ -124,7 +139,14 @@ def _check_one_accelerate_model(path: AnyPath, tag_folder: AnyPath) -> None:
 
 
 def _open_deepspeed_checkpoint(source: CheckpointPath, path: AnyPath) -> Checkpoint:
-    """Open the rank files in the folder `path`.
+    """Open the DeepSpeed checkpoint whose rank files are in the folder `path`.
+
+    If there are no optimizer files, only a run without ZeRO and without any parallelism other than
+    data parallelism is supported. Its file of model states also contains the optimizer.
+
+    Args:
+        source: Requested path, with options. It may be a parent of `path`, or a rank file.
+        path: Folder that contains the rank files.
 
     Raises:
         CheckpointError: If files are missing or damaged, or if the parallelism is not supported.
@@ -133,9 +155,7 @@ def _open_deepspeed_checkpoint(source: CheckpointPath, path: AnyPath) -> Checkpo
     assert names is not None
     _check_one_accelerate_model(source.path, path)
     if not names.model.get(0):
-        raise DamagedCheckpointError(
-            f"{path}: the model states are missing, and there are only optimizer states"
-        )
+        raise DamagedCheckpointError(f"{path}: contains optimizer states, but no model states")
     folder = CheckpointFolder(path)
     own_rank = _find_own_rank(source, names)
     model = _read_own_model(folder, names.model[0], own_rank or 0)
@@ -144,8 +164,8 @@ def _open_deepspeed_checkpoint(source: CheckpointPath, path: AnyPath) -> Checkpo
         if names.has_model_per_rank or num_runs > 1 or model.is_pipeline or names.experts:
             if model.group_shapes is None:
                 raise UnsupportedCheckpointError(
-                    f"{path}: tensor, pipeline and expert parallel checkpoints of runs without ZeRO are not "
-                    "supported"
+                    f"{path}: tensor-parallel, pipeline-parallel and expert-parallel checkpoints are only "
+                    "supported with ZeRO"
                 )
             raise DamagedCheckpointError(f"{path}: the optimizer states of all ranks are missing")
         return open_unsharded_checkpoint(folder, model, source.path)
@@ -181,10 +201,12 @@ def _open_deepspeed_checkpoint(source: CheckpointPath, path: AnyPath) -> Checkpo
 
 
 def _find_own_rank(source: CheckpointPath, names: RankFileNames) -> int | None:
-    """Return the reader's rank if it only needs its own files, because the world size is unchanged.
+    """Return this process's rank if its own files contain everything that it has to read.
+
+    This is the case if the world size is unchanged, and the run used only data parallelism.
 
     Returns:
-        The rank, or None if all files must be read.
+        The data-parallel rank. None if the files of all ranks must be read.
     """
     if source.rank is None or len(names.optim) != 1 or names.experts or names.layers:
         return None
@@ -194,16 +216,16 @@ def _find_own_rank(source: CheckpointPath, names: RankFileNames) -> int | None:
 
 
 def _read_own_model(folder: CheckpointFolder, names: Mapping[int, str], rank: int) -> ModelFile:
-    """Read the model states of a rank, or the first file if the rank has none.
+    """Read the model states of a rank. If the rank has no file, read the first file.
 
-    Only the first file records which parameters are tied. It is also read if the rank's file contains a
-    tensor that is neither a buffer nor a parameter with a recorded shape. Such a tensor is tied to a
-    parameter.
+    Only the first file records the names of tied parameters. If the rank's file contains a tensor
+    that is neither a buffer nor a parameter with a recorded shape, this tensor may be tied. The
+    names of tied parameters are then copied from the first file.
 
     Args:
         folder: Checkpoint folder.
-        names: Name of the file of each data-parallel rank.
-        rank: Data-parallel rank of the reader.
+        names: Names of the model-state files, keyed by data-parallel rank.
+        rank: Data-parallel rank of this process.
     """
     first = next(iter(names.values()))
     model = read_model_file(folder, names.get(rank, first))
@@ -218,38 +240,50 @@ def _read_own_model(folder: CheckpointFolder, names: Mapping[int, str], rank: in
 
 
 def _read_parallel_degree(path: AnyPath, names: RankFileNames, model: ModelFile) -> int:
-    """Return the number of tensor-parallel ranks or pipeline stages.
+    """Return the number of model-parallel parts of a run.
+
+    In a pipeline-parallel run, this is the number of pipeline stages. In any other run, it is the
+    number of tensor-parallel ranks, which is 1 without tensor parallelism.
+
+    Args:
+        path: Checkpoint folder.
+        names: Names of the rank files. There must be a file for each stage or tensor-parallel rank.
+        model: File of model states that records the degrees of parallelism.
 
     Raises:
-        CheckpointError: If the files of a rank are missing, or if two types of model parallelism are
-            combined.
+        CheckpointError: If the files of a rank or stage are missing, if files belong to a different
+            run, or if more than one of tensor, pipeline and expert parallelism was used.
     """
     tensor_ranks, stages = model.parallel_degrees
     if names.experts and not model.content.get("num_experts"):
         raise MixedCheckpointError(
-            f"{path / names.experts[0]}: is expert parallel, but {model.location} is not"
+            f"{path / names.experts[0]}: contains the weights of an expert, but {model.location} records no "
+            "experts"
         )
     if names.layers and not model.is_pipeline:
         raise MixedCheckpointError(
-            f"{path / names.layers[0]}: is pipeline parallel, but {model.location} is not"
+            f"{path / names.layers[0]}: belongs to a run with pipeline parallelism, but {model.location} "
+            "does not"
         )
     if bool(names.experts) + (tensor_ranks > 1) + model.is_pipeline > 1:
         raise UnsupportedCheckpointError(
-            f"{path}: checkpoints that combine tensor, pipeline or expert parallel ranks are not supported"
+            f"{path}: checkpoints with more than one of tensor, pipeline and expert parallelism are not "
+            "supported"
         )
     kind, degree = ("pipeline", stages) if model.is_pipeline else ("tensor", tensor_ranks)
     for files in (names.model, names.optim) if names.optim else (names.model,):
         missing = next((rank for rank in range(degree) if rank not in files), None)
         if missing is not None:
             raise DamagedCheckpointError(
-                f"{path}: the files of {kind} parallel rank {missing} of {degree} are missing"
+                f"{path}: the files of {kind}-parallel rank {missing} are missing, although the degree of "
+                f"{kind} parallelism is {degree}"
             )
         for rank, rank_files in files.items():
             if rank >= degree:
                 name = next(iter(rank_files.values()))
                 raise CheckpointError(
-                    f"{path / name}: belongs to {kind} parallel rank {rank}, but the run had {degree} "
-                    "ranks; remove the files of other runs"
+                    f"{path / name}: belongs to {kind}-parallel rank {rank}, but the degree of "
+                    f"{kind} parallelism is {degree}; remove the files of other runs"
                 )
     return degree
 
@@ -260,7 +294,16 @@ def _build_run_checkpoint(
     weights: NamedWeights,
     optimizer: Callable[[], OptimizerState | None],
 ) -> Checkpoint:
-    """Build the checkpoint for one or several runs from their merged weights."""
+    """Build a checkpoint from the merged weights of all pipeline stages or tensor-parallel ranks.
+
+    Args:
+        root: Path that was opened.
+        runs: Files of each pipeline stage or tensor-parallel rank. A single element if there was
+            only data parallelism.
+        weights: Merged weights of the complete model.
+        optimizer: Function that builds the optimizer state when it is needed. It returns None if
+            the files do not contain any.
+    """
     run = runs[0]
     metadata = {
         "world_size": run.world_size * len(runs),

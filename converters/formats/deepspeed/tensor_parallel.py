@@ -1,9 +1,12 @@
-"""Merge the tensor-parallel ranks of AutoTP, using the sharding that the checkpoint records.
+"""Merge the tensor-parallel shards of AutoTP, using the sharding that the checkpoint records.
 
-`universal_checkpoint_info` in the model states contains an affine map for each parameter. The map
-defines which block of the complete parameter each rank has, and the block's position in the rank's
-part. Before DeepSpeed 0.19, the record instead lists the parameters that all ranks have, and the
-parameters that are sharded along dim 1. Other parameters are sharded along dim 0.
+The record is `universal_checkpoint_info` in the model states. It contains an affine map for each
+parameter. The map defines which blocks of the complete parameter each rank has, and the position of
+each block in the rank's shard.
+
+Before DeepSpeed 0.19, the record contains two lists instead: the parameters that are replicated on
+all ranks, and the parameters that are sharded along dim 1. Other parameters are sharded along dim
+0.
 
 Source: `collect_autotp_universal_checkpoint_info` in deepspeed/module_inject/layers.py,
 deepspeed/checkpoint/affine.py, `merge_tp_slices` in ds_to_universal.py.
@@ -47,14 +50,16 @@ _SUB_PARAMS, _UNSUPPORTED = "parameter_with_sub_params", "autotp_unsupported_par
 class AutoTpLayout:
     """Sharding of each parameter over the tensor-parallel ranks.
 
+    Use `merge_rank_parts` to merge the ranks' parts of a parameter or of its optimizer state.
+
     Args:
         info: `universal_checkpoint_info`, as unpickled.
         degree: Number of tensor-parallel ranks.
         location: Path of the checkpoint, used in error messages.
 
     Raises:
-        CheckpointError: If the checkpoint does not describe the sharding, or uses a newer version of the
-            description.
+        CheckpointError: If the checkpoint does not describe the sharding, or if it contains an affine
+            map with a version other than 1.
     """
 
     def __init__(self, info: Any, degree: int, location: str) -> None:
@@ -63,8 +68,8 @@ class AutoTpLayout:
         self.info = to_json_value(info, limit=MAX_SETTINGS)
         if not isinstance(self.info, dict) or not isinstance(self.info.get(_REPLICATED), list):
             raise UnsupportedCheckpointError(
-                f"{location}: tensor parallel ranks are supported only if their files record how the "
-                f"parameters are sharded ({INFO})"
+                f"{location}: tensor-parallel checkpoints are only supported if {INFO} records how the "
+                "parameters are sharded"
             )
         partition_map = self.info.get(_MAP)
         self.affine_maps = partition_map.get("params") if isinstance(partition_map, dict) else None
@@ -72,31 +77,40 @@ class AutoTpLayout:
             not isinstance(self.affine_maps, dict) or partition_map.get("version") != _VERSION
         ):
             raise UnsupportedCheckpointError(
-                f"{location}: tensor parallel affine maps of another version are not supported"
+                f"{location}: {_MAP} of the tensor-parallel checkpoint does not have version {_VERSION}, the "
+                "only supported version"
             )
 
     def merge_rank_parts(self, name: str, parts: Sequence[Tensor]) -> Tensor:
-        """Merge the ranks' parts of a parameter, or of an optimizer state with the parameter's shape.
+        """Merge the tensor-parallel ranks' parts of a parameter or of its optimizer state.
+
+        If the checkpoint contains affine maps, they determine the result. Otherwise, replicated
+        parameters must be equal on all ranks, row-parallel parameters are concatenated along
+        dimension 1, and other parameters along dimension 0.
 
         Args:
             name: Name of the parameter.
-            parts: Tensor of each rank.
+            parts: Part on each rank, in order. An optimizer state is sharded like its parameter.
 
         Raises:
-            CheckpointError: If the parts contradict the description, or if ranks have different copies.
+            CheckpointError: If the parts do not match the sharding that the checkpoint records, if
+                copies that should be equal differ between ranks, or if the sharding is not
+                supported.
         """
         location = f"{self.location}: {name!r}"
         if any(part.dtype != parts[0].dtype for part in parts):
             raise DamagedCheckpointError(
-                f"{location}: the tensor parallel ranks have different element types"
+                f"{location}: the tensor-parallel ranks store different element types"
             )
         key = f"^{re.escape(name)}$"
         if key in get_mapping_or_empty(self.info.get(_UNSUPPORTED)):
-            raise UnsupportedCheckpointError(f"{location}: is sharded in a way that DeepSpeed cannot merge")
+            raise UnsupportedCheckpointError(
+                f"{location}: DeepSpeed records that it cannot merge the shards of this parameter"
+            )
         if self.affine_maps is not None:
             if key not in self.affine_maps:
                 raise UnsupportedCheckpointError(
-                    f"{location}: the checkpoint does not record how it is sharded (no affine map)"
+                    f"{location}: {_MAP} does not record how this parameter is sharded"
                 )
             return self._merge_by_affine_map(name, self.affine_maps[key], parts, location)
         sub_parameter_patterns = [
@@ -105,7 +119,7 @@ class AutoTpLayout:
         ]
         if any(not isinstance(patterns, list) or key in patterns for patterns in sub_parameter_patterns):
             raise UnsupportedCheckpointError(
-                f"{location}: tensor parallel parts of sub-parameters are not supported"
+                f"{location}: tensor-parallel shards of sub-parameters are not supported"
             )
         if key in self.info[_REPLICATED]:
             check_equal_copies(parts, location)
@@ -114,19 +128,29 @@ class AutoTpLayout:
         sizes = [[size for d, size in enumerate(part.shape) if d != dim] for part in parts]
         if any(len(part.shape) <= dim for part in parts) or any(size != sizes[0] for size in sizes):
             raise DamagedCheckpointError(
-                f"{location}: the shapes of the tensor parallel shards are inconsistent"
+                f"{location}: the shapes of the tensor-parallel shards do not fit together"
             )
         return concat_tensors(name, parts, dim)
 
     def _merge_by_affine_map(self, name: str, entry: Any, parts: Sequence[Tensor], location: str) -> Tensor:
-        """Merge the ranks' parts according to the parameter's affine map. Overlapping copies must be equal.
+        """Merge the ranks' parts of a parameter according to its affine map.
+
+        The affine map records which blocks of the complete parameter each rank has, and the offset of
+        each block in the rank's part. If several ranks have the same block, their copies must be equal.
+
+        Args:
+            name: Name of the parameter.
+            entry: Affine map of the parameter, as an unchecked JSON value.
+            parts: Part on each rank, in order.
+            location: Path of the checkpoint and name of the parameter, used in error messages.
 
         Raises:
-            CheckpointError: If the map is damaged, contradicts the parts, or scales values.
+            CheckpointError: If the map is damaged, does not match the parts, or multiplies a block
+                by a scale other than 1, or if copies differ.
         """
         damaged_error = CheckpointError(
-            f"{location}: the tensor parallel affine map is damaged or not supported; convert a "
-            "checkpoint without it"
+            f"{location}: the entry in {_MAP} is damaged or not supported; convert a checkpoint without "
+            f"{_MAP}"
         )
         ranks = {
             str(rank): value
@@ -145,8 +169,8 @@ class AutoTpLayout:
                 part.shape
             ) != len(shape):
                 raise DamagedCheckpointError(
-                    f"{location}: the shape {list(part.shape)} on tensor parallel rank {rank} contradicts "
-                    "the affine map"
+                    f"{location}: the shape {list(part.shape)} on tensor-parallel rank {rank} contradicts "
+                    f"{_MAP}"
                 )
             for piece in map(get_mapping_or_empty, get_list_or_empty(rank_map.get("pieces"))):
                 sizes = _require_sizes(piece.get("shape"), damaged_error)
@@ -178,16 +202,21 @@ def merge_rank_weights(runs: Sequence[SavedRun], layout: AutoTpLayout) -> NamedW
     """Merge the weights of all tensor-parallel ranks.
 
     Raises:
-        CheckpointError: If the ranks have different parameters, ties, or buffers.
+        CheckpointError: If the ranks have different parameters, ties, or buffers, if the files
+            of a rank contradict each other, or if the parts of a parameter do not match the
+            recorded sharding or cannot be merged.
     """
     ranks = [run.build_weights() for run in runs]
     first = ranks[0]
     for run, rank_weights in zip(runs, ranks, strict=True):
         check_equal_records(
-            run.first_model_file.location, "parameters", rank_weights.tensors.keys(), first.tensors.keys()
+            run.first_model_file.location,
+            "the list of parameters",
+            rank_weights.tensors.keys(),
+            first.tensors.keys(),
         )
         check_equal_records(
-            run.first_model_file.location, "tied parameters", rank_weights.aliases, first.aliases
+            run.first_model_file.location, "the list of tied parameters", rank_weights.aliases, first.aliases
         )
     tensors: dict[str, Tensor] = {}
     for name, tensor in first.tensors.items():
@@ -203,13 +232,15 @@ def merge_rank_weights(runs: Sequence[SavedRun], layout: AutoTpLayout) -> NamedW
 def merge_rank_optimizers(runs: Sequence[SavedRun], layout: AutoTpLayout) -> OptimizerState | None:
     """Merge the optimizers of all tensor-parallel ranks.
 
-    States with dimensions are sharded like their parameter. Numbers must be equal on all ranks.
+    State tensors with at least one dimension are sharded like their parameter. Scalars, such as
+    step counts, must be equal on all ranks.
 
     Returns:
         The optimizer state, or None if the first rank has none.
 
     Raises:
-        CheckpointError: If the ranks differ.
+        CheckpointError: If a rank has no optimizer state, or if the ranks have different
+            parameters, settings or scalars.
     """
     ranks = [run.build_optimizer() for run in runs]
     first = ranks[0]
@@ -219,13 +250,17 @@ def merge_rank_optimizers(runs: Sequence[SavedRun], layout: AutoTpLayout) -> Opt
     for run, rank_optimizer in zip(runs, ranks, strict=True):
         if rank_optimizer is None:
             raise OptimizerStateError(
-                f"{run.first_model_file.location}: this tensor parallel rank has no optimizer"
+                f"{run.first_model_file.location}: the optimizer state of this tensor-parallel rank is "
+                "missing"
             )
         check_equal_records(
             run.first_model_file.location, "param_groups", rank_optimizer.param_groups, first.param_groups
         )
         check_equal_records(
-            run.first_model_file.location, "optimizer state", rank_optimizer.state.keys(), first.state.keys()
+            run.first_model_file.location,
+            "the list of optimizer states",
+            rank_optimizer.state.keys(),
+            first.state.keys(),
         )
     for name, values in first.state.items():
         for state_name, value in values.items():
@@ -239,12 +274,13 @@ def merge_rank_optimizers(runs: Sequence[SavedRun], layout: AutoTpLayout) -> Opt
                 merged: Tensor | Scalar = layout.merge_rank_parts(name, tensor_parts)
             elif tensor_parts:
                 raise DamagedCheckpointError(
-                    f"{layout.location}: {state_name} of {name!r} is a number only on some ranks"
+                    f"{layout.location}: {state_name} of {name!r} is a tensor on some ranks and a number on "
+                    "other ranks"
                 )
             else:
                 numbers = [part.read().item() if isinstance(part, Tensor) else part for part in parts]
                 check_equal_records(
-                    layout.location, f"optimizer state {state_name!r}", set(numbers), {numbers[0]}
+                    layout.location, f"the optimizer state {state_name!r}", set(numbers), {numbers[0]}
                 )
                 merged = value
             state.setdefault(name, {})[state_name] = merged
@@ -261,12 +297,12 @@ def _require_sizes(value: Any, error: CheckpointError) -> tuple[int, ...]:
 def _compute_block_offsets(
     offset_and_strides: Any, shape: tuple[int, ...], error: CheckpointError
 ) -> tuple[int, ...]:
-    """Compute the offsets of a block in a row-major tensor.
+    """Convert a block's flat offset in a row-major tensor to its start index in each dimension.
 
     Args:
-        offset_and_strides: Offset and strides of the block, in elements.
+        offset_and_strides: List of the flat offset and the strides of the block, in elements.
         shape: Shape of the tensor.
-        error: Error to raise if the value is invalid or the strides are not row-major.
+        error: Error to raise if `offset_and_strides` is invalid or the strides are not row-major.
     """
     if (
         not isinstance(offset_and_strides, list)

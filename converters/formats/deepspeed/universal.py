@@ -1,13 +1,13 @@
 """Read DeepSpeed universal checkpoints, written by `ds_to_universal` with one folder per parameter.
 
-`zero/<parameter>/` contains the fp32 master weight and each moment in a separate file. The tensors
-have the shapes of their parameters (from stages 1 and 2) or are flat (from stage 3).
-`zero/optimizer_state.pt` contains the groups. The model states in the parent folder contain shapes,
-ties and buffers.
+`zero/<parameter>/` contains the fp32 master weight and each moment in a separate file. If the model
+was trained with ZeRO stage 1 or 2, these tensors have the shapes of their parameters. With stage 3,
+they are flat. `zero/optimizer_state.pt` contains the optimizer's parameter groups. The model
+states, which are next to the folder `zero`, contain shapes, ties and buffers.
 
-Each parameter's files are compared with a second copy. Below stage 3, it consists of the rounded
-weights in the model states. In stage 3, it consists of the flat groups of rank 0 in
-`zero/optimizer_state.pt`.
+If the checkpoint contains a second copy of the parameters, each parameter's files are compared with
+it. With stage 1 or 2, the weights in the model states are this copy, rounded to the compute dtype.
+With stage 3, the copy is in the flat buffers of rank 0 in `zero/optimizer_state.pt`.
 
 Source: deepspeed/checkpoint/ds_to_universal.py.
 """
@@ -61,21 +61,32 @@ _DEEPSPEED_LATEST = "latest"
 ZERO, COMMON = "zero", "zero/optimizer_state.pt"
 MASTER, _STEP, _SUFFIX = "fp32", "step", ".pt"
 NAME = "parameter"
-"""Key of the parameter's name in its files, which `portable.converters.writers.universal_writer` adds."""
+"""Key under which `portable.converters.writers.universal_writer` stores a parameter's name in its
+files.
+"""
 _SAMPLE = 64
 
 
 def _is_universal(path: AnyPath) -> bool:
-    """Return whether a folder contains a universal checkpoint."""
+    """Return whether a folder contains a universal checkpoint.
+
+    The folder is recognized by the file `zero/optimizer_state.pt`.
+    """
     return (path / COMMON).is_file()
 
 
 def _find_universal_folder(source: CheckpointPath) -> AnyPath | None:
-    """Find the folder of a universal checkpoint for a path and tag.
+    """Find the folder of the universal checkpoint at a path.
+
+    Args:
+        source: Path of the folder, of a file of model states in it, or of its parent folder. In a
+            parent folder, `source.tag` or the file `latest_universal` selects the checkpoint.
 
     Returns:
-        The folder. None if there is no universal checkpoint, or if the path is a run folder with a
-        `latest` file. The ZeRO checkpoint in such a folder is more complete.
+        The folder, or None if the path does not contain a universal checkpoint. The result is also
+        None if no tag is given and the parent folder contains the file `latest`. This file refers
+        to the ZeRO checkpoint from which the universal checkpoint was converted. The ZeRO
+        checkpoint is preferred, because it is more complete.
     """
     path = source.path
     if path.is_file():
@@ -91,33 +102,43 @@ def _find_universal_folder(source: CheckpointPath) -> AnyPath | None:
 
 
 def _explain_incomplete(source: CheckpointPath) -> str | None:
-    """Explain that the conversion to a universal checkpoint did not finish, or that its tag file is wrong.
+    """Explain why a folder that resembles a universal checkpoint cannot be opened.
+
+    Either the conversion by `ds_to_universal` did not finish, or the file `latest_universal` names
+    a folder that is not a universal checkpoint.
 
     Returns:
         The reason as one line. None if the path does not look like a universal checkpoint.
     """
     if (source.path / ZERO).is_dir():
         return (
-            f"{source.path / COMMON}: is missing: ds_to_universal did not finish; run ds_to_universal again"
+            f"{source.path / COMMON}: is missing, because ds_to_universal did not finish; run "
+            "ds_to_universal again"
         )
     if tag := read_tag_file(source.path / LATEST):
         return (
             f"{source.path / LATEST}: refers to {format_untrusted_value(tag)}, which is not a universal "
-            "checkpoint"
+            "checkpoint; specify the folder of a universal checkpoint"
         )
     return None
 
 
 def _open_universal_checkpoint(source: CheckpointPath, universal_folder: AnyPath) -> Checkpoint:
-    """Open the universal checkpoint in the folder `universal_folder`."""
+    """Open the DeepSpeed universal checkpoint in the folder `universal_folder`.
+
+    Args:
+        source: Requested path. It becomes the root of the `Checkpoint`, and may be a parent of
+            `universal_folder`.
+        universal_folder: Folder that contains the files of the universal checkpoint.
+    """
     return _UniversalFiles(CheckpointFolder(universal_folder)).build_checkpoint(source.path)
 
 
 def load_zero_file(folder: CheckpointFolder, name: str) -> Any:
-    """Load one file of `zero/` without running code.
+    """Load one file of the folder `zero/` without running code.
 
     Raises:
-        CheckpointError: If the file is damaged or was renamed. torch.save stores the original name.
+        CheckpointError: If the file is damaged, or if it was renamed after torch.save wrote it.
     """
     archive = TorchZip(folder.get_file(name))
     archive.check_not_renamed()
@@ -125,12 +146,13 @@ def load_zero_file(folder: CheckpointFolder, name: str) -> Any:
 
 
 class _FlatCopy(NamedTuple):
-    """Location of rank 0's part of a parameter or optimizer state, in a flat buffer.
+    """Position of rank 0's part of a parameter or optimizer state in a flat buffer.
 
     Attributes:
-        flat_group: Flat buffer of the sub-group.
-        start: First element in the buffer.
-        numel: Number of elements.
+        flat_group: The flat buffer. It contains rank 0's parts of all parameters in a sub-group, a
+            set of parameters that ZeRO stage 3 stores together.
+        start: Index of the part's first element in the buffer.
+        numel: Number of elements in the part.
     """
 
     flat_group: StoredTensor
@@ -139,14 +161,18 @@ class _FlatCopy(NamedTuple):
 
 
 class _UniversalFiles:
-    """Files of a universal checkpoint, read and compared with each other.
+    """Files of a universal checkpoint.
+
+    The constructor reads the model states and `zero/optimizer_state.pt`, and lists the files in the
+    parameters' folders. It checks that these files are from the same run. The parameters' files
+    are read later, and are then checked too.
 
     Args:
         folder: Folder of the checkpoint.
 
     Raises:
-        CheckpointError: If files are missing, damaged or from a different run, or if the run is not
-            supported.
+        CheckpointError: If files are missing, damaged or from a different run, or if the run used a
+            feature that is not supported, such as tensor parallelism.
     """
 
     def __init__(self, folder: CheckpointFolder) -> None:
@@ -155,7 +181,10 @@ class _UniversalFiles:
         self.common_state = self._read_common_state()
         stage = self.common_state.get("zero_stage", 1)
         if type(stage) is not int or stage not in (1, 2, 3):
-            raise UnsupportedCheckpointError(f"{folder.path / COMMON}: the ZeRO stage is unknown")
+            raise UnsupportedCheckpointError(
+                f"{folder.path / COMMON}: the ZeRO stage is {format_untrusted_value(stage)}, but only "
+                "stages 1, 2 and 3 are supported"
+            )
         self.stage: int = stage
         names = find_rank_files(folder.path)
         if names is None or not names.model:
@@ -173,28 +202,28 @@ class _UniversalFiles:
         ]
         if parallel:
             raise UnsupportedCheckpointError(
-                f"{folder.path / parallel[0]}: universal checkpoints of tensor, pipeline or expert parallel "
-                "runs are not supported"
+                f"{folder.path / parallel[0]}: universal checkpoints of runs with tensor, pipeline or expert "
+                "parallelism are not supported"
             )
         ranks = names.model[0]
         if names.optim or names.has_model_per_rank != (self.stage == 3):
             raise CheckpointError(
-                f"{self.location}: contains files from a run with another ZeRO stage; remove the files of "
-                "the other run"
+                f"{self.location}: contains files of a run with a ZeRO stage other than {self.stage}; remove "
+                "the files of the run that you do not need"
             )
         self.world_size = self._get_world_size()
         check_rank_files_complete(folder.path, ranks, self.world_size if self.stage == 3 else 1, "model")
         first, *others = ranks.values()
         self.model = read_model_file(folder, first)
         if self.model.group_shapes is None:
-            raise DamagedCheckpointError(f"{self.model.location}: has no param_shapes")
+            raise DamagedCheckpointError(f"{self.model.location}: param_shapes is missing")
         self.models = read_model_files(folder, self.model, others)
         self.group_shapes: list[ParameterShapes] = self.model.group_shapes
         self.shapes: ParameterShapes = {
             name: shape for group in self.group_shapes for name, shape in group.items()
         }
         if len(self.shapes) != sum(map(len, self.group_shapes)):
-            raise DamagedCheckpointError(f"{self.model.location}: a parameter is in two groups")
+            raise DamagedCheckpointError(f"{self.model.location}: a parameter is in two parameter groups")
         self.state_names = self._list_state_names_by_parameter()
         self.rank0_copies = self._locate_rank0_copies() if self.stage == 3 else {}
 
@@ -202,16 +231,19 @@ class _UniversalFiles:
         """Read `zero/optimizer_state.pt`.
 
         Raises:
-            CheckpointError: If the file is damaged or from an expert-parallel run.
+            CheckpointError: If the file is damaged or was renamed, or if it is from an expert-parallel run
+                that records `ds_zero_partition_groups`.
         """
         common = load_zero_file(self.folder, COMMON)
         if not isinstance(common, dict):
             raise DamagedCheckpointError(
-                f"{self.folder.path / COMMON}: is not the optimizer state of a universal checkpoint"
+                f"{self.folder.path / COMMON}: is not the optimizer state of a universal checkpoint, because "
+                "the file does not contain a dict"
             )
         if "ds_zero_partition_groups" in common:
             raise UnsupportedCheckpointError(
-                f"{self.folder.path / COMMON}: expert parallel checkpoints are not supported"
+                f"{self.folder.path / COMMON}: expert-parallel checkpoints with ds_zero_partition_groups are "
+                "not supported"
             )
         return common
 
@@ -219,18 +251,26 @@ class _UniversalFiles:
         """Return the number of data-parallel ranks of the run.
 
         Raises:
-            CheckpointError: If the number is missing, too large, or differs between groups.
+            CheckpointError: If the number is missing, is too large, or differs between the
+                optimizer's parameter groups.
         """
         counts = get_partition_counts(self.common_state, str(self.folder.path / COMMON))
         if counts[0] >= MAX_COUNT or any(count != counts[0] for count in counts):
-            raise DamagedCheckpointError(f"{self.folder.path / COMMON}: damaged: partition_count is missing")
+            raise DamagedCheckpointError(
+                f"{self.folder.path / COMMON}: damaged: partition_count is too large or differs between "
+                "parameter groups"
+            )
         return counts[0]
 
     def _list_state_names_by_parameter(self) -> dict[str, list[str]]:
-        """List the state names of each parameter, derived from the file names in its folder.
+        """List the names of each parameter's states, such as `fp32` and `exp_avg`.
+
+        The names come from the files in the parameter's folder, `zero/<parameter>/`. The state
+        `fp32` is the master weight.
 
         Raises:
-            CheckpointError: If a folder does not belong to a parameter, or if a master is missing.
+            CheckpointError: If a folder does not belong to a parameter or contains an unexpected
+                file, or if a parameter has no `fp32` file.
         """
         root = self.folder.path / ZERO
         files_by_name: dict[str, list[str]] = {}
@@ -241,25 +281,30 @@ class _UniversalFiles:
                 unexpected_files = [name for name in files if not name.endswith(_SUFFIX)]
                 if unexpected_files or (path.name not in self.shapes and path.name not in self.model.module):
                     raise CheckpointError(
-                        f"{path / unexpected_files[0] if unexpected_files else path}: belongs to no "
-                        "parameter of the model; remove the files of other runs"
+                        f"{path / unexpected_files[0] if unexpected_files else path}: does not "
+                        "belong to a parameter of the model; remove the files of other runs"
                     )
                 files_by_name[path.name] = [name.removesuffix(_SUFFIX) for name in files]
         for name in self.shapes:
             if MASTER not in files_by_name.get(name, ()):
-                raise DamagedCheckpointError(f"{root / name / (MASTER + _SUFFIX)}: is missing")
+                raise DamagedCheckpointError(
+                    f"{root / name / (MASTER + _SUFFIX)}: the file with the fp32 weight is missing"
+                )
         return files_by_name
 
     def _locate_rank0_copies(self) -> dict[str, dict[str, _FlatCopy]]:
         """Locate rank 0's copies of the parameters and states in `zero/optimizer_state.pt`.
 
-        Only stage 3 stores them there.
+        Only ZeRO stage 3 stores these copies.
 
         Returns:
-            Copies, keyed by parameter and then by state name.
+            Copies, keyed by the name of the parameter and then by the name of the state. The state
+            name of an fp32 master weight is `fp32`. States without a nonempty flat buffer are
+            omitted.
 
         Raises:
-            CheckpointError: If a flat group does not have the size of its parameters.
+            CheckpointError: If the optimizer's state is missing, if a flat buffer is not
+                contiguous, or if its size does not match the shapes of its parameters.
         """
         location = str(self.folder.path / COMMON)
         masters, states = (
@@ -278,7 +323,7 @@ class _UniversalFiles:
                     continue
                 if require_contiguous(value, f"{location}: {state_name}").shape != (layout.rank_numel,):
                     raise DamagedCheckpointError(
-                        f"{location}: damaged: the size of a flat group does not match param_shapes"
+                        f"{location}: damaged: the size of {state_name!r} does not match param_shapes"
                     )
                 for name, shape in shapes.items():
                     count = min(layout.count_elements_per_rank(shape), prod(shape))
@@ -288,10 +333,24 @@ class _UniversalFiles:
         return copies
 
     def _read_parameter_file(self, name: str, state_name: str) -> Tensor:
-        """Read one file of a parameter, and return its tensor with the shape of the parameter.
+        """Read the file of a parameter's master weight, or of one of its optimizer states.
+
+        If the checkpoint contains a second copy of the tensor, a few values are compared with this
+        copy. See `_check_against_second_copy`. The comparison is skipped if the file records the
+        parameter's name and the model states do not contain the weight. `universal_writer` writes
+        such files.
+
+        Args:
+            name: Name of the parameter.
+            state_name: Name of the optimizer state, or `fp32` for the fp32 master weight.
+
+        Returns:
+            Lazy tensor with the shape of the parameter.
 
         Raises:
-            CheckpointError: If the file belongs to a different parameter, or has a different shape or values.
+            CheckpointError: If the file belongs to a different parameter, to a different ZeRO
+                stage, or to a run with tensor parallelism. Also raised if its shape differs from
+                the recorded shape, or if its values differ from the second copy.
         """
         shape, file = self.shapes[name], f"{ZERO}/{name}/{state_name}{_SUFFIX}"
         location = str(self.folder.path / file)
@@ -300,13 +359,15 @@ class _UniversalFiles:
         recorded_name = content.get(NAME) if isinstance(content, dict) else None
         if recorded_name is not None and recorded_name != name:
             raise DamagedCheckpointError(
-                f"{location}: belongs to the parameter {format_untrusted_value(recorded_name)}"
+                f"{location}: contains the parameter {format_untrusted_value(recorded_name)} instead of "
+                f"{name!r}"
             )
         allowed_keys = ("param", "cat_dim", NAME)
         extra = [key for key in content if key not in allowed_keys] if isinstance(content, dict) else []
         if extra:
             raise UnsupportedCheckpointError(
-                f"{location}: was merged from tensor parallel ranks ({extra[0]}), which is not supported"
+                f"{location}: the key {extra[0]!r} shows that the run used tensor parallelism, which is not "
+                "supported"
             )
         stored = require_contiguous(value, location, any_shape=True)
         if stored.shape != (shape if isinstance(content, dict) else (prod(shape),)):
@@ -315,7 +376,7 @@ class _UniversalFiles:
             )
         if isinstance(content, dict) == (self.stage == 3):
             raise DamagedCheckpointError(
-                f"{location}: damaged: the file does not have the form of ZeRO stage {self.stage}"
+                f"{location}: damaged: the file was not written by a run with ZeRO stage {self.stage}"
             )
         if recorded_name is None or name in self.model.module:
             self._check_against_second_copy(name, state_name, stored, location)
@@ -328,10 +389,26 @@ class _UniversalFiles:
     def _check_against_second_copy(
         self, name: str, state_name: str, stored: StoredTensor, location: str
     ) -> None:
-        """Compare samples of a parameter or state with its second copy, if there is one.
+        """Compare a few values of a tensor with its second copy in the checkpoint, if any.
+
+        Up to three samples are compared, at the start, in the middle and at the end. Each sample
+        has at most 64 values. Copies that cannot be compared, for example because a weight is not
+        contiguous, are accepted.
+
+        In ZeRO stage 3, `zero/optimizer_state.pt` contains rank 0's parts of the master weights and
+        optimizer states, as flat buffers. These parts are the second copy. In stages 1 and 2, only
+        a master weight has a second copy: the weight in the model states, which has been rounded to
+        the compute dtype.
+
+        Args:
+            name: Name of the parameter.
+            state_name: Name of the optimizer state, or `fp32` for the fp32 master weight.
+            stored: Tensor to check.
+            location: Path of the tensor's file, used in error messages.
 
         Raises:
-            CheckpointError: If the values differ.
+            CheckpointError: If the values differ, or if the weight is missing in the model states
+                or has a different shape there.
         """
         count = prod(stored.shape)
         if state_name in self.rank0_copies.get(name, {}):
@@ -342,7 +419,8 @@ class _UniversalFiles:
             weight = self.model.module.get(name)
             if not isinstance(weight, StoredTensor) or weight.shape != self.shapes[name]:
                 raise DamagedCheckpointError(
-                    f"{self.model.location}: {name!r} is missing or does not have the recorded shape"
+                    f"{self.model.location}: the weight {name!r} is missing or does not have the recorded "
+                    f"shape {list(self.shapes[name])}"
                 )
             pairs = [(stored, sample, weight, sample) for sample in _choose_sample_starts(count)]
             copy_description = "the model states"
@@ -353,10 +431,18 @@ class _UniversalFiles:
                 sample_rounds_to_weight(to_flat_piece(master), start, copy, count - copy_start, copy_start)
                 is False
             ):
-                raise MixedCheckpointError(f"{location}: the values differ from {copy_description}")
+                raise MixedCheckpointError(
+                    f"{location}: the values differ from the copy in {copy_description}"
+                )
 
     def build_checkpoint(self, root: AnyPath) -> Checkpoint:
-        """Build the checkpoint from all files."""
+        """Build a checkpoint from the fp32 master weights and the model states.
+
+        The optimizer state is read only when it is needed.
+
+        Args:
+            root: Path that was opened.
+        """
         read = partial(self._read_parameter_file, state_name=MASTER)
         masters = dict(zip(self.shapes, map_with_prefetch(self.folder.path, read, self.shapes), strict=True))
         weights = combine_with_model_states(
@@ -369,7 +455,17 @@ class _UniversalFiles:
         )
 
     def _read_optimizer_state(self, key: tuple[str, str]) -> Tensor | Scalar:
-        """Read one optimizer state of a parameter: a scalar for the step count, otherwise a tensor."""
+        """Read one optimizer state of a parameter.
+
+        Args:
+            key: Name of the parameter, and name of the state, such as `exp_avg` or `step`.
+
+        Returns:
+            Lazy tensor with the shape of the parameter. For `step`, a number or a 0-d tensor.
+
+        Raises:
+            CheckpointError: If the file is damaged, or does not fit the parameter.
+        """
         name, state_name = key
         if state_name != _STEP:
             return self._read_parameter_file(name, state_name)
@@ -379,7 +475,16 @@ class _UniversalFiles:
         )
 
     def _build_optimizer(self) -> OptimizerState | None:
-        """Build the optimizer state, or return None if the files do not contain it."""
+        """Build the optimizer state, or return None if the files do not contain it.
+
+        The result is None if no parameter's folder contains a state other than `fp32`. Parameters
+        without states are accepted, and are omitted from the state.
+
+        Raises:
+            CheckpointError: If a parameter has some, but not all, of the states of the other
+                parameters. Also raised if the step counts are invalid, or if the parameter groups
+                are missing.
+        """
         location = str(self.folder.path / COMMON)
         state: dict[str, dict[str, Tensor | Scalar]] = {}
         state_names = [set(self.state_names[name]) - {MASTER} for name in self.shapes]
@@ -388,7 +493,8 @@ class _UniversalFiles:
             if kind and kind != all_state_names:
                 missing_state = sorted(all_state_names - kind)[0]
                 raise DamagedCheckpointError(
-                    f"{self.folder.path / ZERO / name / (missing_state + _SUFFIX)}: is missing"
+                    f"{self.folder.path / ZERO / name / (missing_state + _SUFFIX)}: the file with this "
+                    "optimizer state is missing"
                 )
             if kind:
                 state[name] = {}
@@ -407,19 +513,27 @@ class _UniversalFiles:
         self._check_step_counts(state)
         groups = self.common_state.get("param_groups")
         if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
-            raise DamagedCheckpointError(f"{location}: damaged: param_groups is missing")
+            raise DamagedCheckpointError(
+                f"{location}: damaged: param_groups of the optimizer is missing or invalid"
+            )
         return OptimizerState(
             state, [build_named_group(group, self.group_shapes, location) for group in groups]
         )
 
     def _add_stage3_numbers_to(self, state: dict[str, dict[str, Tensor | Scalar]], location: str) -> None:
-        """Add the step counts and other numbers of stage 3 to the optimizer state in place.
+        """Add the scalars of a ZeRO-3 optimizer, such as step counts, to the optimizer state.
 
-        Stage 3 stores these numbers only in `zero/optimizer_state.pt`. Does nothing below stage 3.
+        Stage 3 stores scalars only in `zero/optimizer_state.pt`, once per sub-group. Each parameter
+        of the sub-group receives these values, if the parameter has an entry in `state`. Below
+        stage 3, this method does nothing.
 
         Args:
-            state: Optimizer state, keyed by parameter and then by state name.
+            state: Optimizer state, keyed by parameter and then by state name. Modified in place.
             location: Path of `zero/optimizer_state.pt`, used in error messages.
+
+        Raises:
+            CheckpointError: If the optimizer's state is missing, or if a value is neither a number,
+                a tensor nor None.
         """
         states = _get_rank0_states(self.common_state, location) if self.stage == 3 else {}
         for index, shapes in enumerate(self.group_shapes):
@@ -434,7 +548,11 @@ class _UniversalFiles:
                         )
 
     def _check_step_counts(self, state: dict[str, dict[str, Tensor | Scalar]]) -> None:
-        """Check that all parameters have the same step count, and that it agrees with the engine's counters.
+        """Check that the step counts of all parameters are equal and possible.
+
+        A step count may be lower, but not higher, than the number of steps that the engine has
+        counted without the skipped steps. If the engine's count is not recorded, there is no limit.
+        Parameters without a step count are ignored.
 
         Raises:
             CheckpointError: If a step count differs or is too large.
@@ -449,8 +567,8 @@ class _UniversalFiles:
         for name, count in steps.items():
             if count != first or (total is not None and count > total - skipped):
                 raise DamagedCheckpointError(
-                    f"{self.folder.path / ZERO / name}: is at step {count:g}, but the first parameter is "
-                    f"at step {first:g}, and the engine has counted {total} steps"
+                    f"{self.folder.path / ZERO / name}: this parameter is at step {count:g}, but the first "
+                    f"parameter is at step {first:g}, and the engine has counted {total} steps"
                 )
 
 
@@ -470,7 +588,7 @@ def _get_rank0_states(common: dict[str, Any], location: str) -> dict[Any, Any]:
     base = common.get("optimizer_state_dict")
     state = base.get("state") if isinstance(base, dict) else None
     if not isinstance(state, dict):
-        raise DamagedCheckpointError(f"{location}: damaged: the optimizer has no state")
+        raise DamagedCheckpointError(f"{location}: damaged: the state of the optimizer is missing")
     return state
 
 
@@ -488,9 +606,13 @@ def _require_scalar(value: Any, name: str, location: str) -> Tensor | Scalar:
 
 
 def _choose_sample_starts(count: int) -> list[int]:
-    """Choose the start indices of samples at the start, in the middle and at the end of `count` elements.
+    """Choose the start indices of samples at the start, in the middle and at the end of a tensor.
 
-    Empty if `count` is 0.
+    Args:
+        count: Number of elements in the tensor.
+
+    Returns:
+        Index of the first element of each sample, sorted. Empty if `count` is 0.
     """
     return sorted({0, count // 2, max(0, count - _SAMPLE)}) if count else []
 

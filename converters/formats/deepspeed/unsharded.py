@@ -1,9 +1,11 @@
 """Read DeepSpeed checkpoints without ZeRO: one file with the model and its optimizer.
 
-In fp32, the optimizer is a plain torch optimizer. In 16 bits, a wrapper keeps unnamed fp32 master
-weights, either with their shapes (`fp32_groups`) or as one flat buffer per group
-(`fp32_groups_flat`). This reader assigns the masters to the weights that equal their rounded
-values, in the order of the model.
+After training in fp32, the file contains a plain torch optimizer. In fp16 and bf16, DeepSpeed's
+wrapper around the optimizer also keeps fp32 master weights, which have no names. They are stored
+either with their shapes (`fp32_groups`), or as one flat buffer per parameter group
+(`fp32_groups_flat`). Their order within a group is the order of the model's weights. This reader
+assigns each master weight to a weight of the model, and checks that the rounded master weight
+equals this weight.
 
 Source: deepspeed/runtime/fp16/unfused_optimizer.py and fused_optimizer.py.
 """
@@ -49,12 +51,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Fp32Masters:
-    """Fp32 master weights of a model, and their groups.
+    """Fp32 master weights of a model, and the names of the parameters in the optimizer's groups.
+
+    All attributes are empty or None if the optimizer keeps no separate master weights.
 
     Attributes:
-        tensors: Masters, keyed by parameter name.
-        groups: Parameter names in each group of the optimizer. Empty if the optimizer has no masters.
-        flat: Layout of each flat buffer, or None if the masters are not flat.
+        tensors: Master weights, keyed by parameter name.
+        groups: Parameter names in each parameter group of the optimizer.
+        flat: Layout of each flat buffer. None if the master weights are not stored in flat buffers.
     """
 
     tensors: dict[str, Tensor]
@@ -63,15 +67,22 @@ class _Fp32Masters:
 
 
 def open_unsharded_checkpoint(folder: CheckpointFolder, model: ModelFile, root: AnyPath) -> Checkpoint:
-    """Open the checkpoint in a single file of model states.
+    """Open a checkpoint that consists of a single file of model states.
+
+    If the optimizer has fp32 master weights, they replace the model's weights of the same names.
+    Buffers, frozen weights and all other tensors keep their values in the model states. The
+    optimizer state is built when it is needed.
 
     Args:
         folder: Checkpoint folder.
-        model: The file of model states.
+        model: Content of the file, which also contains the optimizer.
         root: Path that was opened.
 
     Raises:
-        CheckpointError: If the file belongs to a ZeRO run, or if its masters do not fit the weights.
+        CheckpointError: If the file belongs to a ZeRO run, whose optimizer files are missing, or if
+            the values of a buffer are missing. Also raised if the fp32 master weights do not match
+            the model's weights.
+        OptimizerStateError: If the optimizer is not supported.
     """
     if model.group_shapes is not None:
         raise DamagedCheckpointError(f"{folder.path}: the optimizer states of all ranks are missing")
@@ -79,7 +90,9 @@ def open_unsharded_checkpoint(folder: CheckpointFolder, model: ModelFile, root: 
     stored = strip_common_prefixes(stored, location=model.location)
     missing = [buffer for buffer in model.buffers if buffer not in model.module]
     if missing:
-        raise DamagedCheckpointError(f"{model.location}: the buffer {missing[0]!r} is listed, but missing")
+        raise DamagedCheckpointError(
+            f"{model.location}: the buffer {missing[0]!r} is in buffer_names, but its values are missing"
+        )
     weights_by_name = {key: to_lazy_tensor(value, key) for key, value in stored.items()}
     aliases = find_tied_aliases(stored, weights_by_name)
     buffers = set(strip_common_prefixes(dict.fromkeys(model.buffers), location=model.location))
@@ -115,17 +128,17 @@ def _read_masters(
     """Read the fp32 master weights of the optimizer.
 
     Args:
-        saved: Pickled optimizer.
+        saved: Optimizer as unpickled. Values that are not a dict count as a missing optimizer.
         stored: Tensors of the model, keyed by name.
         parameter_names: Names of the parameters in the order of the model.
-        model: The file of model states.
+        model: Model states file. Its path is used in error messages.
 
     Returns:
-        The masters. Empty if the model was trained in fp32, because the weights themselves are then the
-        masters.
+        The master weights. Empty if the file contains no optimizer. Also empty if the model was
+        trained in fp32, because its weights then have no separate fp32 copies.
 
     Raises:
-        CheckpointError: If the masters cannot be assigned to weights.
+        CheckpointError: If the master weights cannot be matched to the weights of the model.
         OptimizerStateError: If the optimizer is not supported.
     """
     if not isinstance(saved, dict):
@@ -136,20 +149,31 @@ def _read_masters(
     if isinstance(flat, list):
         return _split_flat_masters(flat, stored, parameter_names, model.location)
     if not is_optimizer_state_dict(saved):
-        raise OptimizerStateError(f"{model.location}: the optimizer is not supported")
+        raise OptimizerStateError(f"{model.location}: the optimizer state has an unknown format")
     return _Fp32Masters({}, [])
 
 
 def _name_shaped_masters(
     groups: list[list[Any]], stored: dict[str, StoredTensor], parameter_names: list[str], location: str
 ) -> _Fp32Masters:
-    """Assign unflattened masters to the weights of the model.
+    """Match fp32 master weights that were saved in their original shapes to the model's parameters.
 
-    The masters have no names, but they have the shapes of their parameters and are in the order of the
-    model. Their rounded values must equal the weights.
+    The master weights have no names. They are matched by their shapes and by their order in each
+    parameter group. To confirm a match, a sample of the master weight's elements is rounded to the
+    parameter's dtype. The result must equal the same elements of the parameter.
+
+    Args:
+        groups: Master weights in each parameter group.
+        stored: Tensors of the model, keyed by name.
+        parameter_names: Names of the parameters in the order of the model.
+        location: Path of the file, used in error messages.
+
+    Returns:
+        The master weights, keyed by parameter name, and the names in each group.
 
     Raises:
-        CheckpointError: If the assignment is not unique, or if a value differs.
+        CheckpointError: If there is not exactly one way to match the master weights, or if a
+            rounded master weight differs from its parameter.
     """
     masters_by_group = [
         [require_contiguous(master, f"{location}: fp32_groups", any_shape=True) for master in group]
@@ -160,10 +184,10 @@ def _name_shaped_masters(
         [[master.shape for master in group] for group in masters_by_group],
     )
     if isinstance(positions, int):
-        count = "several ways" if positions else "no way"
+        problem = "can be matched to the weights in several ways" if positions else "do not match the weights"
         raise UnsupportedCheckpointError(
-            f"{location}: the fp32 masters have no names, and can be matched to the weights in {count} "
-            "(the order of Muon's masters is not supported without ZeRO)"
+            f"{location}: the fp32 master weights have no names and {problem}; such checkpoints, for example "
+            "with the optimizer Muon, are only supported with ZeRO"
         )
     names_by_group = [[""] * len(group) for group in masters_by_group]
     tensors = {}
@@ -171,7 +195,7 @@ def _name_shaped_masters(
         master = masters_by_group[group][index]
         if sample_rounds_to_weight(to_flat_piece(master), 0, stored[name], prod(master.shape)) is False:
             raise DamagedCheckpointError(
-                f"{location}: the weight {name!r} differs from its rounded fp32 master"
+                f"{location}: the weight {name!r} differs from its fp32 master weight"
             )
         names_by_group[group][index] = name
         tensors[name] = to_lazy_tensor(master, name)
@@ -181,14 +205,23 @@ def _name_shaped_masters(
 def _split_flat_masters(
     groups: list[Any], stored: dict[str, StoredTensor], parameter_names: list[str], location: str
 ) -> _Fp32Masters:
-    """Split the flat buffer of each group into parameters.
+    """Split the flat fp32 buffer of each parameter group into named parameters.
 
-    The weights are processed in the order of the model. Each weight is assigned to the group whose next
-    elements, after rounding, equal the weight. A weight that does not match any group is frozen.
+    A buffer contains the master weights of its group in the order of the model. For each weight of
+    the model, a sample of the next unassigned elements of every buffer is rounded to the weight's
+    dtype and compared with the weight. The weight belongs to the group whose sample equals it. A
+    weight that matches no group is frozen. If a frozen weight has the shape of a trained one, the
+    split is rejected, because the weight may instead be a trained weight with changed values.
+
+    Args:
+        groups: Flat buffer of each parameter group.
+        stored: Tensors of the model, keyed by name.
+        parameter_names: Names of the parameters in the order of the model.
+        location: Path of the file, used in error messages.
 
     Raises:
-        CheckpointError: If a weight matches several groups, or if a buffer has elements that belong to
-            no weight.
+        CheckpointError: If a weight matches several groups, if a buffer has elements that do not
+            belong to any weight, or if a frozen weight has the same shape as a trained one.
     """
     flat_masters = [
         to_flat_piece(require_contiguous(group, f"{location}: fp32_groups_flat")) for group in groups
@@ -217,7 +250,7 @@ def _split_flat_masters(
         stored[name].shape in trained_shapes for name in frozen
     ):
         raise UnsupportedCheckpointError(
-            f"{location}: fp32_groups_flat does not match the weights unambiguously"
+            f"{location}: the entries of fp32_groups_flat cannot be matched to the weights"
         )
     layouts = [
         Stage12GroupLayout(group, [0] * len(group), 1, flat_master.numel, location)
@@ -230,17 +263,22 @@ def _split_flat_masters(
 
 
 def _add_parameter_names(state: dict[str, Any], groups: list[list[str]], location: str) -> dict[str, Any]:
-    """Return a copy of the optimizer's state dict with `param_names` added to its groups.
+    """Return a copy of the optimizer's state dict with `param_names` added to its parameter groups.
+
+    Args:
+        state: State dict of the optimizer.
+        groups: Parameter names in each group.
+        location: Path of the file, used in error messages.
 
     Raises:
-        CheckpointError: If the groups do not match the masters.
+        CheckpointError: If the number or the lengths of the parameter groups differ from `groups`.
     """
     listed = state.get("param_groups")
     if not isinstance(listed, list) or [len(group.get("params", ())) for group in listed] != list(
         map(len, groups)
     ):
         raise DamagedCheckpointError(
-            f"{location}: the parameter groups of the optimizer do not match the fp32 masters"
+            f"{location}: the parameter groups of the optimizer do not match fp32_groups"
         )
     named_groups = [{**group, "param_names": names} for group, names in zip(listed, groups, strict=True)]
     return {**state, "param_groups": named_groups}
@@ -249,7 +287,15 @@ def _add_parameter_names(state: dict[str, Any], groups: list[list[str]], locatio
 def _build_flat_optimizer(
     saved: dict[str, Any], layouts: list[Stage12GroupLayout], groups: list[list[str]], location: str
 ) -> OptimizerState:
-    """Build the optimizer state of flat masters. They have the layout of a ZeRO run with one rank.
+    """Build the optimizer state of a run that stores its fp32 master weights in flat buffers.
+
+    This optimizer has the same layout as in a ZeRO run with one rank: one flat parameter per group.
+
+    Args:
+        saved: State dict of the optimizer wrapper, as unpickled.
+        layouts: Layout of each flat buffer.
+        groups: Parameter names in each group.
+        location: Path of the file, used in error messages.
 
     Raises:
         CheckpointError: If the optimizer has no state.
@@ -261,5 +307,5 @@ def _build_flat_optimizer(
     ]
     built = build_zero_optimizer(1, [optim_file], layouts, shares)
     if built is None:
-        raise OptimizerStateError(f"{location}: the optimizer has no state")
+        raise OptimizerStateError(f"{location}: the state of the optimizer is missing")
     return built

@@ -1,12 +1,13 @@
-"""Read, compare, and merge the rank files of one ZeRO run.
+"""Read, compare, and merge the files that the ranks of one ZeRO data-parallel group have saved.
 
-With tensor or pipeline parallelism, these are the files of one tensor-parallel rank or pipeline
-stage. Tensors keep their names in the files.
+Without tensor or pipeline parallelism, the group contains all ranks. Otherwise, there is one group
+for each tensor-parallel rank or pipeline stage. Tensors keep the names that they have in the files.
 """
 
 from __future__ import annotations
 
 from functools import cached_property, partial
+from itertools import chain
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -66,25 +67,35 @@ _FP32_GROUPS = "fp32_flat_groups"
 class SavedRun:
     """Files of all data-parallel ranks of a ZeRO run.
 
+    In stages 1 and 2, a flat group is a parameter group whose parameters are concatenated into one
+    buffer, which is partitioned over the ranks. In stage 3, a flat group is a sub-group. Each of
+    its parameters is partitioned separately, and each rank concatenates its parts.
+
     Args:
         folder: Checkpoint folder.
-        optim_names: File of optimizer states of each data-parallel rank.
-        model_names: File of model states of each data-parallel rank that has one.
-        model: File of model states that has already been read. If `rank` is not None, this is the file
-            of the reader's rank, otherwise the first file.
+        optim_names: Names of the files of optimizer states, keyed by data-parallel rank.
+        model_names: Names of the files of model states, keyed by data-parallel rank. Below stage 3,
+            only rank 0 has such a file.
+        model: Content of a file of model states, already read by the caller. This is the file of
+            `rank`, or the first file if `rank` is None or has no file.
         per_rank_model: Whether each data-parallel rank has a file of model states, as in stage 3.
-        expert_files: Files of single experts, or None.
-        rank: Data-parallel rank of the reader. The files of other ranks are then only opened to read
-            their values. If None, all files are opened.
+        expert_files: Weights from the files that contain one expert each, or None if there are no
+            such files.
+        rank: Data-parallel rank of this process. If it is given, the files of other ranks are
+            opened only when their values are needed, if the layout allows this. If None, all files
+            are opened.
 
     Attributes:
+        rank: Argument `rank`, or None if the layout requires that all files are opened.
         stage: ZeRO stage. BF16_Optimizer counts as stage 1.
         world_size: Number of data-parallel ranks.
-        group_shapes: Shapes of the parameters of each flat group.
-        shares: Flat groups, with the ranks that each is partitioned over. A group of experts has one
-            entry per set of ranks with the same experts.
+        group_shapes: Shapes of the parameters in each flat group.
+        shares: List of flat groups. Each entry also names the ranks over which the group is
+            partitioned. A group of expert parameters occurs once for each set of ranks that have
+            the same experts. Any other group occurs once.
         layouts: Layout of each entry of `shares`.
-        flat_masters: Flat fp32 masters of each entry of `shares`.
+        flat_masters: Fp32 master weights of each entry of `shares`, as one flat buffer with a piece
+            per rank.
 
     Raises:
         CheckpointError: If files are missing, damaged or from several runs, or if the layout is not
@@ -113,19 +124,23 @@ class SavedRun:
         stage = 1 if self.bf16_optimizer else first.state.get("zero_stage")
         if type(stage) is not int or stage not in (1, 2, 3):
             raise UnsupportedCheckpointError(
-                f"{first.location}: unknown ZeRO stage {format_untrusted_value(stage)}"
+                f"{first.location}: the ZeRO stage is {format_untrusted_value(stage)}, but only stages 1, "
+                "2 and 3 are supported"
             )
         self.stage: int = stage
         if expert_files is not None and stage == 3:
             raise UnsupportedCheckpointError(
-                f"{location}: expert parallel checkpoints of ZeRO-3 are not supported"
+                f"{location}: expert-parallel checkpoints of ZeRO-3 are not supported"
             )
         self.partition_counts = get_partition_counts(first.state, first.location)
         self.world_size = max(self.partition_counts)
         check_rank_files_complete(folder.path, optim_names, self.world_size, "optimizer")
         self._read_zero_options(first)
         if per_rank_model != (self.stage == 3):
-            raise MixedCheckpointError(f"{location}: the model states are not of ZeRO stage {self.stage}")
+            raise MixedCheckpointError(
+                f"{location}: the optimizer states are from ZeRO stage {self.stage}, but the model states "
+                "are not"
+            )
         check_rank_files_complete(
             folder.path, model_names, self.world_size if self.stage == 3 else 1, "model"
         )
@@ -142,10 +157,10 @@ class SavedRun:
         if self.first_model_file.group_shapes is None:
             if self.first_model_file.is_pipeline:
                 raise UnsupportedCheckpointError(
-                    f"{self.first_model_file.location}: has no param_shapes, and bf16 pipelines without ZeRO "
-                    "are not supported"
+                    f"{self.first_model_file.location}: param_shapes is missing, and pipeline-parallel bf16 "
+                    "checkpoints without ZeRO are not supported"
                 )
-            raise DamagedCheckpointError(f"{self.first_model_file.location}: has no param_shapes")
+            raise DamagedCheckpointError(f"{self.first_model_file.location}: param_shapes is missing")
         self.group_shapes = self.first_model_file.group_shapes
         self.shares = [
             share for group in range(len(self.group_shapes)) for share in self._compute_shares(group)
@@ -166,12 +181,14 @@ class SavedRun:
     def _read_optim_files(self, names: Mapping[int, str]) -> list[OptimFile]:
         """Read the files of optimizer states.
 
-        If `rank` is None, the files of all ranks are read. Otherwise, only this rank's file is read. The
-        other files are assumed to have the same structure, and are opened when a value is needed. If the
-        layout does not allow this, `rank` is set to None and all files are read.
+        If `self.rank` is None, the files of all ranks are read. Otherwise, only the file of this
+        rank is read. The other files are assumed to have the same structure, and each of them is
+        opened when one of its values is needed. This requires ZeRO stage 3, or stage 1 or 2 with
+        `param_shapes` in the model states. Otherwise, as for BF16_Optimizer, `self.rank` is set to
+        None, and all files are read.
 
         Args:
-            names: Name of the file of each data-parallel rank.
+            names: Names of the files, keyed by data-parallel rank.
         """
         if self.rank is not None:
             own_file = read_optim_file(self.folder, names[self.rank])
@@ -192,13 +209,15 @@ class SavedRun:
     def _build_deferred_optim_file(
         self, template: OptimFile, name: str, rank: int, slices: list[Stage12GroupLayout] | None
     ) -> OptimFile:
-        """Describe another rank's file based on this rank's file, without opening it.
+        """Describe the optimizer file of another rank without opening that file.
+
+        The file is assumed to have the same structure as this rank's file.
 
         Args:
             template: File of this rank.
             name: Name of the other rank's file.
             rank: The other rank.
-            slices: Layout of each group of stages 1 and 2. None in stage 3.
+            slices: Layout of each parameter group in ZeRO stage 1 or 2. None in stage 3.
         """
         assert self.rank is not None
         lengths = None
@@ -214,7 +233,10 @@ class SavedRun:
         return build_deferred_optim_file(self.folder, name, template, lengths)
 
     def _build_slice_layouts(self, optim_file: OptimFile) -> list[Stage12GroupLayout]:
-        """Compute the layout of each group of stages 1 and 2 from the file of a single rank.
+        """Compute the layout of each flat parameter group of ZeRO stage 1 or 2 from one rank's file.
+
+        Args:
+            optim_file: Optimizer states of one rank. Any rank gives the same layouts.
 
         Raises:
             CheckpointError: If the file lacks a parameter group, or if its records do not fit the
@@ -224,7 +246,9 @@ class SavedRun:
         masters = optim_file.state.get(MASTERS)
         for group, shapes in enumerate(self.first_model_file.group_shapes or ()):
             if not isinstance(masters, list) or group >= len(masters):
-                raise DamagedCheckpointError(f"{optim_file.location}: damaged: a parameter group is missing")
+                raise DamagedCheckpointError(
+                    f"{optim_file.location}: damaged: parameter group {group} is missing"
+                )
             size = prod(
                 require_contiguous(masters[group], f"{optim_file.location}: {MASTERS}").shape
             ) + optim_file.get_slice_padding(group)
@@ -237,33 +261,40 @@ class SavedRun:
         return slices
 
     def _compute_shares(self, group: int) -> list[GroupOnRanks]:
-        """Find the sets of ranks that a flat group is partitioned over.
+        """Find the sets of ranks over which a flat parameter group is partitioned.
 
-        A group of expert parameters has one set of ranks per set of experts. Any other group is partitioned
-        over all ranks.
+        A group of expert parameters is partitioned separately for each set of experts, over the
+        ranks that have these experts. Any other group is partitioned over all ranks.
 
         Args:
             group: Index of the group.
 
+        Returns:
+            One `GroupOnRanks` for each set of ranks.
+
         Raises:
-            CheckpointError: If the number of partitions contradicts the ranks or the expert files.
+            CheckpointError: If the number of partitions contradicts the number of ranks, or if the
+                files of the experts are missing.
         """
         location, shapes = self.optim_files[0].location, self.group_shapes[group]
         if len(self.partition_counts) not in (1, len(self.group_shapes)):
-            raise DamagedCheckpointError(f"{location}: damaged: partition_count does not match the groups")
+            raise DamagedCheckpointError(
+                f"{location}: damaged: partition_count does not match the parameter groups"
+            )
         count = self.partition_counts[group if len(self.partition_counts) > 1 else 0]
         has_experts = self.expert_files is not None and self.expert_files.has_only_expert_parameters(shapes)
         if not has_experts and count != self.world_size:
             raise DamagedCheckpointError(
-                f"{location}: a group is partitioned over {count} of {self.world_size} ranks, but the "
-                "files of expert parallel parameters are missing"
+                f"{location}: parameter group {group} is sharded across {count} of the {self.world_size} "
+                "ranks, but the files of the experts are missing"
             )
         if not has_experts:
             return [GroupOnRanks(group, tuple(range(self.world_size)), {name: name for name in shapes})]
         assert self.expert_files is not None
         if self.world_size % count:
             raise DamagedCheckpointError(
-                f"{location}: damaged: a group is partitioned over {count} of {self.world_size} ranks"
+                f"{location}: damaged: parameter group {group} is sharded across {count} ranks, but the "
+                f"{self.world_size} ranks cannot be divided evenly into groups of {count}"
             )
         num_sets = self.world_size // count
         # In one of DeepSpeed's topologies, neighboring ranks have the same experts. In the other topology,
@@ -277,7 +308,9 @@ class SavedRun:
                     if is_contiguous
                     else range(index, self.world_size, num_sets)
                 ),
-                self.expert_files.map_to_complete_names(shapes, index),
+                self.expert_files.map_to_complete_names(
+                    shapes, index, chain.from_iterable(self.group_shapes)
+                ),
             )
             for index in range(num_sets)
         ]
@@ -285,27 +318,44 @@ class SavedRun:
     def _read_zero_options(self, first: OptimFile) -> None:
         """Set `zero_options` and `uses_mics` from the DeepSpeed config.
 
+        `zero_options` is the section `zero_optimization`, or an empty dict if it is missing.
+        `uses_mics` is True if `mics_shard_size` is positive.
+
+        Args:
+            first: Optimizer file that contains the config.
+
         Raises:
-            CheckpointError: If an option changes the layout of the data in an unsupported way.
+            CheckpointError: If MiCS is used without ZeRO-3, or with a shard size other than the
+                number of partitions. Also raised if `zero_quantized_nontrainable_weights` is set.
         """
         options = first.config.get("zero_optimization")
         self.zero_options: dict[str, Any] = options if isinstance(options, dict) else {}
         shards = self.zero_options.get("mics_shard_size", -1)
-        # With MiCS, each group of this many ranks has the complete model. All groups write the same files.
+        # With MiCS, each group of `mics_shard_size` ranks has the complete model. All groups write the same
+        # files.
         self.uses_mics = type(shards) is int and shards > 0
         if self.uses_mics and (self.stage, self.world_size) != (3, shards):
             raise UnsupportedCheckpointError(
-                f"{first.location}: MiCS checkpoints of {shards} shards with {self.world_size} ranks in a "
-                f"group, in stage {self.stage}, are not supported"
+                f"{first.location}: MiCS with mics_shard_size {shards} is only supported with ZeRO-3 and "
+                f"{shards} partitions, not with ZeRO-{self.stage} and {self.world_size} partitions"
             )
         if self.zero_options.get("zero_quantized_nontrainable_weights") is True:
-            raise UnsupportedCheckpointError(f"{first.location}: quantized frozen weights are not supported")
+            raise UnsupportedCheckpointError(
+                f"{first.location}: quantized frozen weights (zero_quantized_nontrainable_weights) are not "
+                "supported"
+            )
 
     def _check_files_of_one_run(self) -> None:
-        """Check that all files are from one run, by comparing their records with the first file.
+        """Check that all files are from one run.
+
+        All optimizer files must record the same values, such as the ZeRO stage and the DeepSpeed
+        version. The model states must record the same DeepSpeed version and config as the optimizer
+        files. They must also record the same number of data-parallel ranks or, with MiCS, a
+        multiple of this number. A missing number is accepted. Files that are not open yet are
+        checked when they are opened.
 
         Raises:
-            CheckpointError: If a record or the world size differs.
+            CheckpointError: If a recorded value or the number of ranks differs.
         """
         model, first = self.first_model_file, self.optim_files[0].get_rank_independent_records()
         for rank in self.optim_files:
@@ -317,18 +367,19 @@ class SavedRun:
         count = model.get_counter("dp_world_size")
         if count is not None and (count % self.world_size if self.uses_mics else count != self.world_size):
             raise MixedCheckpointError(
-                f"{model.location}: has a world size of {count}, but the optimizer states have "
-                f"{self.world_size}"
+                f"{model.location}: was saved by {count:,} data-parallel ranks, but the optimizer states "
+                f"were saved by {self.world_size:,}"
             )
 
     def _collect_masters(self) -> list[Flat]:
-        """Collect the fp32 masters, with one flat buffer per entry of `shares`.
+        """Collect the fp32 master weights as one flat buffer per entry of `shares`.
 
+        An entry of `shares` is a parameter group together with the ranks that store its partitions.
         Buffers that were offloaded to NVMe are read from the swap files.
 
         Raises:
-            CheckpointError: If a group is missing, if groups share bytes, or if the ranks have different
-                dtypes.
+            CheckpointError: If a rank lacks a group, if the buffers of two groups overlap in a
+                file, or if the ranks store the same buffer with different dtypes.
         """
         key = _FP32_GROUPS if self.stage == 3 else MASTERS
 
@@ -337,7 +388,7 @@ class SavedRun:
             if not isinstance(groups, (list, tuple)) or len(groups) != len(self.group_shapes):
                 count = len(groups) if isinstance(groups, (list, tuple)) else 0
                 raise DamagedCheckpointError(
-                    f"{rank.location}: contains {count} parameter groups, but the model states have "
+                    f"{rank.location}: contains {count:,} parameter groups, but the model states contain "
                     f"{len(self.group_shapes)}"
                 )
             stored = [require_contiguous(group, f"{rank.location}: {key}") for group in groups]
@@ -353,7 +404,10 @@ class SavedRun:
         ]
 
     def _replace_empty_with_swap_files(self, by_rank: list[list[FlatPiece]]) -> None:
-        """Replace pieces that were pickled empty because their data is on NVMe, using the swap files.
+        """Replace each piece that has no data with a piece that reads the NVMe swap file.
+
+        A piece is one rank's part of a flat buffer. It has no data if the data was offloaded to
+        NVMe when the checkpoint was saved.
 
         Args:
             by_rank: Pieces of each rank and sub-group. Modified in place.
@@ -366,19 +420,27 @@ class SavedRun:
 
     @cached_property
     def swap_files(self) -> SwapFiles:
-        """Swap files of the checkpoint, for parameters on NVMe."""
+        """NVMe swap files of the run, with offloaded master weights and optimizer states."""
         buffers = {*self.first_model_file.buffers, *self.first_model_file.tied_names}
         return SwapFiles(self.folder, [name for name in self.first_model_file.module if name not in buffers])
 
     def _pair_shares_with_flats(self) -> list[tuple[GroupOnRanks, Flat]]:
-        """Pair each share with its flat masters."""
+        """Return each entry of `shares` together with its flat fp32 master weights.
+
+        An entry is a parameter group together with the ranks that store its partitions. The pairs
+        have the order of `shares`.
+        """
         return list(zip(self.shares, self.flat_masters, strict=True))
 
     def _build_checked_slice_layout(self, share: GroupOnRanks, masters: Flat) -> Stage12GroupLayout:
-        """Compute the layout of a group of stages 1 and 2, and check it against the records of all ranks.
+        """Compute the layout of a flat group of ZeRO stage 1 or 2, and check it against all ranks.
+
+        Args:
+            share: Parameter group, and the ranks over which it is partitioned.
+            masters: Flat fp32 master weights of the group.
 
         Raises:
-            CheckpointError: If the sizes, the padding, or `param_slice_mappings` of a rank differ.
+            CheckpointError: If a rank records a different size, padding, or `param_slice_mappings`.
         """
         group, ranks = share.group_index, [self.optim_files[rank] for rank in share.ranks]
         sizes = [piece.numel for piece in masters]
@@ -389,7 +451,7 @@ class SavedRun:
         ]
         if len(set(slice_sizes)) != 1:
             raise DamagedCheckpointError(
-                f"{self.location}: damaged: the ranks' slices of group {group} differ in size"
+                f"{self.location}: damaged: the ranks' slices of parameter group {group} differ in size"
             )
         gaps = self.optim_files[0].get_alignment_gaps(group, len(self.group_shapes[group]))
         layout = Stage12GroupLayout(self.group_shapes[group], gaps, len(ranks), slice_sizes[0], self.location)
@@ -400,7 +462,8 @@ class SavedRun:
                 expected = total if index == len(ranks) - 1 else 0
             if padding != expected:
                 raise DamagedCheckpointError(
-                    f"{rank.location}: has a padding of {padding} in group {group}, not {expected}"
+                    f"{rank.location}: the padding of parameter group {group} has {padding:,} elements "
+                    f"instead of {expected:,}"
                 )
         self._check_slice_mappings(share, layout)
         return layout
@@ -408,21 +471,26 @@ class SavedRun:
     def _check_slice_mappings(self, share: GroupOnRanks, layout: Stage12GroupLayout) -> None:
         """Check that `param_slice_mappings` of each rank agrees with the layout.
 
-        Missing mappings are accepted.
+        Missing mappings are accepted. The check is skipped if `round_robin_gradients` is set and
+        the layout has no alignment gaps, because the recorded order is then not the stored order.
 
         Raises:
-            CheckpointError: If the mappings of a rank and the layout disagree.
+            CheckpointError: If the mappings of a rank are damaged or contradict the layout.
         """
         group = share.group_index
         if self.zero_options.get("round_robin_gradients") is True and not any(layout.gaps):
-            return  # DeepSpeed records the order before the shuffle; the values are compared anyway
+            # With round_robin_gradients, DeepSpeed records the order before it reorders the parameters; the
+            # values are compared anyway.
+            return
         for number, rank in enumerate(self.optim_files[rank] for rank in share.ranks):
             mappings = rank.state.get("param_slice_mappings")
             if mappings is None:  # before DeepSpeed 0.7
                 continue
             table = mappings[group] if isinstance(mappings, list) and group < len(mappings) else None
             if not isinstance(table, dict):
-                raise DamagedCheckpointError(f"{rank.location}: damaged: param_slice_mappings lacks a group")
+                raise DamagedCheckpointError(
+                    f"{rank.location}: damaged: param_slice_mappings does not contain parameter group {group}"
+                )
             recorded = {name: parse_fragment_address(value, rank.location) for name, value in table.items()}
             expected = layout.compute_fragments(number)
             if recorded != expected:
@@ -431,15 +499,22 @@ class SavedRun:
                     "",
                 )
                 raise DamagedCheckpointError(
-                    f"{rank.location}: damaged: param_slice_mappings contradicts param_shapes about "
-                    f"{name!r} on rank {number} of {layout.world_size}"
+                    f"{rank.location}: damaged: param_slice_mappings and param_shapes contradict each other "
+                    f"about {name!r} on rank {number} of {layout.world_size}"
                 )
 
     def build_weights(self) -> NamedWeights:
-        """Build the masters, frozen parameters and buffers, and compare them with redundant copies.
+        """Build the fp32 master weights, frozen parameters, and buffers of the model.
+
+        Below stage 3, a sample of the master weights is compared with the weights in the model
+        states, to detect files from different steps. In stage 3, or if no values can be compared,
+        the step counts of the optimizer and the model states are compared instead. The step counts
+        are not compared if the model states contribute no tensors.
 
         Raises:
-            CheckpointError: If a copy or a step count differs, or if a parameter is in two groups.
+            CheckpointError: If the copies of a value differ, if a parameter is in two groups, or if
+                the optimizer states of the ranks record different step counts. Also raised if the
+                step counts of the optimizer and the model states are compared and differ.
         """
         masters: dict[str, Tensor] = {}
         for layout, (share, flat_) in zip(self.layouts, self._pair_shares_with_flats(), strict=True):
@@ -464,17 +539,24 @@ class SavedRun:
 
     @cached_property
     def _complete_module(self) -> dict[str, Any]:
-        """State dict from the model states, with the experts from all files."""
+        """State dict from the model states, completed with the weights from the expert files."""
         return {
             **self.first_model_file.module,
             **({} if self.expert_files is None else self.expert_files.tensors),
         }
 
     def _compare_with_module(self) -> bool:
-        """Compare the shapes and a sample of the masters with the weights in the model states.
+        """Check that the master weights match the weights in the model states.
+
+        The shapes, the positions in the flat buffers, and a sample of the values are compared. If
+        `self.rank` is set, only values of this rank are compared. With ZenFlow, no values are
+        compared. In stage 3, nothing is checked.
 
         Returns:
             Whether any values were compared.
+
+        Raises:
+            CheckpointError: If a shape, a position, or a value differs.
         """
         compared = 0
         for layout, (share, flat_) in zip(self.slice_layouts, self._pair_shares_with_flats(), strict=True):
@@ -484,7 +566,8 @@ class SavedRun:
                 flat_,
                 self._complete_module,
                 self.first_model_file.location,
-                # The files of a pipeline have other names for tied layers, which are compared later.
+                # Tied layers have other names in the files of a pipeline, so their weights may be missing
+                # here. They are compared later.
                 optional_names=[
                     name
                     for name in share.complete_names
@@ -496,15 +579,16 @@ class SavedRun:
         return compared > 0
 
     def _check_step_counts(self, steps: int | None, compared: bool) -> None:
-        """Check that the optimizer's step agrees with the engine's counters.
+        """Check that the optimizer's step count agrees with the counters in the model states.
 
         Args:
             steps: Number of optimizer steps. If None, nothing is checked.
-            compared: Whether the masters have been compared with the model states. If True, nothing is
-                checked, because equal values already prove that the files are from the same step.
+            compared: Whether to skip the check, because it is not needed. This is the case if the
+                master weights equal the weights in the model states, which proves that both are
+                from the same step. It is also the case if the model states contribute no tensors.
 
         Raises:
-            CheckpointError: If the step and the counters disagree.
+            CheckpointError: If the step count and the counters disagree.
         """
         total, skipped = (
             self.first_model_file.get_counter("global_steps"),
@@ -514,16 +598,20 @@ class SavedRun:
             return
         if steps != total - skipped:
             raise DamagedCheckpointError(
-                f"{self.first_model_file.location}: is at step {total - skipped}, but the optimizer "
+                f"{self.first_model_file.location}: records step {total - skipped}, but the optimizer "
                 f"states are at step {steps}"
             )
 
 
 def check_ranks_of_one_run(runs: Sequence[SavedRun]) -> None:
-    """Check that the tensor-parallel ranks or pipeline stages are from one run and step.
+    """Check that the files of all tensor-parallel ranks or pipeline stages are from one run and step.
+
+    Args:
+        runs: Files of each tensor-parallel rank or pipeline stage.
 
     Raises:
-        CheckpointError: If a record differs.
+        CheckpointError: If a recorded value, such as the step count, the ZeRO stage or the
+            DeepSpeed config, differs between them.
     """
     first = _get_rank_independent_records(runs[0])
     for run in runs[1:]:
@@ -532,7 +620,13 @@ def check_ranks_of_one_run(runs: Sequence[SavedRun]) -> None:
 
 
 def _get_rank_independent_records(run: SavedRun) -> dict[str, Any]:
-    """Return the records that must be equal on all tensor-parallel ranks or pipeline stages."""
+    """Return the values that must be equal on all tensor-parallel ranks or pipeline stages.
+
+    Examples are the step counts, the DeepSpeed config and the ZeRO stage.
+
+    Returns:
+        The values, keyed by a description that is used in error messages.
+    """
     model = run.first_model_file
     return {
         **{

@@ -1,10 +1,12 @@
 """Read the optimizer of FSDP1 from per-rank files. Each file contains a range of each parameter.
 
-With `use_orig_params`, each index in the optimizer state refers to a parameter, whose elements are
-the concatenated ranges of all ranks. Without it, each index refers to a flat parameter: the
-parameters of one wrapped module, concatenated, padded, and split into equal ranges. The files do
-not record which modules were wrapped. This reader infers them from the lengths, if only one choice
-of modules results in these lengths.
+With `use_orig_params`, each index in the optimizer state refers to one parameter. The ranges of all
+ranks, concatenated, are the elements of the parameter.
+
+Without `use_orig_params`, each index refers to a flat parameter. FSDP1 builds it from the
+parameters of one wrapped module: they are concatenated, padded, and split into equal ranges. The
+files do not record which modules were wrapped. This reader infers the wrapped modules from the
+lengths of the flat parameters. This works if only one choice of modules matches these lengths.
 
 Source: `_get_shard` and `flatten_tensors` in torch/distributed/fsdp/_flat_param.py.
 """
@@ -34,13 +36,14 @@ if TYPE_CHECKING:
 
 
 class RankCopies:
-    """Plain tensors with the same name in the files of several ranks, neither DTensors nor ShardedTensors.
+    """Plain tensors that have the same name in the files of several ranks.
 
-    They are usually copies of one unsharded tensor. In an optimizer of FSDP1, they may instead be the
-    ranges of a flat parameter, which look the same in a pickle.
+    A plain tensor is neither a DTensor nor a ShardedTensor. The tensors are usually copies of one
+    unsharded tensor. In an optimizer of FSDP1, they may instead be the ranges of a flat parameter.
+    A pickle does not distinguish the two cases.
 
     Args:
-        location: Name of the tensor, used in error messages.
+        location: Path of the checkpoint and name of the tensor, used in error messages.
 
     Attributes:
         copies: Tensor of each rank, keyed by rank. Ranks without the tensor are missing.
@@ -52,43 +55,53 @@ class RankCopies:
 
     @property
     def ndim(self) -> int:
-        """Maximum number of dimensions of any copy."""
+        """Largest number of dimensions among the tensors of all ranks."""
         return max(len(stored.shape) for stored in self.copies.values())
 
     def add_rank(self, value: Any, rank: int) -> None:
-        """Add the copy of a rank.
+        """Add the tensor of one rank.
+
+        Args:
+            value: Unpickled value in the rank's file.
+            rank: Rank of the file.
 
         Raises:
             CheckpointError: If the value is not an unsharded tensor.
         """
         if not isinstance(value, StoredTensor):
-            raise DamagedCheckpointError(f"{self.location}: is sharded only on some ranks")
+            raise DamagedCheckpointError(
+                f"{self.location}: is a sharded tensor on some ranks and an ordinary tensor on others"
+            )
         self.copies[rank] = value
 
     def to_tensor(self) -> Tensor:
-        """Return the first copy as a lazy tensor.
+        """Return the first rank's copy as a lazy tensor, and check that all copies are equal.
+
+        If several ranks have a copy, the check reads the values of all copies.
 
         Raises:
-            CheckpointError: If the copies differ.
+            CheckpointError: If the copies of two ranks differ.
         """
         tensors = [to_lazy_tensor(stored, self.location) for stored in self.copies.values()]
         first = tensors[0]
         for rank, other in zip(self.copies, tensors, strict=True):
             if other is not first and not are_tensors_equal(first, other):
                 raise DamagedCheckpointError(
-                    f"{self.location}: is replicated, but the values of rank {next(iter(self.copies))} "
-                    "and rank "
-                    f"{rank} differ"
+                    f"{self.location}: is replicated, but the values of rank {next(iter(self.copies))} and "
+                    f"rank {rank} differ"
                 )
         return first
 
 
 def is_flat_optimizer(saved: Any) -> bool:
-    """Return whether FSDP1 wrote an optimizer with flat parameters.
+    """Return whether FSDP1 saved an optimizer as flat ranges rather than as sharded tensors.
+
+    In the flat format, each rank saves a range of each parameter's elements as a plain tensor. The
+    format is recognized by the values of the state: all are numbers or plain tensors, and at least
+    one of the tensors is not a scalar. A plain tensor is neither a DTensor nor a ShardedTensor.
 
     Args:
-        saved: Merged content of the ranks' files. The optimizer is flat if its states are ranges of
-            elements and none of them is a DTensor or ShardedTensor.
+        saved: Merged content of the ranks' files.
     """
     if not is_optimizer_state_dict(saved):
         return False
@@ -105,10 +118,13 @@ def build_flat_optimizer(
     world_size: int,
     location: str,
 ) -> OptimizerState:
-    """Build the optimizer state of FSDP1, keyed by parameter name, by splitting the flat parameters.
+    """Build the optimizer state of a model from the flat parameters of FSDP1.
 
-    The files do not record which parameters each flat parameter contains. They are inferred from the
-    lengths of the flat parameters, which must fit only one assignment.
+    With `use_orig_params`, each entry of the optimizer belongs to one parameter. This case is tried
+    first. Otherwise, each entry belongs to a flat parameter: the concatenation of several
+    parameters. The files do not record which parameters it contains, so they are inferred from the
+    lengths of all flat parameters. There must be exactly one way to divide the model's parameters
+    that gives these lengths.
 
     Args:
         saved: Merged content of the ranks' files, with `RankCopies` for tensors.
@@ -117,13 +133,16 @@ def build_flat_optimizer(
         world_size: Number of ranks.
         location: Path of the checkpoint, used in error messages.
 
+    Returns:
+        The optimizer state, keyed by parameter name.
+
     Raises:
-        CheckpointError: If the files are damaged, or if no assignment or several assignments fit the
-            lengths.
+        CheckpointError: If the files are damaged, or if there is not exactly one way to divide the
+            parameters.
     """
     groups, state = saved["param_groups"], saved["state"]
     if not all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups):
-        raise DamagedCheckpointError(f"{location}: damaged: the parameter groups list no parameters")
+        raise DamagedCheckpointError(f"{location}: damaged: a parameter group has no list of parameters")
     keys = flatten_group_keys(
         [group["params"] for group in groups if all(map(is_safe_index, group["params"]))], state, location
     )
@@ -144,9 +163,14 @@ def build_flat_optimizer(
             sizes, [rank_lengths.get(key) for key in sorted(keys)], world_size
         )
         if not isinstance(parameter_units, list):
-            why = "several choices of" if parameter_units else "no choice of"
+            problem = (
+                "several sets of wrapped modules fit the sizes of the flat parameters"
+                if parameter_units
+                else "no set of wrapped modules fits the sizes of the flat parameters"
+            )
             raise OptimizerStateError(
-                f"{location} has flat parameters of FSDP1, which match {why} wrapped modules"
+                f"{location} has flat parameters of FSDP1, but does not record the wrapped modules, and "
+                f"{problem}"
             )
         names_by_key = dict(zip(sorted(keys), parameter_units, strict=True))
     state_by_name: dict[str, dict[str, Tensor | Scalar]] = {}
@@ -167,7 +191,8 @@ def build_flat_optimizer(
                 tensor = Tensor.from_source(f"{name}.{state_name}", dtype, shape, joined, offset)
                 if offset + tensor.nbytes > joined.nbytes:
                     raise DamagedCheckpointError(
-                        f"{location}: {state_name} of {name!r} is shorter than the parameter"
+                        f"{location}: the optimizer state {state_name} of {name!r} has fewer elements than "
+                        "the parameter"
                     )
                 state_by_name.setdefault(name, {})[str(state_name)] = tensor
                 offset += tensor.nbytes
@@ -190,10 +215,11 @@ def _compute_run_lengths(values: Any, world_size: int, location: str) -> list[in
         location: Name of the parameter, used in error messages.
 
     Returns:
-        One number per rank. All numbers are 0 if the parameter has no state.
+        One number per rank. All numbers are 0 if the parameter has no states, or only scalar states.
 
     Raises:
-        CheckpointError: If the states of the parameter differ in length, or a state differs in dtype.
+        CheckpointError: If the states of the parameter differ in length, or if a state has different
+            dtypes on different ranks.
     """
     lengths: list[int] | None = None
     for state_name, value in values.items() if isinstance(values, dict) else ():
@@ -202,9 +228,13 @@ def _compute_run_lengths(values: Any, world_size: int, location: str) -> list[in
                 prod(value.copies[rank].shape) if rank in value.copies else 0 for rank in range(world_size)
             ]
             kinds = {stored.dtype for stored in value.copies.values()}
-            if len(kinds) != 1 or (lengths is not None and counts != lengths):
+            if len(kinds) != 1:
                 raise DamagedCheckpointError(
-                    f"{location}: the ranks disagree about the type or length of {state_name}"
+                    f"{location}: the dtype of {state_name} differs between the ranks"
+                )
+            if lengths is not None and counts != lengths:
+                raise DamagedCheckpointError(
+                    f"{location}: {state_name} has a different length from the parameter's other states"
                 )
             lengths = counts
     return lengths or [0] * world_size
@@ -215,20 +245,24 @@ def _find_wrapped_modules(
     rank_lengths: Sequence[list[int] | None],
     world_size: int,
 ) -> list[list[str]] | int:
-    """Find the parameters in each flat parameter: first the root module's, then each wrapped module's.
+    """Find which parameters each flat parameter contains.
 
-    Counts the possible choices of wrapped modules by dynamic programming over the parameters in module
-    order.
+    The first flat parameter belongs to the root module, and the others belong to the wrapped
+    modules in module order. The files do not record which modules were wrapped. This function
+    therefore searches for the sets of wrapped modules whose flat parameters have the recorded
+    lengths. It uses dynamic programming over the parameters. The result is only accepted if exactly
+    one set fits. FSDP1 pads each flat parameter, so its length must be equal on all ranks.
 
     Args:
         names_and_sizes: Name and number of elements of each parameter, in module order.
-        rank_lengths: Number of elements on each rank for each flat parameter. None if a parameter has
-            no state.
+        rank_lengths: For each flat parameter, the number of its elements on each rank. None for a
+            flat parameter without optimizer state.
         world_size: Number of ranks.
 
     Returns:
-        Parameter names of each flat parameter. If there is not exactly one choice, the number of
-        choices instead: 0, or 2 for several or too many.
+        Parameter names of each flat parameter. If there is not exactly one fitting set, a number
+        instead: 0 if no set fits, or 2 if several sets fit or the search needs more than
+        `MAX_FLAT_WORK` steps.
     """
     if not rank_lengths or any(run is not None and len(set(run)) != 1 for run in rank_lengths):
         return 0

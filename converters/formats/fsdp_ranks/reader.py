@@ -1,9 +1,10 @@
 """Read FSDP checkpoints with one `torch.save` file per rank, as verl and derived programs write them.
 
-`model_world_size_<n>_rank_<r>.pt` contains the model's `state_dict()`. Its tensors are DTensors
-(FSDP2, or FSDP1 with a mesh) or ShardedTensors (FSDP1 without a mesh). Their placements define the
-part that each rank has. `optim_world_size_...` in the same folder contains
-`optimizer.state_dict()`. If several ranks have the same part, it is read from the first of them.
+`model_world_size_<n>_rank_<r>.pt` contains the model's `state_dict()`. Its sharded tensors are
+DTensors (FSDP2, or FSDP1 with a mesh) or ShardedTensors (FSDP1 without a mesh). Their placements or
+offsets define the part that each rank has. If several ranks have the same part, the part is read
+from the first of these ranks. The copies of an unsharded tensor of the model must be equal on all
+ranks. `optim_world_size_...` in the same folder contains `optimizer.state_dict()`.
 
 Source: verl/utils/checkpoint/fsdp_checkpoint_manager.py.
 """
@@ -60,7 +61,7 @@ _STEP = re.compile(r"global_step_?(\d{1,18})")
 
 
 def _has_rank_files(path: AnyPath) -> bool:
-    """Return whether a folder contains rank files."""
+    """Return whether a folder contains rank files, such as `model_world_size_8_rank_0.pt`."""
     return any(map(_FILE.fullmatch, list_entry_names(path)))
 
 
@@ -72,8 +73,9 @@ def _list_model_folders(path: AnyPath) -> list[str]:
 def _find_rank_file_folders(source: CheckpointPath) -> list[AnyPath] | None:
     """Find the folders with rank files.
 
-    If the path is a rank file, return its folder. Otherwise, return the path itself, or its subfolders
-    that contain a model.
+    For the path of a rank file, this is the file's folder. For a folder that contains rank files,
+    it is the folder itself. For any other folder, these are its subfolders that contain the rank
+    files of one model each, such as `actor` and `critic`.
 
     Returns:
         The folders, or None if there are no rank files.
@@ -85,19 +87,21 @@ def _find_rank_file_folders(source: CheckpointPath) -> list[AnyPath] | None:
 
 
 def _open_fsdp_ranks_checkpoint(source: CheckpointPath, folders: list[AnyPath]) -> Checkpoint:
-    """Open the rank files in a folder as a checkpoint.
+    """Open the files that the FSDP ranks of a model saved as one checkpoint.
 
     Args:
-        source: Path that was opened.
-        folders: Folders with rank files. There must be exactly one folder.
+        source: Requested path. It becomes the root of the `Checkpoint`.
+        folders: Folders with rank files, one per model. Only a single folder can be opened.
 
     Raises:
-        CheckpointError: If there are several models, or if the files are damaged.
+        CheckpointError: If there are several folders, or if the files are damaged.
     """
     path = folders[0]
     if len(folders) > 1:
         names = ", ".join(format_untrusted_value(folder.name) for folder in folders[:8])
-        raise CheckpointError(f"{source.path}: contains several models; specify one of {names}")
+        raise CheckpointError(
+            f"{source.path}: contains several models; specify one of these folders: {names}"
+        )
     if path.parent == source.path:
         path = get_child_inside(source.path, path.name)
     return _FsdpRankFiles(CheckpointFolder(path)).build_checkpoint(source.path)
@@ -111,9 +115,10 @@ class RankParts:
         location: Name of the tensor, used in error messages.
 
     Attributes:
-        first_part: First part with elements, or None.
-        boxes: Box of each distinct part.
-        num_parts: Number of parts on all ranks. Exceeds the number of boxes if there are replicas.
+        first_part: First part that has elements. None if all parts are empty.
+        boxes: One `Box` for each distinct nonempty part. It consists of the region of the tensor
+            that the part covers and the data of this region. Replicas on other ranks are skipped.
+        num_parts: Number of nonempty parts on all ranks, including replicas.
     """
 
     def __init__(self, first: ShardedRecord, location: str) -> None:
@@ -123,14 +128,22 @@ class RankParts:
         self.num_parts = 0
 
     def add_rank(self, value: Any, rank: int) -> None:
-        """Add the parts of a rank.
+        """Add one rank's parts of the tensor.
+
+        Args:
+            value: Record of the tensor in the rank's file.
+            rank: Rank of the file.
 
         Raises:
-            CheckpointError: If the value is not sharded, or if its dtype or shape differs from the first
-                rank.
+            CheckpointError: If the value is not sharded, or if its dtype or shape differs from that
+                in `first`, the record that the constructor received.
         """
-        if not isinstance(value, ShardedRecord) or (value.dtype, value.shape) != (self.dtype, self.shape):
-            raise DamagedCheckpointError(f"{self.location}: the type or the shape differs between the ranks")
+        if not isinstance(value, ShardedRecord):
+            raise DamagedCheckpointError(
+                f"{self.location}: is a sharded tensor on some ranks and an ordinary tensor on others"
+            )
+        if (value.dtype, value.shape) != (self.dtype, self.shape):
+            raise DamagedCheckpointError(f"{self.location}: the dtype or shape differs between the ranks")
         for offsets, stored in locate_rank_parts(value, rank, self.location):
             if prod(stored.shape):
                 self.num_parts += 1
@@ -140,7 +153,7 @@ class RankParts:
                 self.boxes.setdefault(repr((offsets, stored.shape)), Box(offsets, stored.shape, view))
 
     def to_tensor(self) -> Tensor:
-        """Build the complete, lazy tensor from the parts of all ranks.
+        """Build the full tensor from the parts of all ranks. Its elements are read lazily.
 
         Raises:
             CheckpointError: If the parts leave gaps or overlap.
@@ -151,7 +164,11 @@ class RankParts:
 
 
 class _FsdpRankFiles:
-    """Files of all ranks in a folder.
+    """Files of one FSDP checkpoint in a folder, such as `model_world_size_<n>_rank_<r>.pt`.
+
+    There is one file per rank and kind. The kinds are `model`, `optim` and `extra_state`. The files
+    of the model are required. Files of the optimizer are optional, but if there are any, every rank
+    must have one. Any file of the extra state may be missing.
 
     Args:
         folder: Folder of the files.
@@ -173,8 +190,8 @@ class _FsdpRankFiles:
         if len(names_by_world_size) > 1:
             first, other = sorted(names_by_world_size.values())[:2]
             raise CheckpointError(
-                f"{self.location}: contains files of two runs: {first} and {other}; remove the files of the "
-                "other run"
+                f"{self.location}: contains files of two runs with different numbers of ranks, such as "
+                f"{first} and {other}; remove the files of one run"
             )
         (self.world_size,) = names_by_world_size
         for kind, ranks in self.names_by_kind.items():
@@ -182,14 +199,14 @@ class _FsdpRankFiles:
                 check_rank_files_complete(folder.path, ranks, self.world_size, kind)
         if "model" not in self.names_by_kind:
             raise DamagedCheckpointError(
-                f"{self.location}: the model files are missing, and there are only optimizer files"
+                f"{self.location}: the files of the model (model_world_size_*_rank_*.pt) are missing"
             )
 
     def _iter_rank_contents(self, kind: str) -> Iterator[tuple[int, Any]]:
         """Yield the rank and the content of each file of one kind, in rank order.
 
         Raises:
-            CheckpointError: If a file does not contain a dict.
+            CheckpointError: If a file is damaged, was renamed, or does not contain a dict.
         """
         files = dict(sorted(self.names_by_kind[kind].items()))
         contents = map_with_prefetch(
@@ -211,7 +228,12 @@ class _FsdpRankFiles:
             kind: `model` or `optim`.
 
         Returns:
-            The nested content, with `RankParts` for sharded tensors and `RankCopies` for other tensors.
+            The nested content, with `RankParts` for sharded tensors and `RankCopies` for other
+            tensors.
+
+        Raises:
+            CheckpointError: If a file is damaged or was renamed, or if the files of two ranks
+                contradict each other.
         """
         merged: dict[Any, Any] = {}
         for rank, content in self._iter_rank_contents(kind):
@@ -219,7 +241,19 @@ class _FsdpRankFiles:
         return merged
 
     def build_checkpoint(self, root: AnyPath) -> Checkpoint:
-        """Build the checkpoint. The optimizer files are read only when the optimizer state is needed."""
+        """Build the checkpoint from the files of all ranks.
+
+        The model files are opened now. The optimizer files are read only when the optimizer state
+        is needed. An unsupported optimizer then raises OptimizerStateError. For example,
+        HYBRID_SHARD is not supported for the flat optimizer of FSDP1.
+
+        Args:
+            root: Path that the user specified, which becomes `Checkpoint.root`.
+
+        Raises:
+            CheckpointError: If the model files are damaged, contradict each other, or contain flat
+                parameters of FSDP1.
+        """
         merged = self.merge_rank_contents("model")
         check_no_flat_parameters(merged, self.location)
         parts_by_id: dict[int, RankParts] = {}
@@ -248,7 +282,8 @@ class _FsdpRankFiles:
                     )
                 if has_replicas:
                     raise OptimizerStateError(
-                        f"{location} was written by FSDP1 with replicas, which is not supported"
+                        f"{location} was written by FSDP1 with replicated shards (HYBRID_SHARD), which is "
+                        "not supported"
                     )
                 return build_flat_optimizer(saved, order, tensors, self.world_size, location)
 
@@ -264,9 +299,11 @@ class _FsdpRankFiles:
         )
 
     def _read_counters(self) -> dict[str, Scalar]:
-        """Read `lr_scheduler.last_epoch` from rank 0's extra state.
+        """Read the scheduler's step counter from rank 0's extra state.
 
-        Empty if it is not recorded.
+        Returns:
+            Dict with the single key `lr_scheduler.last_epoch`. Empty if the counter is not
+            recorded.
         """
         name = self.names_by_kind.get("extra_state", {}).get(0)
         extra = load_rank_file(self.folder.get_file(name)) if name is not None else None
@@ -278,17 +315,19 @@ class _FsdpRankFiles:
 def _merge_rank_into(
     merged: dict[Any, Any], content: dict[Any, Any], rank: int, location: str, prefix: str
 ) -> None:
-    """Merge the content of one rank's file into the content of the previous ranks.
+    """Merge the content of one rank's file into the merged content of the previous ranks.
 
     Args:
-        merged: Content of the previous ranks. Modified in place.
-        content: Content of the rank's file.
-        rank: The rank.
+        merged: Merged content of the previous ranks. Modified in place.
+        content: Content of the rank's file, or a dict nested in it.
+        rank: Rank that wrote the file.
         location: Path of the checkpoint, used in error messages.
-        prefix: Prefix of the keys, used in error messages.
+        prefix: Path of `content` in the file, such as `state.0.`. It precedes the keys in error
+            messages, and is empty at the top level.
 
     Raises:
-        CheckpointError: If the ranks have different types of values, or different numbers.
+        CheckpointError: If a key has values of different types on different ranks, or if a value
+            that is not a tensor differs between them.
     """
     for key, value in content.items():
         name = f"{prefix}{key}" if type(key) in (str, int) else format_untrusted_value(key)
@@ -314,15 +353,15 @@ def _merge_rank_into(
 
 
 def _replace_with_tensors(value: Any, parts_by_id: dict[int, RankParts]) -> Any:
-    """Replace each `RankParts` and `RankCopies` in a nested content with a lazy tensor.
+    """Replace each `RankParts` and `RankCopies` in nested dicts with a lazy tensor.
 
     Args:
-        value: Merged content.
-        parts_by_id: Dict to which the parts of each sharded tensor are added, keyed by the `id` of the
-            `Tensor`.
+        value: Merged content of the ranks' files.
+        parts_by_id: Dict to which the `RankParts` of each sharded tensor are added. The key is the
+            `id` of the new `Tensor`.
 
     Returns:
-        A copy of the content with the tensors.
+        A copy of the content with the lazy tensors.
     """
     if isinstance(value, dict):
         return {key: _replace_with_tensors(item, parts_by_id) for key, item in value.items()}
@@ -337,7 +376,7 @@ def _parse_step(path: AnyPath) -> dict[str, int]:
     """Parse the step from the name of the folder or of its parent folder.
 
     Returns:
-        `{"step": step}`, or an empty dict if neither name contains a step.
+        `{"step": step}`, or an empty dict if neither name has a form such as `global_step_100`.
     """
     for name in (path.name, make_absolute(path).parent.name):
         match = _STEP.fullmatch(name)

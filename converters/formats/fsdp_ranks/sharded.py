@@ -19,6 +19,7 @@ from portable.converters.containers.pickle_reader import (
     PickledInstance,
     build_getattr_standin,
     build_inert_members,
+    format_untrusted_value,
 )
 from portable.converters.containers.torchzip import MEMORY_FORMATS, TORCH_STANDINS, StoredTensor, TorchZip
 from portable.converters.containers.untrusted_values import get_attributes_or_empty
@@ -41,13 +42,16 @@ _SHARDED_TENSOR = "ShardedTensor"
 
 
 class ShardedRecord:
-    """Record of a sharded tensor on one rank.
+    """One rank's record of a sharded tensor.
+
+    `locate_rank_parts` parses the state.
 
     Args:
-        kind: Name of the tensor's class.
+        kind: Name of the tensor's class, such as `DTensor`. Stored as the attribute `class_name`.
         dtype: Safetensors dtype.
         shape: Full, unsharded shape.
-        state: Pickled state, or a `PlacedPart` if the record is not from a pickle.
+        state: Pickled state of the tensor object, which contains this rank's parts. If the record
+            does not come from a pickle, this is a `PlacedPart` instead.
     """
 
     __slots__ = ("class_name", "dtype", "shape", "state")
@@ -72,21 +76,30 @@ class PlacedPart(NamedTuple):
 
 
 def _rebuild_from_type(function: Any, kind: Any, args: Any, state: Any) -> Any:
-    """Rebuild a DTensor or ShardedTensor as a record. Replaces torch's function of this name.
+    """Record a pickled DTensor or ShardedTensor instead of rebuilding it.
+
+    This function replaces `torch._tensor._rebuild_from_type_v2` during unpickling. Any other tensor
+    that torch pickles as a wrapper subclass is also recorded, and `locate_rank_parts` rejects it
+    later. All other tensors are rebuilt as usual.
+
+    Returns:
+        A `ShardedRecord` for a DTensor, a ShardedTensor or another wrapper subclass. Otherwise, the
+        rebuilt tensor.
 
     Raises:
-        TypeError: If the arguments do not describe a sharded tensor.
+        TypeError: If the arguments of a wrapper subclass do not have the expected form, or if they
+            do not contain a valid dtype and shape.
     """
     if not isinstance(function, PickledGlobal) or function.key != _WRAPPER:
         plain = TORCH_STANDINS["torch._tensor._rebuild_from_type_v2"]
         assert plain is not None
         return plain(function, kind, args, state)
     if not isinstance(kind, PickledGlobal) or type(args) is not tuple or len(args) < 3:
-        raise TypeError("not a sharded tensor")
+        raise TypeError("the pickled arguments do not describe a sharded tensor")
     dtype, shape = args[1], args[2]
     name = FROM_TORCH.get(dtype.key.removeprefix("torch.")) if isinstance(dtype, PickledGlobal) else None
     if name is None or not is_shape(shape):
-        raise TypeError("not a sharded tensor")
+        raise TypeError("the pickled arguments do not contain a valid dtype and shape")
     return ShardedRecord(kind.key.rpartition(".")[2], name, tuple(shape), state)
 
 
@@ -105,12 +118,13 @@ PREFIXES = ("torch.distributed.",)
 
 
 def load_rank_file(file: CheckpointFile) -> Any:
-    """Load a rank file without running code in its pickle.
+    """Load the file that one rank saved, without running code in its pickle.
 
     Tensors become `StoredTensor`s or `ShardedRecord`s.
 
     Raises:
-        CheckpointError: If the file is damaged or was renamed.
+        CheckpointError: If the file is damaged, or if it was renamed, because a renamed file may
+            belong to another rank.
     """
     archive = TorchZip(file)
     archive.check_not_renamed()
@@ -120,7 +134,8 @@ def load_rank_file(file: CheckpointFile) -> Any:
 def locate_rank_parts(value: ShardedRecord, rank: int, location: str) -> list[PlacedPart]:
     """Locate the parts of a sharded tensor that a rank's file contains.
 
-    If several ranks have replicas of a part, all replicas have the same position.
+    If several ranks save replicas of the same part, each replica gets the same position in the
+    tensor.
 
     Args:
         value: Record of the tensor.
@@ -128,11 +143,14 @@ def locate_rank_parts(value: ShardedRecord, rank: int, location: str) -> list[Pl
         location: Name of the tensor, used in error messages.
 
     Returns:
-        The parts with their positions. A DTensor has one part, and a ShardedTensor may have several.
+        The parts with their positions. A DTensor has one part, and a ShardedTensor may have
+        several.
 
     Raises:
-        CheckpointError: If the part's shape contradicts its placements, or if the placements are not
-            supported.
+        CheckpointError: If the record is damaged or was written by a different rank, or if the
+            dtype or shape of a part contradicts the record. Also raised if the tensor is neither a
+            DTensor nor a ShardedTensor, or if a placement is not supported. See
+            `_compute_local_extent`.
     """
     if isinstance(value.state, PlacedPart):
         return [value.state]
@@ -140,7 +158,7 @@ def locate_rank_parts(value: ShardedRecord, rank: int, location: str) -> list[Pl
         return _parse_recorded_parts(value, rank, location)
     if value.class_name != "DTensor":
         raise UnsupportedCheckpointError(
-            f"{location}: contains a {value.class_name[:60]}, which is not supported"
+            f"{location}: tensors of type {value.class_name[:60]} are not supported"
         )
     state = value.state[1] if type(value.state) is tuple and len(value.state) == 2 else value.state
     spec = state.get("_spec") if isinstance(state, dict) else None
@@ -150,21 +168,24 @@ def locate_rank_parts(value: ShardedRecord, rank: int, location: str) -> list[Pl
         get_attributes_or_empty(spec).get("mesh"),
     )
     if not isinstance(local, StoredTensor) or not isinstance(placements, (tuple, list)):
-        raise DamagedCheckpointError(f"{location}: damaged: a DTensor has no local tensor or no placements")
+        raise DamagedCheckpointError(f"{location}: damaged: the DTensor has no local tensor or no placements")
     writer = get_attributes_or_empty(mesh).get("_rank")
     if type(writer) is int and writer != rank:
-        raise DamagedCheckpointError(f"{location}: was written by rank {writer}, not {rank}")
+        raise DamagedCheckpointError(
+            f"{location}: is in the file of rank {rank}, but was written by rank {writer}"
+        )
     position = _parse_mesh_position(mesh, rank, location)
     if len(placements) != len(position.sizes):
         raise DamagedCheckpointError(
-            f"{location}: damaged: a DTensor has {len(placements)} placements on a mesh of "
-            f"{len(position.sizes)} dimensions"
+            f"{location}: damaged: the numbers of placements ({len(placements)}) and mesh dimensions "
+            f"({len(position.sizes)}) of the DTensor differ"
         )
     extent = _compute_local_extent(value.shape, position, placements, location)
     if local.shape != extent.sizes or local.dtype != value.dtype:
         raise DamagedCheckpointError(
-            f"{location}: rank {rank} contains {local.dtype} {list(local.shape)}, but the placements "
-            f"require {value.dtype} {list(extent.sizes)}"
+            f"{location}: the shard of rank {rank} has the dtype {local.dtype} and the shape "
+            f"{list(local.shape)}, but the DTensor requires the dtype {value.dtype} and the shape "
+            f"{list(extent.sizes)}"
         )
     return [PlacedPart(extent.offsets, local)]
 
@@ -197,14 +218,15 @@ def _parse_mesh_position(mesh: Any, rank: int, location: str) -> _MeshPosition:
     """Find the position of a rank in a pickled device mesh.
 
     Raises:
-        CheckpointError: If the mesh is damaged or does not contain the rank exactly once.
+        CheckpointError: If the mesh is damaged, has an unsupported layout, contains any rank
+            twice, or does not contain this rank.
     """
     fields = get_attributes_or_empty(mesh)
     mesh_tensor = fields.get("mesh", fields.get("_rank_map"))  # before and since torch 2.10
     if not isinstance(mesh_tensor, StoredTensor) or not 0 < prod(mesh_tensor.shape) <= MAX_COUNT:
         raise CheckpointError(
-            f"{location}: is damaged, or was written by a newer torch: a DTensor has no mesh of ranks; "
-            "copy the checkpoint again, or update portable-train"
+            f"{location}: the DTensor has no readable device mesh, because the file is damaged or was "
+            "written by a newer version of torch; copy the checkpoint again, or update portable-trainer"
         )
     ranks = to_lazy_tensor(mesh_tensor, f"{location}: mesh").read()
     position = (ranks == rank).nonzero()
@@ -214,15 +236,15 @@ def _parse_mesh_position(mesh: Any, rank: int, location: str) -> _MeshPosition:
         or position[0].size != 1
     ):
         raise DamagedCheckpointError(
-            f"{location}: rank {rank} does not appear exactly once in the mesh of a tensor"
+            f"{location}: damaged: the device mesh contains a rank twice or does not contain rank {rank}"
         )
     if "mesh" in fields:
         return _MeshPosition(ranks.shape, tuple(int(axis[0]) for axis in position))
     cuts = _parse_mesh_layout(fields.get("_layout"), ranks.size) if ranks.ndim == 1 else None
     if cuts is None:
         raise CheckpointError(
-            f"{location}: is damaged, or was written by a newer torch: the layout of a tensor's mesh is "
-            "not supported; copy the checkpoint again, or update portable-train"
+            f"{location}: the device mesh has an unsupported layout, because the file is damaged or was "
+            "written by a newer version of torch; copy the checkpoint again, or update portable-trainer"
         )
     coordinates = []
     for dimension in cuts:
@@ -234,16 +256,25 @@ def _parse_mesh_position(mesh: Any, rank: int, location: str) -> _MeshPosition:
 
 
 def _parse_mesh_layout(layout: Any, num_ranks: int) -> list[list[tuple[int, int]]] | None:
-    """Parse the layout that maps a flat list of `num_ranks` ranks to a device mesh.
+    """Parse the layout of a device mesh, which maps a flat list of ranks to mesh coordinates.
 
-    Each mesh dimension has a size and a stride in the list. A flattened dimension has several pairs of
-    size and stride. The layout describes the sub-group of ranks that contains the reader's rank,
-    because all sub-groups have the same layout. torch 2.10 records the sizes and strides of all
-    dimensions together, and later versions have one record per dimension.
+    Each mesh dimension has a size and a stride. The rank at index `i` of the list has the
+    coordinate `i // stride % size` in this dimension. For example, a mesh of 2 x 4 ranks has the
+    sizes 2 and 4, and the strides 4 and 1. A dimension that was flattened from several dimensions
+    has several pairs of size and stride.
+
+    The mesh may be a slice of a larger mesh. The list then contains the ranks of the larger mesh,
+    and the layout describes one of its slices. All slices have the same layout.
+
+    Args:
+        layout: Pickled layout. torch 2.10 records the sizes and strides of all dimensions together.
+            Later versions have one record per dimension.
+        num_ranks: Length of the list.
 
     Returns:
-        Pairs of size and stride for each dimension, outermost first. None if they do not divide the
-        list evenly.
+        For each mesh dimension, its pairs of size and stride, outermost first. Pairs of size 1 are
+        omitted. None if the layout is malformed, or if it does not split the list into parts of
+        equal size.
     """
     fields = get_attributes_or_empty(layout)
     axes = fields.get("axes")
@@ -278,9 +309,13 @@ def _compute_local_extent(
 ) -> Extent:
     """Compute the extent of a rank's part from its placements.
 
-    Placements apply from the first mesh dimension to the last. Each one shards the result of the
-    previous ones. A strided placement (FSDP with tensor parallelism) instead applies after the
-    placements that follow it.
+    The supported placements are `Replicate`, `Shard` and `_StridedShard`. Shards are applied in the
+    order of the mesh dimensions. Each one divides the part that the previous shards produced, as
+    `torch.chunk` does, so the last parts may be smaller or empty. Strided shards (FSDP with tensor
+    parallelism) are an exception: they are applied after all others.
+
+    A tensor dimension may have at most one strided shard. Its `split_factor` must equal the product
+    of the sizes of the later mesh dimensions that shard the same tensor dimension.
 
     Raises:
         CheckpointError: If a placement is not supported.
@@ -309,11 +344,13 @@ def _compute_local_extent(
             i for i in range(axis + 1, len(placements)) if _is_shard_of_dim(placements[i], dim, len(shape))
         ]
         if get_attributes_or_empty(placement).get("split_factor") != prod(sizes[i] for i in later):
-            raise UnsupportedCheckpointError(f"{location}: a strided placement on this mesh is not supported")
+            raise UnsupportedCheckpointError(
+                f"{location}: the placement _StridedShard is not supported on this device mesh"
+            )
         strided.append((axis, dim))
     if len({dim for _, dim in strided}) != len(strided):
         raise UnsupportedCheckpointError(
-            f"{location}: several strided placements on one dimension are not supported"
+            f"{location}: several _StridedShard placements of one dimension are not supported"
         )
     offsets, remaining = [0] * len(shape), list(shape)
     for axis, dim in [*plain, *strided]:
@@ -325,7 +362,13 @@ def _compute_local_extent(
 
 
 def _is_shard_of_dim(placement: Any, dim: int, dims: int) -> bool:
-    """Return whether a placement shards dimension `dim`. The recorded dimension may be negative."""
+    """Return whether a placement shards a given dimension of a tensor.
+
+    Args:
+        placement: Pickled placement of a DTensor, such as `Shard`. Its dimension may be negative.
+        dim: Nonnegative index of the dimension.
+        dims: Number of dimensions of the tensor.
+    """
     placement_dim = get_attributes_or_empty(placement).get("dim")
     return type(placement_dim) is int and -dims <= placement_dim < dims and placement_dim % dims == dim
 
@@ -353,11 +396,13 @@ def compute_rank_extent(
         Extent of the part.
 
     Raises:
-        CheckpointError: If the rank is not in the mesh, or if a placement is not supported.
+        CheckpointError: If the rank is not in the mesh, if the number of placements differs
+            from the number of mesh dimensions, or if a placement is not supported.
     """
     if rank not in mesh_ranks or len(placements) != len(mesh_sizes):
         raise DamagedCheckpointError(
-            f"{location}: damaged: the mesh does not match the placements or rank {rank}"
+            f"{location}: damaged: the device mesh does not contain rank {rank}, or its dimensions do not "
+            "match the placements"
         )
     position = mesh_ranks.index(rank)
     coordinates = []
@@ -383,11 +428,12 @@ def _parse_recorded_parts(value: ShardedRecord, rank: int, location: str) -> lis
     """
     state = value.state
     if type(state) is not tuple or len(state) < 3 or not isinstance(state[0], list):
-        raise DamagedCheckpointError(f"{location}: damaged: a ShardedTensor has no shards")
+        raise DamagedCheckpointError(f"{location}: damaged: the ShardedTensor has no list of shards")
     group = get_attributes_or_empty(state[2])
     if group.get("global_rank") != rank:
         raise DamagedCheckpointError(
-            f"{location}: was written by rank {group.get('global_rank')}, not {rank}"
+            f"{location}: is in the file of rank {rank}, but was written by rank "
+            f"{format_untrusted_value(group.get('global_rank'))}"
         )
     parts: list[PlacedPart] = []
     for part in state[0]:
@@ -397,11 +443,13 @@ def _parse_recorded_parts(value: ShardedRecord, rank: int, location: str) -> lis
         )
         offsets, sizes = metadata.get("shard_offsets"), metadata.get("shard_sizes")
         if not isinstance(stored, StoredTensor) or not is_shape(offsets) or not is_shape(sizes):
-            raise DamagedCheckpointError(f"{location}: damaged: a shard has no offsets")
+            raise DamagedCheckpointError(
+                f"{location}: damaged: a shard of the ShardedTensor has no valid tensor, offsets or sizes"
+            )
         if stored.shape != tuple(sizes) or stored.dtype != value.dtype or len(offsets) != len(value.shape):
             raise DamagedCheckpointError(
-                f"{location}: a shard is {stored.dtype} {list(stored.shape)}, but the recorded type is "
-                f"{value.dtype} {list(sizes)}"
+                f"{location}: a shard has the dtype {stored.dtype} and the shape {list(stored.shape)}, but "
+                f"its metadata requires the dtype {value.dtype} and the shape {list(sizes)}"
             )
         parts.append(PlacedPart(tuple(offsets), stored))
     return parts

@@ -1,9 +1,12 @@
 """Read Megatron-Core's `torch_dist` format: DCP shards with Megatron's keys, and `common.pt`.
 
-A key such as `decoder.layers.mlp.linear_fc2.weight` refers to the same module in all layers, which
-are stacked along the first dimension of the tensor. Tensor and pipeline parallelism do not affect
-the keys and shapes. `common.pt` contains all other values. The result has transformers' names
+A key such as `decoder.layers.mlp.linear_fc2.weight` refers to the same module in all
+layers, which are stacked along the first dimension of the tensor. Tensor and pipeline
+parallelism do not affect the keys, and affect the shapes only through the padding of the
+vocabulary. `common.pt` contains all other values. The result has transformers' names
 (`names.py`). The optimizer state is not converted.
+
+This module also detects the format with one file per rank, which `reader.py` reads.
 
 Source: Megatron-LM's megatron/core/dist_checkpointing/strategies/torch.py,
 `apply_swiglu_sharded_factory` in megatron/core/transformer/mlp.py, `sharded_state_dict` in
@@ -36,13 +39,25 @@ _OTHER = re.compile(r"optimizer\..*|rng_state.*|rerun_state.*|.*\._extra_state.*
 
 
 def _find_torch_dist_folder(path: AnyPath) -> AnyPath | None:
-    """Find the folder of a `torch_dist` checkpoint, or return None if it is in a different format."""
+    """Find the folder of a `torch_dist` checkpoint.
+
+    The folder must contain DCP metadata. It must also contain `common.pt`, or a `metadata.json`
+    that names the format.
+
+    Args:
+        path: The folder, or the file `common.pt` in it.
+
+    Returns:
+        The folder. None if the path has a different format.
+    """
     folder = path.parent if path.is_file() and path.name == MEGATRON_COMMON_FILE else path
     return folder if list_metadata_files(folder) and is_megatron_folder(folder) else None
 
 
 def _open_torch_dist_checkpoint(source: CheckpointPath, path: AnyPath) -> Checkpoint:
-    """Open a `torch_dist` checkpoint with transformers' names. Accessing its optimizer state raises an error.
+    """Open a `torch_dist` checkpoint and expose its tensors under their transformers names.
+
+    If the checkpoint contains optimizer state, accessing it in the result raises an error.
 
     Raises:
         CheckpointError: If the checkpoint is damaged or its model is not supported.
@@ -62,7 +77,8 @@ def _open_torch_dist_checkpoint(source: CheckpointPath, path: AnyPath) -> Checkp
     )
     if not isinstance(common_state, dict):
         raise DamagedCheckpointError(
-            f"{path / MEGATRON_COMMON_FILE}: is not the common state of a Megatron-Core checkpoint"
+            f"{path / MEGATRON_COMMON_FILE}: is not the common state of a Megatron-Core checkpoint, because "
+            "the file does not contain a dict"
         )
     companions = find_companions(path)
     shape = read_model_shape(
@@ -81,8 +97,8 @@ def _open_torch_dist_checkpoint(source: CheckpointPath, path: AnyPath) -> Checkp
                 continue
             if not tensor.shape or tensor.shape[0] != shape.num_layers:
                 raise DamagedCheckpointError(
-                    f"{location}: {key} has shape {list(tensor.shape)}, but args has "
-                    f"{shape.num_layers} layers"
+                    f"{location}: {key} has shape {list(tensor.shape)}, but the first dimension must be "
+                    f"num_layers, which is {shape.num_layers} in the checkpoint's args"
                 )
             for layer in range(shape.num_layers):
                 merged[f"decoder.layers.{layer}.{match[1]}"] = select_index(tensor, 0, layer)
@@ -90,7 +106,7 @@ def _open_torch_dist_checkpoint(source: CheckpointPath, path: AnyPath) -> Checkp
     has_optimizer = any(key.startswith("optimizer.") for key in stored)
 
     def refuse_optimizer(aliases: Aliases) -> OptimizerState | None:
-        raise OptimizerStateError(f"{location}: Megatron-Core's optimizer state is not converted")
+        raise OptimizerStateError(f"{location}: the optimizer state of Megatron-Core cannot be converted")
 
     step = common_state.get("iteration")
     return Checkpoint(
@@ -114,7 +130,14 @@ FORMAT = Format(
 
 
 def _find_ranks_folder(path: AnyPath) -> AnyPath | None:
-    """Find the folder that contains the ranks' folders, or return None if there are none."""
+    """Find the folder that contains one folder per rank, such as `mp_rank_00`.
+
+    Args:
+        path: The folder itself, the folder of one rank, or the file in the folder of one rank.
+
+    Returns:
+        The folder. None if `path` is none of these.
+    """
     if path.is_file():
         return path.parent.parent if path.name == FILE and RANK.fullmatch(path.parent.name) else None
     if RANK.fullmatch(path.name) and (path / FILE).is_file():

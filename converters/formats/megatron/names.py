@@ -2,8 +2,9 @@
 
 Megatron stores the query, key and value rows of each query group together, and the gate and up rows
 of a gated MLP in one matrix. It also pads the vocabulary. Every checkpoint contains pickled `args`,
-which define the model. With rotary embeddings, RMSNorm and a gated MLP, it is a Llama (also
-Mistral, Qwen2 and Qwen3). With learned positions and LayerNorm, it is a GPT-2.
+which define the model. A model with rotary embeddings, RMSNorm and a gated MLP is converted to the
+names of Llama, which Mistral, Qwen2 and Qwen3 share. A model with learned positions and LayerNorm
+is converted to the names of GPT-2.
 
 Source: `get_query_key_value_tensors` in Megatron-LM's megatron/core/transformer/attention.py,
 mlp.py, tools/checkpoint.
@@ -41,7 +42,8 @@ _FUSED = {
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
     "mlp.linear_fc1.layer_norm_bias": "pre_mlp_layernorm.bias",
 }
-# Names within a layer. The other tensors of a Llama layer are split below.
+# transformers' names of the modules in a layer. `_convert_llama_tensor` splits the other tensors of a Llama
+# layer.
 _LLAMA = {
     "input_layernorm": "input_layernorm",
     "pre_mlp_layernorm": "post_attention_layernorm",
@@ -75,16 +77,17 @@ _VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 @dataclass(frozen=True)
 class MegatronShape:
-    """Sizes and type of a model, read from `args`.
+    """Sizes and type of a model, read from `args` and `config.json`.
 
     Attributes:
         num_heads: Number of attention heads.
         num_query_groups: Number of query groups.
-        head_dim: Number of rows of each head.
+        head_dim: Size of each attention head, which is its number of rows in a projection.
         num_layers: Number of layers of the complete model.
         is_gated: Whether the first matrix of the MLP contains gate and up rows.
         is_gpt2: Whether the model is a GPT-2 instead of a Llama.
-        vocab_size: Number of tokens without padding, or None if it is not known.
+        vocab_size: Number of tokens in the vocabulary, without padding. The number in `config.json`
+            takes precedence over the number in `args`. None if it is not known.
     """
 
     num_heads: int
@@ -97,36 +100,46 @@ class MegatronShape:
 
 
 def get_megatron_args(content: dict[str, Any]) -> Any:
-    """Return the `args` of a checkpoint as a dict.
+    """Return the settings (`args`) of a Megatron checkpoint.
+
+    Args:
+        content: Content of a rank's file, or of the `common.pt` of a Megatron-Core checkpoint.
 
     Returns:
-        The settings. If the checkpoint does not contain valid `args`, None or a value that is not a
-        dict.
+        Dict of the settings, keyed by name. If `args` is missing, the result is None. If `args` is
+        invalid, the result may be any other value, so the caller must check its type.
     """
     args = content.get("args")
     return args.state if isinstance(args, PickledInstance) else args
 
 
 def read_model_shape(args: Any, config: AnyPath | None, location: str) -> MegatronShape:
-    """Read the shape of a model from its `args`.
+    """Read the type and the sizes of a model from Megatron's `args`.
+
+    A model with `swiglu`, rotary embeddings and RMSNorm is a Llama. A model with learned positions
+    and LayerNorm, and without `swiglu`, is a GPT-2.
 
     Args:
         args: Result of `get_megatron_args`.
-        config: The model's `config.json`, or None.
+        config: Path of the model's `config.json`, or None.
         location: Path of the checkpoint, used in error messages.
 
     Raises:
-        CheckpointError: If there are no `args`, if the model is neither a Llama nor a GPT-2, or if
-            transformers may not support the value of a setting. The message names the setting.
+        CheckpointError: If there are no `args`, if the model is neither a Llama nor a GPT-2, if a
+            setting is missing or invalid, or if a setting contradicts `config.json`. Also raised,
+            with the name of the setting, if a setting might make the outputs of transformers differ
+            from Megatron's.
     """
     if not isinstance(args, dict):
-        raise UnsupportedCheckpointError(f"{location}: has no args, which describe the model")
+        raise UnsupportedCheckpointError(
+            f"{location}: contains no args (the Megatron settings that describe the model)"
+        )
 
     def read_number(name: str, default: Any = None) -> int:
         value = args.get(name)
         value = default if value is None else value
         if type(value) is not int or not 0 < value <= MAX_LAYERS:
-            raise UnsupportedCheckpointError(f"{location}: args has no {name}")
+            raise UnsupportedCheckpointError(f"{location}: the checkpoint's args have no valid {name}")
         return value
 
     check_megatron_args(args, config, location)
@@ -135,28 +148,30 @@ def read_model_shape(args: Any, config: AnyPath | None, location: str) -> Megatr
     llama = gated and position == "rope" and norm == "RMSNorm"
     if not llama and (gated or position != "learned_absolute" or norm != "LayerNorm"):
         raise UnsupportedCheckpointError(
-            f"{location}: a Megatron model with swiglu={gated}, {format_untrusted_value(position)} positions "
-            f"and {format_untrusted_value(norm)} does not have the architecture of Llama or GPT-2"
+            f"{location}: the model is neither a Llama nor a GPT-2 model, because the checkpoint's args "
+            f"have swiglu={gated}, position_embedding_type={format_untrusted_value(position)} and "
+            f"normalization={format_untrusted_value(norm)}"
         )
     heads = read_number("num_attention_heads")
     groups = read_number("num_query_groups", heads) if args.get("group_query_attention") is True else heads
     head = read_number("kv_channels", read_number("hidden_size") // heads)
     if heads % groups:
         raise DamagedCheckpointError(
-            f"{location}: damaged: {heads} heads cannot be divided into {groups} query groups"
+            f"{location}: damaged: {heads} attention heads cannot be divided evenly into {groups} query "
+            "groups"
         )
     vocab_size = args.get("vocab_size")
     num_tokens = _read_vocabulary_size(config) or (vocab_size if type(vocab_size) is int else None)
     if type(vocab_size) is int and num_tokens is not None and num_tokens < vocab_size:
         raise CheckpointError(
-            f"{location}: has vocab_size={vocab_size} in args, but vocab_size={num_tokens} in {config}; "
-            "specify the config.json of this model with --config-from"
+            f"{location}: vocab_size is {vocab_size} in the checkpoint's args, but only {num_tokens} in "
+            f"{config}; specify the config.json of this model with --config-from"
         )
     return MegatronShape(heads, groups, head, read_number("num_layers"), gated, not llama, num_tokens)
 
 
 def _read_vocabulary_size(config: AnyPath | None) -> int | None:
-    """Read the vocabulary size from `config.json`. None if it is not recorded."""
+    """Read the vocabulary size from `config.json`, or return None if the file or a valid size is missing."""
     count = read_json_object_or_empty(config).get("vocab_size")
     return count if type(count) is int and count > 0 else None
 
@@ -178,7 +193,7 @@ def convert_to_transformers(
 ) -> dict[str, Tensor]:
     """Convert Megatron-Core tensors to transformers' names and row order.
 
-    Megatron-Core's names have the form `decoder.layers.<i>...`.
+    Megatron-Core's names of the tensors in a layer have the form `decoder.layers.<i>...`.
 
     Args:
         tensors: Tensors of the complete model, merged from all ranks.
@@ -189,8 +204,8 @@ def convert_to_transformers(
         Tensors, keyed by transformers' names.
 
     Raises:
-        CheckpointError: If a tensor does not belong to the model or does not have its size, or if a
-            layer is missing.
+        CheckpointError: If a tensor does not belong to the model or has the wrong size, or if a
+            layer has no tensors. Other missing tensors are not detected.
     """
     weights: dict[str, Tensor] = {}
     layers: set[int] = set()
@@ -205,11 +220,13 @@ def convert_to_transformers(
         match = _LAYER.fullmatch(key)
         if match is None or match[2] not in inside:
             raise UnsupportedCheckpointError(
-                f"{location}: {format_untrusted_value(key)} does not belong to a GPT-2- or Llama-shaped model"
+                f"{location}: the tensor {format_untrusted_value(key)} does not belong to a "
+                f"{'GPT-2' if shape.is_gpt2 else 'Llama'} model"
             )
         if int(match[1]) >= shape.num_layers:
             raise DamagedCheckpointError(
-                f"{location}: contains layer {match[1]}, but args has {shape.num_layers} layers"
+                f"{location}: contains a layer with index {match[1]}, but num_layers is {shape.num_layers} "
+                "in the checkpoint's args"
             )
         conversion = (
             _convert_gpt2_tensor(match[2], match[3], tensor, shape, location)
@@ -247,24 +264,37 @@ def _convert_llama_tensor(
         names = [f"self_attn.{projection}_proj" for projection in "qkv"]
         return dict(zip(names, _split_fused_qkv(tensor, shape, location), strict=True))
     if module == _FC1:
-        half = tensor.shape[0] // 2
-        if tensor.shape[0] % 2:
-            raise DamagedCheckpointError(
-                f"{location}: {tensor.name} has {tensor.shape[0]} rows, but a gated MLP needs an even number"
-            )
-        return {
-            "mlp.gate_proj": slice_tensor(tensor, 0, 0, half),
-            "mlp.up_proj": slice_tensor(tensor, 0, half, half),
-        }
+        gate, up = split_gate_and_up(tensor, location)
+        return {"mlp.gate_proj": gate, "mlp.up_proj": up}
     return {_LLAMA[module]: tensor}
+
+
+def split_gate_and_up(tensor: Tensor, location: str) -> tuple[Tensor, Tensor]:
+    """Split the fused matrix or bias of a gated MLP into gate and up projection.
+
+    Args:
+        tensor: Fused tensor, or the shard of one tensor-parallel rank. The gate rows come first.
+        location: Path of the checkpoint, used in error messages.
+
+    Raises:
+        CheckpointError: If the tensor does not have an even number of rows.
+    """
+    if not tensor.shape or tensor.shape[0] % 2:
+        raise DamagedCheckpointError(
+            f"{location}: {tensor.name} has shape {list(tensor.shape)}, but a gated MLP needs an even number "
+            "of rows"
+        )
+    half = tensor.shape[0] // 2
+    return slice_tensor(tensor, 0, 0, half), slice_tensor(tensor, 0, half, half)
 
 
 def _convert_gpt2_tensor(
     module: str, kind: str, tensor: Tensor, shape: MegatronShape, location: str
 ) -> dict[str, Tensor]:
-    """Convert a tensor of a GPT-2 layer to transformers' name.
+    """Convert a tensor of a GPT-2 layer to transformers' name and layout.
 
-    Matrices are transposed, because transformers' GPT-2 stores them as `[inputs, outputs]`.
+    Matrices are transposed, because transformers' GPT-2 stores them as `[inputs, outputs]`. The
+    fused QKV tensor stays fused, but is reordered: all queries, then all keys, then all values.
 
     Args:
         module: Name of the module within Megatron-Core's layer.
@@ -275,6 +305,9 @@ def _convert_gpt2_tensor(
 
     Returns:
         The tensor, keyed by the name of the module in transformers' layer.
+
+    Raises:
+        CheckpointError: If the number of QKV rows does not match the heads.
     """
     if module == _QKV:
         tensor = concat_tensors(tensor.name, _split_fused_qkv(tensor, shape, location), 0)
@@ -283,9 +316,10 @@ def _convert_gpt2_tensor(
 
 
 def _split_fused_qkv(tensor: Tensor, shape: MegatronShape, location: str) -> list[Tensor]:
-    """Split fused rows into query, key and value.
+    """Split a fused QKV weight or bias into query, key and value.
 
-    The rows are grouped by query group: the queries of the group, its key, and its value.
+    The rows are ordered by query group. Each group contains its queries first, then its key and its
+    value.
 
     Raises:
         CheckpointError: If the number of rows does not match the heads.
@@ -294,8 +328,9 @@ def _split_fused_qkv(tensor: Tensor, shape: MegatronShape, location: str) -> lis
     group_rows = (queries + 2) * shape.head_dim
     if not tensor.shape or tensor.shape[0] != shape.num_query_groups * group_rows:
         raise DamagedCheckpointError(
-            f"{location}: {tensor.name} has shape {list(tensor.shape)}, which does not match "
-            f"{shape.num_heads} heads of {shape.head_dim} rows in {shape.num_query_groups} groups"
+            f"{location}: {tensor.name} has shape {list(tensor.shape)}, but {shape.num_heads} heads of size "
+            f"{shape.head_dim} in {shape.num_query_groups} query groups need "
+            f"{shape.num_query_groups * group_rows} rows"
         )
     rest = tensor.shape[1:]
     parts = []
@@ -315,7 +350,9 @@ def _split_fused_qkv(tensor: Tensor, shape: MegatronShape, location: str) -> lis
 
 
 def _remove_vocabulary_padding(tensor: Tensor, shape: MegatronShape, location: str) -> Tensor:
-    """Remove the padding rows after the last token. If the vocabulary size is not known, return `tensor`.
+    """Remove the padding rows after the last row of the vocabulary.
+
+    If the vocabulary size is not known, `tensor` is returned unchanged.
 
     Raises:
         CheckpointError: If the tensor has fewer rows than the vocabulary.
@@ -325,7 +362,7 @@ def _remove_vocabulary_padding(tensor: Tensor, shape: MegatronShape, location: s
         return tensor
     if count > tensor.shape[0]:
         raise CheckpointError(
-            f"{location}: {tensor.name} has {tensor.shape[0]} rows for {count} tokens; specify the "
-            "config.json of this model with --config-from"
+            f"{location}: {tensor.name} has only {tensor.shape[0]} rows, but the vocabulary has {count} "
+            "tokens; specify the config.json of this model with --config-from"
         )
     return slice_tensor(tensor, 0, 0, count)

@@ -1,9 +1,9 @@
 """Read Megatron-LM checkpoints with one file per rank: `mp_rank_<tp>[_<pp>]/model_optim_rng.pt`.
 
-The tensor-parallel shards are concatenated along the dimension that Megatron shards. Each pipeline
-stage counts its layers from 0. The result numbers the layers of all stages consecutively, and has
-transformers' names (`names.py`). The optimizer state is not converted, because these files do not
-contain its parameter names.
+The tensor-parallel shards are concatenated along the dimension that Megatron shards. In the files,
+each pipeline stage counts its layers from 0. In the result, the layers are numbered consecutively
+over all stages, and the tensors have the names that transformers uses (see `names.py`). The
+optimizer state is not converted, because these files do not contain its parameter names.
 
 Source: `get_checkpoint_name` in Megatron-LM's megatron/training/checkpointing.py,
 tools/checkpoint/loader_base.py, megatron/core/tensor_parallel/layers.py.
@@ -32,12 +32,13 @@ from portable.converters.formats.megatron.names import (
     convert_to_transformers,
     get_megatron_args,
     read_model_shape,
+    split_gate_and_up,
     to_local_module_key,
 )
 from portable.converters.formats.torch_save.optimizer import to_lazy_tensor
 from portable.converters.names.tied_weights import are_tensors_equal
 from portable.converters.storage.folder_operations import map_with_prefetch
-from portable.converters.tensors.tensor_ops import concat_tensors, slice_tensor
+from portable.converters.tensors.tensor_ops import concat_tensors
 
 if TYPE_CHECKING:
     from portable.converters.checkpoint import Aliases, OptimizerState
@@ -58,7 +59,9 @@ _SHARDED_DIMS = {
     "self_attention.linear_proj": (1, False),
     "mlp.linear_fc2": (1, False),
 }
-"""Sharded dimension of each module's weight, and whether its bias is sharded, with tensor parallelism."""
+"""For each module, the dimension along which tensor parallelism shards its weight, and whether its
+bias is also sharded.
+"""
 _IN_LAYER = re.compile(r"decoder\.layers\.(\d{1,6})\.(.+)")
 
 
@@ -78,20 +81,21 @@ _FIRST_RANK = RankPosition(0, 0)
 
 
 class MegatronRankFiles:
-    """Files of all ranks in a folder.
+    """Checkpoint files that all ranks of a Megatron run saved in one folder.
 
     Args:
         folder: Folder that contains the ranks' folders.
 
     Attributes:
-        folder_names: Name of the folder of each rank.
-        content_by_rank: Content of the file of each rank.
+        folder_names: Name of each rank's folder, keyed by `RankPosition`.
+        content_by_rank: Content of each rank's file, keyed by `RankPosition`.
         tp_size: Number of tensor-parallel ranks.
         pp_size: Number of pipeline stages.
 
     Raises:
-        CheckpointError: If files are missing, damaged or from several runs, or if the run is not
-            supported.
+        CheckpointError: If files are missing, damaged or from several runs, or if the run uses an
+            unsupported feature such as expert parallelism. Also raised if `checkpoint_version` is
+            below 2 or missing.
     """
 
     def __init__(self, folder: CheckpointFolder) -> None:
@@ -103,12 +107,12 @@ class MegatronRankFiles:
             assert match is not None
             if match["ep"]:
                 raise UnsupportedCheckpointError(
-                    f"{folder.path / name}: expert parallel checkpoints are not supported"
+                    f"{folder.path / name}: expert-parallel checkpoints are not supported"
                 )
             position = RankPosition(int(match["pp"] or 0), int(match["tp"]))
             if position in folder_names:
                 raise DamagedCheckpointError(
-                    f"{self.location}: {folder_names[position]} and {name} belong to the same rank"
+                    f"{self.location}: {folder_names[position]} and {name} are folders of the same rank"
                 )
             folder_names[position] = name
         self.folder_names = folder_names
@@ -119,13 +123,14 @@ class MegatronRankFiles:
         for position in (RankPosition(pp, tp) for pp in range(self.pp_size) for tp in range(self.tp_size)):
             if position not in folder_names:
                 raise DamagedCheckpointError(
-                    f"{self.location}: the file of tensor rank {position.tp}, pipeline rank {position.pp} is "
-                    "missing"
+                    f"{self.location}: the file of tensor-parallel rank {position.tp} and pipeline-parallel "
+                    f"rank {position.pp} is missing"
                 )
         if len(folder_names) != self.pp_size * self.tp_size:
             raise CheckpointError(
-                f"{self.location}: contains {len(folder_names)} ranks, but args has {self.tp_size} x "
-                f"{self.pp_size}; remove the files of other runs"
+                f"{self.location}: contains folders of {len(folder_names)} ranks, but the checkpoint's args "
+                f"have {self.tp_size} tensor-parallel x {self.pp_size} pipeline-parallel ranks; remove the "
+                "folders of other runs"
             )
         others = sorted(folder_names.keys() - {_FIRST_RANK})
         self.content_by_rank = {
@@ -135,7 +140,8 @@ class MegatronRankFiles:
         version = first.get("checkpoint_version", 0)
         if not isinstance(version, (int, float)) or version < 2:
             raise UnsupportedCheckpointError(
-                f"{self.location}: was written by Megatron-LM with a checkpoint version before 2"
+                f"{self.location}: has checkpoint_version {format_untrusted_value(version)}, but the oldest "
+                "supported version of Megatron-LM's checkpoints is 2"
             )
         for position, content in self.content_by_rank.items():
             self._check_recorded_rank(position, get_megatron_args(content))
@@ -149,17 +155,20 @@ class MegatronRankFiles:
     def _check_recorded_rank(self, position: RankPosition, args: Any) -> None:
         """Check that the rank recorded in a file's args matches its folder.
 
-        Files without a recorded rank are accepted.
+        Files without a recorded rank or world size are accepted. If the checkpoint has only one rank
+        folder, nothing is checked.
 
         Raises:
-            CheckpointError: If the rank belongs to a different folder.
+            CheckpointError: If the rank belongs to a different folder, or if the recorded number of
+                context-parallel ranks is invalid.
         """
         rank, world = (args.get(name) if isinstance(args, dict) else None for name in ("rank", "world_size"))
         if type(rank) is not int or type(world) is not int or self.tp_size * self.pp_size == 1:
             return
         pp, tp = position
-        # Only the first data-parallel rank writes. Two numbers are accepted, because the data-parallel ranks
-        # are within a stage or, with an option, the outermost dimension of the ranks.
+        # Only the first data-parallel rank writes files. Its global rank depends on whether data-parallel
+        # ranks are numbered within a pipeline stage or, with an option, in the outermost dimension. Accept
+        # both numbers.
         ranks_per_stage, stage_stride = (
             world // self.pp_size,
             self.tp_size * self._get_parallel_size(args, "context_parallel_size"),
@@ -171,14 +180,14 @@ class MegatronRankFiles:
             )
 
     def _get_parallel_size(self, args: Any, name: str) -> int:
-        """Return the number of ranks that `args` contains for one type of parallelism, 1 by default.
+        """Return the number of ranks of one type of parallelism. Defaults to 1 if `args` lack it.
 
         Raises:
             CheckpointError: If the number is invalid or there are no args.
         """
         value = args.get(name, 1) if isinstance(args, dict) else None
         if type(value) is not int or not 0 < value < 1 << 16:
-            raise UnsupportedCheckpointError(f"{self.location}: args has no {name}")
+            raise UnsupportedCheckpointError(f"{self.location}: the checkpoint's args have no valid {name}")
         return value
 
     def _load_rank_file(self, position: RankPosition) -> dict[str, Any]:
@@ -189,14 +198,32 @@ class MegatronRankFiles:
         """
         name = self.folder_names.get(position)
         if name is None:
-            raise DamagedCheckpointError(f"{self.location}: the file of the first rank is missing")
+            raise DamagedCheckpointError(
+                f"{self.location}: the folder of the first rank (mp_rank_00 or mp_rank_00_000) is missing"
+            )
         content = TorchZip(self.folder.get_file(f"{name}/{FILE}")).load_object(STANDINS, PREFIXES)
         if not isinstance(content, dict):
-            raise DamagedCheckpointError(f"{self.folder.path / name}: is not a Megatron-LM checkpoint")
+            raise DamagedCheckpointError(
+                f"{self.folder.path / name}: is not a Megatron-LM checkpoint, because {FILE} does not "
+                "contain a dict"
+            )
         return content
 
     def build_checkpoint(self, source: CheckpointPath) -> Checkpoint:
-        """Build the checkpoint with transformers' names."""
+        """Build a checkpoint whose tensors have the names that transformers uses.
+
+        Args:
+            source: Path that was opened, and optionally a `config.json`. By default, the
+                `config.json` in the checkpoint folder is used.
+
+        Returns:
+            The checkpoint. If a file contains optimizer state, accessing it raises
+            OptimizerStateError.
+
+        Raises:
+            CheckpointError: If the model is not supported, if a layer is missing, or if tensors of
+                different ranks contradict each other.
+        """
         companions = find_companions(self.folder.path)
         first = self.content_by_rank[_FIRST_RANK]
         shape = read_model_shape(
@@ -227,27 +254,37 @@ class MegatronRankFiles:
         )
 
     def _get_model_chunks(self, position: RankPosition) -> list[dict[str, StoredTensor]]:
-        """Return the tensors of one rank with Megatron-Core's names, as one dict per model chunk.
+        """Return one rank's tensors with Megatron-Core's names, as one dict per model chunk.
 
-        With an interleaved pipeline schedule, a rank has several chunks.
+        A single chunk has the key `model` in the file. With an interleaved pipeline schedule, a
+        rank has several chunks, with the keys `model0`, `model1` and so on.
 
         Raises:
-            CheckpointError: If the file contains no model.
+            CheckpointError: If the file contains no model, or if a chunk contains no tensors,
+                invalid keys, or two tensors with the same name.
         """
         content = self.content_by_rank[position]
         location = str(self.folder.path / self.folder_names[position])
         models = [content.get("model")] if "model" in content else []
         while not models or f"model{len(models)}" in content:
             if f"model{len(models)}" not in content:
-                raise DamagedCheckpointError(f"{location}: contains no model")
+                raise CheckpointError(
+                    f"{location}: contains no model; specify a checkpoint that contains a model"
+                )
             models.append(content[f"model{len(models)}"])
         return [_flatten_to_core_names(chunk, location) for chunk in models]
 
     def _merge_stages_and_shards(self, shape: MegatronShape) -> dict[str, Tensor]:
         """Merge the tensors of all ranks, and number the layers of all stages consecutively.
 
+        The first chunks of all stages precede the second chunks. If the embedding is tied, the copy
+        in the last stage is skipped, and its values are not compared.
+
         Raises:
-            CheckpointError: If ranks of a stage have different tensors, or if a tensor is in two stages.
+            CheckpointError: If a file contains no valid model, or if the number of model chunks
+                differs between the ranks. Also raised if ranks of a stage have tensors with
+                different names or incompatible tensors, or if a tensor other than the tied
+                embedding is in two stages.
         """
         stages = [
             [self._get_model_chunks(RankPosition(pp, tp)) for tp in range(self.tp_size)]
@@ -256,7 +293,8 @@ class MegatronRankFiles:
         chunks = len(stages[0][0])
         if any(len(rank) != chunks for stage in stages for rank in stage):
             raise DamagedCheckpointError(
-                f"{self.location}: the number of model chunks differs between the ranks"
+                f"{self.location}: the number of model chunks (virtual pipeline stages) differs between the "
+                "ranks"
             )
         merged: dict[str, Tensor] = {}
         layer = 0
@@ -267,7 +305,8 @@ class MegatronRankFiles:
                 for key in ranks[0]:
                     if any(key not in rank or len(rank) != len(ranks[0]) for rank in ranks):
                         raise DamagedCheckpointError(
-                            f"{self.location}: the tensor parallel ranks of a stage contain different tensors"
+                            f"{self.location}: the tensor-parallel ranks of a pipeline stage have tensors "
+                            "with different names"
                         )
                     match = _IN_LAYER.fullmatch(key)
                     name = f"decoder.layers.{layer + int(match[1])}.{match[2]}" if match else key
@@ -276,7 +315,9 @@ class MegatronRankFiles:
                         # Skip the last stage's copy of the tied embedding.
                         if match is None and name.startswith("embedding.word_embeddings"):
                             continue
-                        raise DamagedCheckpointError(f"{self.location}: {name} is in two pipeline stages")
+                        raise DamagedCheckpointError(
+                            f"{self.location}: {name} is stored in two pipeline stages"
+                        )
                     merged[name] = tensor
                 layer += max(numbers, default=-1) + 1
         return merged
@@ -284,10 +325,11 @@ class MegatronRankFiles:
     def _join_tensor_parallel_shards(
         self, key: str, ranks: list[StoredTensor], shape: MegatronShape
     ) -> Tensor:
-        """Join the tensors that the tensor-parallel ranks of a stage have for the same key.
+        """Merge the tensors that the tensor-parallel ranks of a stage stored under one key.
 
-        Shards are concatenated. If tensor parallelism does not shard the tensor, the copies of all ranks
-        must be equal, and the first copy is returned.
+        The ranks belong to the same pipeline stage. Shards are concatenated. If tensor parallelism
+        does not shard the tensor, the copies of all ranks must be equal, and the first copy is
+        returned.
 
         Args:
             key: Name of the tensor in Megatron-Core.
@@ -295,7 +337,8 @@ class MegatronRankFiles:
             shape: Shape of the model.
 
         Raises:
-            CheckpointError: If the shards do not fit each other, or if the copies differ.
+            CheckpointError: If the dtypes or shapes of the shards differ, if the copies differ, or if the
+                shards of a gated MLP have an odd number of rows.
         """
         match = _IN_LAYER.fullmatch(key)
         module, _, kind = (match[2] if match else key).rpartition(".")
@@ -306,7 +349,8 @@ class MegatronRankFiles:
             or len({len(tensor.shape) for tensor in tensors}) > 1
         ):
             raise DamagedCheckpointError(
-                f"{self.location}: the type of {key} differs between the tensor parallel ranks"
+                f"{self.location}: the dtype or number of dimensions of {key} differs between the "
+                "tensor-parallel ranks"
             )
         if len(tensors) == 1:
             return tensors[0]
@@ -314,18 +358,21 @@ class MegatronRankFiles:
             first = tensors[0]
             if not all(are_tensors_equal(first, other) for other in tensors[1:]):
                 raise DamagedCheckpointError(
-                    f"{self.location}: {key} differs between the tensor parallel ranks, but must be "
-                    "equal on all of them"
+                    f"{self.location}: {key} differs between the tensor-parallel ranks, but must be equal "
+                    "on all of them"
                 )
             return first
-        if any(tensor.shape != tensors[0].shape for tensor in tensors) or len(tensors[0].shape) <= dim:
+        if len(tensors[0].shape) <= dim:
             raise DamagedCheckpointError(
-                f"{self.location}: the shape of {key} differs between the tensor parallel ranks"
+                f"{self.location}: {key} has shape {list(tensors[0].shape)}, but tensor parallelism shards "
+                f"dimension {dim}"
+            )
+        if any(tensor.shape != tensors[0].shape for tensor in tensors):
+            raise DamagedCheckpointError(
+                f"{self.location}: the shape of {key} differs between the tensor-parallel ranks"
             )
         if module == "mlp.linear_fc1" and shape.is_gated:  # each rank has gate rows, then up rows
-            half = tensors[0].shape[0] // 2
-            gates = [slice_tensor(tensor, 0, 0, half) for tensor in tensors]
-            ups = [slice_tensor(tensor, 0, half, half) for tensor in tensors]
+            gates, ups = zip(*(split_gate_and_up(tensor, self.location) for tensor in tensors), strict=True)
             return concat_tensors(key, [*gates, *ups], 0)
         return concat_tensors(key, tensors, dim)
 
@@ -345,16 +392,18 @@ _OLD_NAMES = (
     (re.compile(r"\.mlp\.dense_h_to_4h\."), ".mlp.linear_fc1."),
     (re.compile(r"\.mlp\.dense_4h_to_h\."), ".mlp.linear_fc2."),
 )
-"""Names of Megatron-LM before Megatron-Core, and their replacements."""
+"""Patterns of the names that Megatron-LM used before Megatron-Core, with their replacements."""
 
 
 def _flatten_to_core_names(model: Any, location: str) -> dict[str, StoredTensor]:
     """Flatten a pickled model to a dict of tensors with Megatron-Core's names.
 
-    Transformer Engine's extra state is skipped.
+    Up to two prefixes `module.` are removed, and names from before Megatron-Core are replaced.
+    Transformer Engine's extra state, and values that are neither dicts nor tensors, are skipped.
 
     Raises:
-        CheckpointError: If there are no tensors, or if two tensors have the same name.
+        CheckpointError: If there are no tensors, if two tensors have the same name, or if a key is
+            too long or is neither a string nor a number.
     """
     tensors: dict[str, StoredTensor] = {}
     pending: list[tuple[str, Any]] = [("", model)]
@@ -362,7 +411,10 @@ def _flatten_to_core_names(model: Any, location: str) -> dict[str, StoredTensor]
         prefix, value = pending.pop()
         if isinstance(value, dict):
             if len(prefix) > 4096 or not all(type(key) is str or is_safe_index(key) for key in value):
-                raise DamagedCheckpointError(f"{location}: damaged: the keys of the model are not strings")
+                raise DamagedCheckpointError(
+                    f"{location}: damaged: a key of the model is neither a string nor a number, or is "
+                    "longer than 4,096 characters"
+                )
             pending += [
                 (f"{prefix}.{key}" if prefix else str(key), item) for key, item in reversed(value.items())
             ]
@@ -377,5 +429,7 @@ def _flatten_to_core_names(model: Any, location: str) -> dict[str, StoredTensor]
                 )
             tensors[name] = value
     if not tensors:
-        raise DamagedCheckpointError(f"{location}: contains no model tensors")
+        raise CheckpointError(
+            f"{location}: contains no model tensors; specify a checkpoint that contains a model"
+        )
     return tensors

@@ -1,9 +1,9 @@
-"""Check that the converted model supports the settings in Megatron's `args`.
+"""Check that transformers supports the model settings in a Megatron checkpoint's `args`.
 
-`args` contains a thousand settings of the run, and the tensors do not reveal a setting that changes
-the computation. Every setting with a value must therefore meet one of these conditions: `names.py`
-reads it, its value is known to be supported, it affects only training, or it agrees with the
-model's `config.json`.
+`args` contains about a thousand settings of the run. Some of them change the computation, but leave
+no trace in the tensors. Every setting that is not absent, False, empty or 0 must therefore meet one
+of these conditions: `names.py` reads it, its value is known to be supported, it affects only
+training, or it agrees with the model's `config.json`.
 
 Source: Megatron-LM's megatron/training/arguments.py (core 0.4 to 0.19),
 megatron/core/transformer/transformer_config.py,
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
     from portable.converters.storage.path_or_url import AnyPath
 
-# Values that do not change the model, in addition to absent settings, False and 0.
+# Values that do not change the model. Settings that are absent, False or 0 are also accepted.
 _ALLOWED: Mapping[str, tuple[Any, ...]] = {
     "rotary_percent": (1.0,),
     "softmax_type": ("vanilla",),
     "rope_type": ("rope",),
     "export_kv_cache_quant": ("none",),
 }
-# Settings that `names.py` reads or that are compared below, and sizes that the tensors have.
+# Settings that `names.py` reads, that are compared below, or that the tensor shapes already determine.
 _READ = re.compile(
     r"num_layers|hidden_size|num_attention_heads|group_query_attention|num_query_groups|kv_channels|swiglu"
     r"|ffn_hidden_size|normalization|position_embedding_type|(padded_)?vocab_size|max_position_embeddings"
@@ -93,7 +93,7 @@ _HARMLESS = re.compile(
     r"|num_speculative_tokens|per_dataset_sequences_path|reuse_grad_buf_.*|set_level_for_all_loggers"
     r"|special_tokens|store_param_remainders|timers"
 )
-# Megatron's only scaling of rotary embeddings, whose factor is a setting.
+# Megatron's only type of rotary embedding scaling. Its factor is a setting of the model.
 _LLAMA3 = {
     "rope_type": "llama3",
     "low_freq_factor": 1,
@@ -103,10 +103,12 @@ _LLAMA3 = {
 
 
 def check_megatron_args(args: Mapping[str, Any], config: AnyPath | None, location: str) -> None:
-    """Check that transformers computes the same outputs as Megatron with the settings of a checkpoint.
+    """Check that transformers supports the settings of a Megatron checkpoint.
 
-    A setting is accepted if the conversion handles it, if it has no effect on the model, or if it
-    agrees with `config.json`.
+    With the accepted settings, transformers computes the same outputs as Megatron. A setting is
+    accepted if it is None, empty, False or 0, if the conversion handles it, if it has no effect on
+    the model, or if it agrees with `config.json`. The settings that `_pair_with_config` returns
+    must agree with `config.json` in any case.
 
     Args:
         args: Settings of Megatron, keyed by name.
@@ -114,8 +116,8 @@ def check_megatron_args(args: Mapping[str, Any], config: AnyPath | None, locatio
         location: Path of the checkpoint, used in error messages.
 
     Raises:
-        CheckpointError: If the outputs of transformers may differ because of a setting, or if a setting
-            contradicts `config.json`.
+        CheckpointError: If the outputs of transformers may differ because of a setting, or if a
+            setting contradicts `config.json`.
     """
     for name, value in args.items():
         value = value.key.rpartition(".")[2] if isinstance(value, PickledGlobal) else value
@@ -126,7 +128,8 @@ def check_megatron_args(args: Mapping[str, Any], config: AnyPath | None, locatio
                 f"{location}: a Megatron model with {name}={format_untrusted_value(value)} is not supported"
             )
     model_config = read_json_object_or_empty(config)
-    for name, args_value, key, config_value in _pair_with_config(args, model_config):
+    for pair in _pair_with_config(args, model_config):
+        args_value, config_value = pair.comparable_values or (pair.value, pair.config_value)
         is_equal = (
             math.isclose(args_value, config_value, rel_tol=1e-6)
             if _are_numbers(args_value, config_value)
@@ -134,13 +137,13 @@ def check_megatron_args(args: Mapping[str, Any], config: AnyPath | None, locatio
         )
         if not is_equal:
             config_text = (
-                f"but {config} has {key}={format_untrusted_value(config_value)}"
+                f"but {config} has {pair.config_key}={format_untrusted_value(pair.config_value)}"
                 if model_config
-                else "and there is no config.json to confirm it"
+                else "and there is no config.json that confirms this value"
             )
             raise CheckpointError(
-                f"{location}: args has {name}={format_untrusted_value(args_value)}, {config_text}; "
-                "specify the config.json of this model with --config-from"
+                f"{location}: the checkpoint's args have {pair.name}={format_untrusted_value(pair.value)}, "
+                f"{config_text}; specify the config.json of this model with --config-from"
             )
 
 
@@ -154,23 +157,28 @@ class _SettingPair(NamedTuple):
 
     Attributes:
         name: Name of the setting.
-        value: Value of the setting.
+        value: Value of the setting, as error messages print it.
         config_key: Key of `config.json`.
-        config_value: Value of the key, or its default.
+        config_value: Value of this key in `config.json`, as error messages print it.
+        comparable_values: Both values, converted such that they are equal if they have the same
+            meaning. For example, the value of `tie_word_embeddings` is negated, because Megatron's
+            setting has the opposite meaning. None if `value` and `config_value` can be compared
+            directly.
     """
 
     name: str
     value: Any
     config_key: str
     config_value: Any
+    comparable_values: tuple[Any, Any] | None = None
 
 
 def _pair_with_config(args: Mapping[str, Any], config: Mapping[str, Any]) -> list[_SettingPair]:
     """Pair each setting of Megatron with the key of `config.json` that has the same meaning.
 
-    The values are converted such that they are equal if both files describe the same model. The scaling
-    of the rotary embedding and the attention window are always paired. Other settings are omitted if
-    only one of the files contains them.
+    The compared values of a pair are equal if both files describe the same model. The scaling of the
+    rotary embedding and the attention window are always paired. Other settings are omitted if only one
+    of the files contains them.
 
     Args:
         args: Settings of Megatron.
@@ -180,8 +188,8 @@ def _pair_with_config(args: Mapping[str, Any], config: Mapping[str, Any]) -> lis
     ropes = ropes if isinstance(ropes, dict) else {}
     kind = ropes.get("rope_type", ropes.get("type", "default"))
     if all(ropes.get(key) == value for key, value in _LLAMA3.items()):
-        kind = f"llama3 of factor {ropes.get('factor')}"
-    scaled = f"llama3 of factor {args.get('rope_scaling_factor') or 8.0}"
+        kind = f"llama3 with factor {ropes.get('factor')}"
+    scaled = f"llama3 with factor {args.get('rope_scaling_factor') or 8.0}"
     window = config.get("sliding_window") if config.get("use_sliding_window") is not False else None
     attended = args.get("window_size")
     first = attended[0] if isinstance(attended, (tuple, list)) and attended else attended
@@ -189,7 +197,13 @@ def _pair_with_config(args: Mapping[str, Any], config: Mapping[str, Any]) -> lis
         _SettingPair(
             "use_rope_scaling", scaled if args.get("use_rope_scaling") else "default", "rope_scaling", kind
         ),
-        _SettingPair("window_size", first + 1 if type(first) is int else first, "sliding_window", window),
+        _SettingPair(
+            "window_size",
+            str(attended) if isinstance(attended, (tuple, list)) and _are_numbers(*attended) else attended,
+            "sliding_window",
+            window,
+            (first + 1 if type(first) is int else first, window),
+        ),
     ]
     if not config:
         return pairs
@@ -214,7 +228,8 @@ def _pair_with_config(args: Mapping[str, Any], config: Mapping[str, Any]) -> lis
     tied, untied = config.get("tie_word_embeddings"), args.get("untie_embeddings_and_output_weights")
     if isinstance(tied, bool) and isinstance(untied, bool):
         name = "untie_embeddings_and_output_weights"
-        pairs.append(_SettingPair(name, untied, "tie_word_embeddings", not tied))
+        pairs.append(_SettingPair(name, untied, "tie_word_embeddings", tied, (untied, not tied)))
     if args.get("swiglu") is True and "hidden_act" in config:
-        pairs.append(_SettingPair("swiglu", "silu", "hidden_act", config["hidden_act"]))
+        activation = config["hidden_act"]
+        pairs.append(_SettingPair("swiglu", True, "hidden_act", activation, ("silu", activation)))
     return pairs

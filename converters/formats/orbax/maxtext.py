@@ -1,11 +1,18 @@
 """Convert MaxText's models to the tensor names and row order of transformers.
 
-MaxText stores kernels as [in, heads, head size] or [in, out], and stacks scanned layers along dim
-1. It also folds computations of transformers into the weights. The query kernel is divided by the
-square root of the head size. Gemma's norms contain 1 + the weight of transformers, and its
-embedding is multiplied by the square root of its width. With the rotary embedding of Llama 3.1,
-adjacent elements of a head form a pair. Otherwise, the first half pairs with the second half, as in
-transformers. The checkpoint does not record any of this, so `config.json` must define the model.
+MaxText stores kernels as [in, heads, head size] or [in, out]. It stacks the parameters of scanned
+layers along dim 1. Some stored weights also include operations that transformers performs in the
+forward pass. This depends on the model type:
+
+- The query kernel is divided by the square root of the head size.
+- Each norm of Gemma is stored as 1 + the weight in transformers.
+- The embedding of Gemma is multiplied by the square root of its width.
+
+A rotary embedding rotates the elements of a head in pairs. In MaxText's models with the rotary
+embedding of Llama 3.1, adjacent elements form a pair. In other models, the first half of a head is
+paired with the second half, as in transformers.
+
+The checkpoint does not record any of these differences, so the model's `config.json` is required.
 
 Source: MaxText's src/MaxText/utils/ckpt_conversion/utils/param_mapping.py,
 llama_mistral_mixtral_orbax_to_hf.py, convert_gemma_chkpt.py, convert_gemma2_chkpt.py.
@@ -81,13 +88,14 @@ class _MaxTextFamily:
     """Differences between MaxText and transformers for one `model_type` of transformers.
 
     Attributes:
-        norms: transformers' names of norms in a layer, keyed by MaxText's names.
-        scales_query: Whether the query kernel is divided by the square root of the head size.
-        is_gemma: Whether norms contain 1 + the weight, and the embedding is multiplied by the square
-            root of its width.
-        has_paired_layers: Whether one layer of MaxText contains two layers of transformers, local and
-            global.
-        may_tie: Whether MaxText computes the logits of tied embeddings in the same way as transformers.
+        norms: transformers' names of the norms in a layer, keyed by MaxText's names.
+        scales_query: Whether MaxText divides the query kernel by the square root of the head size.
+        is_gemma: Whether MaxText stores each norm as 1 + the weight in transformers, and multiplies
+            the embedding by the square root of its width.
+        has_paired_layers: Whether one layer of MaxText contains two layers of transformers: one
+            with local attention and one with global attention.
+        may_tie: Whether models with tied embeddings can be converted. This requires that MaxText
+            computes their logits in the same way as transformers.
     """
 
     norms: Mapping[str, str]
@@ -108,20 +116,22 @@ _FAMILIES = {
 
 @dataclass(frozen=True)
 class ParameterDestination:
-    """Destination of a MaxText parameter in transformers' model.
+    """Names and layout that transformers uses for a MaxText parameter.
 
-    The values are multiplied by `factor` and divided by `divisor`, and `term` is added.
+    A weight is converted to `weight * factor / divisor + term`.
 
     Attributes:
-        names: transformers' names, one for each layer of a stack.
+        names: Names in transformers, one for each layer if the parameter contains several layers.
         layer_dim: Dimension along which layers are stacked, or None if the parameter belongs to one
             layer.
-        has_inputs_first: Whether the first dimension is the inputs, as in a kernel.
-        pairs_adjacent: Whether the rotary embedding pairs adjacent elements of a head.
-        num_rows: Number of rows of the result, if the parameter is padded.
-        factor: Factor of the weights.
-        divisor: Divisor of the weights.
-        term: Term that is added to the weights.
+        has_inputs_first: Whether the first dimension of the MaxText parameter is the input
+            dimension, as in MaxText's kernels. transformers stores it last.
+        pairs_adjacent: Whether MaxText's rotary embedding pairs adjacent elements of a head.
+            transformers pairs the first half of a head with the second half.
+        num_rows: Number of rows to keep if the parameter has padding rows, otherwise None.
+        factor: Number by which the weights are multiplied.
+        divisor: Number by which the weights are divided.
+        term: Number that is then added to the weights.
     """
 
     names: tuple[str, ...]
@@ -136,34 +146,40 @@ class ParameterDestination:
 
 @dataclass
 class MaxTextLayout:
-    """Mapping of a checkpoint's parameters to transformers' parameters.
+    """Conversion of the parameters in a checkpoint to the parameters of the opened model.
+
+    The layout converts weights and Adam's moments without reading data. For a MaxText checkpoint
+    with a known `config.json`, the results are the parameters of the transformers model. For other
+    checkpoints, only the names change (`build_named_layout`).
 
     Attributes:
-        destinations: Destination of each parameter, keyed by its path in the tree.
+        destinations: New names, layout and scaling of each parameter, keyed by the parameter's path
+            in the checkpoint's tree.
     """
 
     destinations: dict[Path, ParameterDestination] = field(default_factory=dict)
 
     def convert_weight(self, path: Path, tensor: Tensor) -> dict[str, Tensor]:
-        """Convert one parameter of MaxText to transformers' parameters, without reading data.
+        """Convert one parameter in the checkpoint to parameters of the opened model, without reading data.
 
-        A parameter with stacked layers is split into one parameter per layer.
+        A parameter with stacked layers of MaxText is split into one parameter per layer.
 
         Returns:
-            The parameters, keyed by transformers' names.
+            The parameters, keyed by their names in the opened model.
         """
         target = self.destinations[path]
         edit = AffineEdit(target.factor, target.divisor, target.term)
         return dict(self._iter_converted(target, tensor, edit))
 
     def convert_moment(self, path: Path, tensor: Tensor, moment: str) -> dict[str, Tensor]:
-        """Convert one of Adam's moments of a parameter.
+        """Convert one of Adam's moments of a parameter to transformers' layout.
 
-        If a weight is multiplied by a factor, its gradient and thus the first moment are divided by the
-        factor, and the second moment is divided by the square of the factor.
+        If the conversion multiplies the weight by a factor, it must divide the gradient by the same
+        factor. The first moment is therefore divided by the factor, and the second moment by its
+        square.
 
         Args:
-            path: Path of the parameter in the tree.
+            path: Path of the parameter in the checkpoint's tree.
             tensor: The moment.
             moment: `mu` for the first moment, or `nu` for the second.
 
@@ -200,8 +216,15 @@ class MaxTextLayout:
 def _move_outputs_first(tensor: Tensor, target: ParameterDestination, name: str) -> Tensor:
     """Convert a kernel to transformers' layout `[out, in]`, without reading data.
 
-    The heads and the elements of each head, which are two dimensions of the kernel, are merged into
-    one.
+    An attention kernel has one dimension for the heads and another for the elements of a head. The
+    two dimensions are merged into one. If `target.pairs_adjacent` is True, the elements of each
+    head are also reordered for transformers' rotary embedding.
+
+    Args:
+        tensor: MaxText's kernel of one layer.
+        target: Destination of the kernel.
+        name: Name of the weight in transformers. In the kernel of an `o_proj`, the heads are
+            inputs. In other attention kernels, they are outputs.
     """
     shape = tensor.shape
     if len(shape) == 2:
@@ -217,7 +240,7 @@ def _move_outputs_first(tensor: Tensor, target: ParameterDestination, name: str)
 def build_maxtext_layout(
     shapes: Mapping[Path, Shape], config: Mapping[str, Any], location: str
 ) -> MaxTextLayout | None:
-    """Build the layout of a MaxText model.
+    """Build a layout that maps the parameters of a MaxText model to the tensors of transformers.
 
     Args:
         shapes: Shapes of the arrays outside the optimizer, keyed by path.
@@ -225,11 +248,11 @@ def build_maxtext_layout(
         location: Path of the checkpoint, used in error messages.
 
     Returns:
-        The layout, or None if the tree was not written by MaxText or if there is no `config.json`.
+        The layout. None if MaxText did not write the checkpoint, or if there is no `config.json`.
 
     Raises:
-        CheckpointError: If the type of the model is not supported, or if the model does not fit
-            `config.json`.
+        CheckpointError: If the type of the model is not supported, or if the paths or shapes of the
+            arrays contradict `config.json`.
     """
     prefix = next((path[: path.index("decoder")] for path in shapes if "decoder" in path), None)
     if prefix is None or (*prefix, "token_embedder", "embedding") not in shapes or not config:
@@ -238,9 +261,16 @@ def build_maxtext_layout(
 
 
 def build_named_layout(shapes: Mapping[Path, Shape], location: str) -> MaxTextLayout:
-    """Build a layout that keeps the values of all parameters and derives their names from their paths.
+    """Build a layout that changes only the names of the parameters, and keeps their values.
 
-    The keys of a path are joined with dots, and a prefix that wrappers add to all names is removed.
+    It is used if MaxText did not write the checkpoint, or if the model's `config.json` is not
+    known. Each name is derived from the parameter's path in the tree: the keys of the path are
+    joined with dots, and the parts that wrappers add are removed. For example, a prefix that all
+    names share may be such a part.
+
+    Args:
+        shapes: Shape of each parameter, keyed by its path in the tree.
+        location: Path of the checkpoint, used in error messages.
     """
     plain = strip_common_prefixes({".".join(path): path for path in shapes}, location=location)
     return MaxTextLayout({path: ParameterDestination((name,)) for name, path in plain.items()})
@@ -254,7 +284,8 @@ class _MaxTextModel:
         location: Path of the checkpoint, used in error messages.
 
     Raises:
-        CheckpointError: If the type of the model is not supported.
+        CheckpointError: If the type of the model or of its rotary embedding is not supported, or if a
+            size in `config.json` is missing or invalid.
     """
 
     def __init__(self, config: Mapping[str, Any], location: str) -> None:
@@ -264,7 +295,7 @@ class _MaxTextModel:
         family = _FAMILIES.get(kind) if isinstance(kind, str) else None
         if family is None:
             raise CheckpointError(
-                f"{location}: MaxText's model of type {format_untrusted_value(kind)} is not supported; "
+                f"{location}: MaxText models of type {format_untrusted_value(kind)} are not supported; "
                 "export the model with MaxText's to_huggingface, or convert without config.json to keep "
                 "MaxText's names"
             )
@@ -274,8 +305,8 @@ class _MaxTextModel:
         self.pairs_adjacent = self._get_rope_type() == "llama3"
         if self.pairs_adjacent and self.sizes["D"] % 2:
             raise CheckpointError(
-                f"{location}: config.json has an odd head_dim, {self.sizes['D']}; specify the config.json of "
-                "this model with --config-from"
+                f"{location}: head_dim is {self.sizes['D']} in config.json, but rotary embeddings need an "
+                "even number; specify the config.json of this model with --config-from"
             )
 
     def _get_rope_type(self) -> str:
@@ -290,13 +321,13 @@ class _MaxTextModel:
             kind == "llama3" and self.config["model_type"] != "llama"
         ):
             raise CheckpointError(
-                f"{self.location}: MaxText's models with {format_untrusted_value(kind)} positions are not "
+                f"{self.location}: MaxText models with the rope type {format_untrusted_value(kind)} are not "
                 "supported; convert without config.json to keep MaxText's names"
             )
         return str(kind)
 
     def build_layout(self, shapes: Mapping[Path, Shape], prefix: Path) -> MaxTextLayout:
-        """Build the layout of all parameters, and check that none is missing.
+        """Build the layout of all parameters, and check that no parameter is missing.
 
         Args:
             shapes: Shapes of the arrays, keyed by path.
@@ -309,19 +340,28 @@ class _MaxTextModel:
             )
             if target is None:
                 raise CheckpointError(
-                    f"{self.location}: {format_untrusted_value('.'.join(path))} does not belong to a "
-                    f"model of type {self.config['model_type']}; convert without config.json to keep "
-                    "MaxText's names"
+                    f"{self.location}: the parameter {format_untrusted_value('.'.join(path))} does not "
+                    f"belong to a model of type {self.config['model_type']}; convert without config.json to "
+                    "keep MaxText's names"
                 )
             layout.destinations[path] = target
         self._check_all_parameters(layout)
         return layout
 
     def _find_destination(self, path: Path, shape: Shape) -> ParameterDestination | None:
-        """Find the destination of a parameter, or return None if the model does not have it.
+        """Find the names and layout that transformers uses for a MaxText parameter.
+
+        Args:
+            path: Path of the parameter in MaxText's tree, such as `("decoder", "decoder_norm",
+                "scale")`.
+            shape: Shape of the parameter in the checkpoint.
+
+        Returns:
+            The names and layout, or None if the model does not have the parameter.
 
         Raises:
-            CheckpointError: If the shape does not fit `config.json`.
+            CheckpointError: If the shape does not fit `config.json`, or if `config.json` has too few
+                layers. A padded vocabulary fits.
         """
         gemma = self.family.is_gemma
         width = float(np.sqrt(np.float32(self.sizes["E"]))) if gemma else 1.0
@@ -342,13 +382,20 @@ class _MaxTextModel:
     def _find_layer_destination(
         self, path: Path, shape: Shape, layer_number: str | None
     ) -> ParameterDestination | None:
-        """Find the destination of a layer's parameter. If `layer_number` is None, the layers are stacked.
+        """Find the destination of a parameter of the decoder layers.
+
+        Args:
+            path: Path of the parameter in MaxText's tree. It starts with `decoder` and the key of the
+                layer, such as `layers` or `layers_0`.
+            shape: Shape of the stored array.
+            layer_number: Layer number in the path. None if the array stacks this parameter across
+                layers.
 
         Returns:
             The destination, or None if the layers do not have the parameter.
 
         Raises:
-            CheckpointError: If the shape or the layer does not fit `config.json`.
+            CheckpointError: If `config.json` implies a different shape, or has too few layers.
         """
         name_in_layer = ".".join(path[2:])
         names = {**_KERNELS, **self.family.norms}
@@ -368,7 +415,7 @@ class _MaxTextModel:
             layers = range(int(layer_number) * count + variant, int(layer_number) * count + variant + 1)
             if layers[0] >= self.num_layers:
                 raise CheckpointError(
-                    f"{self.location}: contains layer {layers[0]}, but config.json has "
+                    f"{self.location}: contains a layer with index {layers[0]}, but config.json has only "
                     f"{self.num_layers} layers; specify the config.json of this model with --config-from"
                 )
         kernel = destination in _SHAPES and len(_SHAPES[destination]) > 1
@@ -387,7 +434,10 @@ class _MaxTextModel:
         )
 
     def _compute_query_scale(self) -> float:
-        """Compute the factor for the query kernel from `query_pre_attn_scalar` or the head size.
+        """Compute the factor that restores the query kernel, which MaxText stores divided by it.
+
+        The factor is the square root of `query_pre_attn_scalar` in the config or, if the config
+        does not contain this key, of the head size.
 
         Raises:
             CheckpointError: If the config contains an invalid number.
@@ -395,8 +445,8 @@ class _MaxTextModel:
         scalar = self.config.get("query_pre_attn_scalar", self.sizes["D"])
         if not isinstance(scalar, int | float) or not 0 < scalar < MAX_COUNT:
             raise CheckpointError(
-                f"{self.location}: config.json has no query_pre_attn_scalar; add query_pre_attn_scalar to "
-                "config.json"
+                f"{self.location}: config.json has a query_pre_attn_scalar that is not a positive number; "
+                "correct config.json"
             )
         return float(np.sqrt(np.float32(scalar)))
 
@@ -406,9 +456,9 @@ class _MaxTextModel:
         Args:
             path: Path of the parameter.
             shape: Shape of the parameter.
-            sizes: Expected sizes, as letters that are keys of `self.sizes`.
-            layers: Number of layers that are stacked along dim 1, or None if the parameter belongs to one
-                layer.
+            sizes: Expected sizes, as one letter per dimension. The letters are keys of `self.sizes`.
+            layers: Number of layers that are stacked along dim 1, or None if the parameter belongs to
+                one layer.
 
         Raises:
             CheckpointError: If the shape differs.
@@ -428,16 +478,17 @@ class _MaxTextModel:
         Args:
             path: Path of the parameter.
             shape: Shape of the parameter.
-            dim: Dimension of the vocabulary. The other dimension must have the hidden size.
+            dim: Index of the vocabulary dimension, 0 or 1. The size of the other dimension must
+                equal the hidden size.
 
         Raises:
             CheckpointError: If the shape does not fit `config.json`.
         """
         if len(shape) != 2 or shape[1 - dim] != self.sizes["E"] or shape[dim] < self.vocab_size:
             raise CheckpointError(
-                f"{self.location}: {'.'.join(path)} has shape {list(shape)}, which does not match "
-                f"a vocabulary of {self.vocab_size} tokens and an embedding size of "
-                f"{self.sizes['E']}; specify the config.json of this model with --config-from"
+                f"{self.location}: {'.'.join(path)} has shape {list(shape)}, but config.json requires at "
+                f"least {self.vocab_size} tokens in dimension {dim} and the hidden size {self.sizes['E']} "
+                f"in dimension {1 - dim}; specify the config.json of this model with --config-from"
             )
 
     def _check_all_parameters(self, layout: MaxTextLayout) -> None:
@@ -457,10 +508,12 @@ class _MaxTextModel:
         if missing_name == "lm_head.weight" and not self.family.may_tie:
             raise CheckpointError(
                 f"{self.location}: contains no decoder.logits_dense, so the embeddings are tied, but the "
-                "checkpoint does not record whether MaxText divides their logits; convert without "
-                "config.json to keep MaxText's names"
+                "checkpoint does not record whether MaxText divides the logits "
+                "(normalize_embedding_logits); convert without config.json to keep MaxText's names"
             )
-        if missing_name is not None or len(names) != len(actual_names):
+        if missing_name is not None:
             raise DamagedCheckpointError(
-                f"{self.location}: damaged: {missing_name or 'a tensor'} is missing or stored twice"
+                f"{self.location}: damaged: the parameter for {missing_name} is missing"
             )
+        if len(names) != len(actual_names):
+            raise DamagedCheckpointError(f"{self.location}: damaged: a parameter is stored twice")

@@ -1,10 +1,10 @@
-"""Read Orbax checkpoints that JAX programs (MaxText, Flax) have written, without JAX.
+"""Read Orbax checkpoints of JAX programs (MaxText, Flax). JAX does not have to be installed.
 
 A folder contains a tree of arrays (`leaves.py`). Each array is a zarr array, in an OCDBT database
 that all arrays share (`manifest.ocdbt`, `d/`) or in a separate folder. Orbax's `CheckpointManager`
-writes `<step>/<item>/`. Tensors have the keys of the tree (`params.decoder.norm.scale`). Tensors of
-MaxText get transformers' names if the model's `config.json` is known (`maxtext.py`). The moments of
-optax's Adam are found by their paths in the tree.
+writes `<step>/<item>/`. Tensors are named by their path in the tree (`params.decoder.norm.scale`).
+Tensors of MaxText are renamed to their transformers names if the model's `config.json` is known
+(`maxtext.py`). The moments of optax's Adam are found by their paths in the tree.
 
 Source: https://orbax.readthedocs.io, orbax/checkpoint/_src/metadata/tree.py, _src/serialization/.
 """
@@ -56,7 +56,7 @@ _STEP_METADATA = "_CHECKPOINT_METADATA"
 _TEMPORARY = ".orbax-checkpoint-tmp"
 _ITEMS = ("items", "default", "pytree", "state", "params", "model_params")
 _OPTIMIZERS = frozenset({"opt_state", "optimizer_state"})
-# Dtypes of arrays that may be a count. Floats are excluded, because a float may be a parameter.
+# Dtypes that a count, such as the step, may have. Floats are excluded, because a float may be a parameter.
 _COUNTS = ("I32", "I64", "U32")
 _AUXILIARY = frozenset({"nnx_aux"})  # MaxText's random states
 _MOMENTS = {"mu": "exp_avg", "nu": "exp_avg_sq"}
@@ -64,14 +64,14 @@ _ADAM_STATES = frozenset(_MOMENTS.values())
 
 
 def _find_tree_folder(path: AnyPath) -> AnyPath | None:
-    """Find the folder of an Orbax tree for a path.
+    """Find the folder of the Orbax tree that a path refers to.
 
-    The path may be the folder itself, its `_METADATA` or manifest, or a step folder that contains the
-    tree as an item.
+    The path may be this folder, or the `_METADATA` or manifest file in it. It may also be a step
+    folder in which the tree is one of the items, for example `params`.
 
     Returns:
-        The folder. None if no tree exists, if several items could be the model, or if the save did not
-        finish.
+        The folder of the tree. None if no tree exists, if several items could be the model, or if
+        the save did not finish.
     """
     folder = path.parent if path.is_file() and path.name in (METADATA, MANIFEST) else path
     if _TEMPORARY in folder.name or not folder.is_dir():
@@ -84,7 +84,11 @@ def _find_tree_folder(path: AnyPath) -> AnyPath | None:
 
 
 def _list_item_trees(folder: AnyPath) -> list[str]:
-    """List the trees in a step folder. Without Orbax's step metadata, only usual names are considered."""
+    """List the names of the Orbax trees in a step folder.
+
+    If the folder contains Orbax's step metadata, every entry of the folder is checked for a tree.
+    Otherwise, only entries with common names, such as `params`, are checked.
+    """
     listed = list_entry_names(folder)
     names = listed if _STEP_METADATA in listed else [name for name in listed if name in _ITEMS]
     return [name for name in names if is_orbax_tree(folder / name)]
@@ -93,8 +97,10 @@ def _list_item_trees(folder: AnyPath) -> list[str]:
 def _explain_incomplete(source: CheckpointPath) -> str | None:
     """Explain why an Orbax checkpoint cannot be opened, for example because its save did not finish.
 
+    The checkpoints of Levanter and EasyDeL, which are not supported, are also recognized.
+
     Returns:
-        The reason as one line. None if the path does not look like an Orbax checkpoint.
+        The reason as one line. None if the path does not look like any of these checkpoints.
     """
     path = source.path
     if _TEMPORARY in path.name:
@@ -105,7 +111,7 @@ def _explain_incomplete(source: CheckpointPath) -> str | None:
     if MANIFEST in listed or any(name.startswith("ocdbt.process_") for name in listed):
         return (
             f"{path}: is an incomplete Orbax checkpoint, because {METADATA}, the list of its tensors, is "
-            "missing"
+            "missing; copy the checkpoint again"
         )
     if len(items := _list_item_trees(path)) > 1:
         return (
@@ -113,28 +119,38 @@ def _explain_incomplete(source: CheckpointPath) -> str | None:
             f"{', '.join(items[:8])}"
         )
     if METADATA in listed:
-        return f"{path}: {METADATA} is damaged: it is not the list of tensors of an Orbax checkpoint"
+        return (
+            f"{path}: {METADATA} is damaged: it is not the list of tensors of an Orbax checkpoint; copy the "
+            "checkpoint again"
+        )
     return None
 
 
 def _open_orbax_checkpoint(source: CheckpointPath, path: AnyPath) -> Checkpoint:
-    """Open the tree in the folder `path`."""
+    """Open an Orbax tree as a checkpoint.
+
+    Args:
+        source: Path that the user specified, with options.
+        path: Folder of the Orbax tree. It may differ from the path in `source`. For example, if the
+            user specified a step folder, this may be its subfolder `params`.
+    """
     return _OrbaxTree(CheckpointFolder(path)).build_checkpoint(source)
 
 
 class _OrbaxTree:
     """Arrays of an Orbax tree, keyed by path.
 
-    The constructor opens all arrays. Missing chunks are read as zeros, with a warning.
+    The constructor opens all arrays. TensorStore may omit chunks of zeros. Missing chunks are
+    therefore read as zeros, with a warning.
 
     Args:
         folder: Folder of the tree.
 
     Attributes:
         metadata: Metadata of the tree.
-        num_absent_chunks: Number of chunks that are not stored and are read as zeros.
-        arrays: Arrays, keyed by path.
-        scalar_paths: Paths of numbers outside the model's parameters.
+        num_absent_chunks: Number of missing chunks that are read as zeros.
+        arrays: Lazy tensors, keyed by path in the tree.
+        scalar_paths: Paths of the numbers that are not model parameters, such as the step.
     """
 
     def __init__(self, folder: CheckpointFolder) -> None:
@@ -146,8 +162,8 @@ class _OrbaxTree:
         self.arrays = {path: self._open_array(path, name) for path, name in self.metadata.array_names.items()}
         if self.num_absent_chunks:
             _log.warning(
-                "warning: %s: chunks that are not stored (%s) are read as zeros, because TensorStore "
-                "does not store zeros; a lost file cannot be distinguished from them",
+                "warning: %s: chunks that have no file (%s in total) are read as zeros, because TensorStore "
+                "does not write chunks of zeros; if files may be missing, copy the checkpoint again",
                 to_printable(self.location),
                 f"{self.num_absent_chunks:,}",
             )
@@ -162,20 +178,28 @@ class _OrbaxTree:
     def _open_array(self, path: Path, stored_name: str) -> Tensor:
         """Open one array as a lazy tensor.
 
-        Missing chunks are read as zeros and counted in `num_absent_chunks`.
+        TensorStore may omit chunks that contain only zeros. If the metadata allows this, a missing
+        chunk is read as zeros.
+
+        The chunks of an array are files in a folder, or entries of a database (OCDBT) that all
+        arrays share. A file may also be missing because the checkpoint was not copied completely.
+        `num_absent_chunks` therefore counts the missing files, and the caller warns about them.
+        Scalars and random states are not counted.
 
         Args:
-            path: Path of the array in the tree.
+            path: Path of the array in the saved tree.
             stored_name: Name of the array in the folder or the database.
 
         Raises:
-            CheckpointError: If the header or a chunk is damaged or missing.
+            CheckpointError: If the header is missing or damaged, if a chunk is damaged, or if a
+                chunk is missing although the metadata requires that all chunks are stored.
         """
         leaves, name = self.metadata, ".".join(path)
         raw = self._open_stored_bytes(f"{stored_name}/{leaves.header_name}")
         if raw.nbytes > MAX_ARRAY_HEADER:
             raise DamagedCheckpointError(
-                f"{self.location}: {name}: damaged: the header has {raw.nbytes:,} bytes"
+                f"{self.location}: {name}: damaged: the header has {raw.nbytes:,} bytes, but at most "
+                f"{MAX_ARRAY_HEADER:,} are allowed"
             )
         content = bytearray(raw.nbytes)
         raw.read_into(memoryview(content), 0, set())
@@ -193,19 +217,29 @@ class _OrbaxTree:
         array = build_zarr_tensor(
             name, bytes(content), version, open_chunk, self.location, limit, self.chunk_budget
         )
-        # Count absent chunks only in folders, because the database lists the stored chunks, and not for
-        # numbers, because they are often zero.
+        # Count absent chunks only if arrays are folders, because a database lists its chunks. Skip 0-d
+        # arrays, because they are often zero.
         if leaves.database is None and array.shape and path[0] not in _AUXILIARY:
             self.num_absent_chunks += len(absent_chunks)
         return array
 
     def _has_stored_bytes(self, key: str) -> bool:
-        """Return whether a key exists in the database or the folder."""
+        """Return whether a header or chunk of an array is stored.
+
+        Args:
+            key: Path of the header or chunk relative to the tree's folder. It is looked up in the
+                OCDBT database if the tree has one, otherwise in the folder.
+        """
         database = self.metadata.database
         return (self.folder.path / key).exists() if database is None else key in database
 
     def _open_stored_bytes(self, key: str) -> stored_bytes.ByteSource:
-        """Open the bytes of a key in the database or the folder.
+        """Return a byte source for a header or chunk in its stored form.
+
+        Args:
+            key: Path of the header or chunk, relative to the folder of the Orbax tree. If the tree
+                has an OCDBT database, the key is looked up there. Otherwise, it is a file in the
+                folder.
 
         Raises:
             CheckpointError: If the key is missing.
@@ -216,7 +250,7 @@ class _OrbaxTree:
             return file.get_span(0, file.nbytes)
         if key not in database:
             raise DamagedCheckpointError(
-                f"{self.location}: damaged: {format_untrusted_value(key)} is missing from the database"
+                f"{self.location}: damaged: {format_untrusted_value(key)} is missing from the OCDBT database"
             )
         return database[key]
 
@@ -226,7 +260,14 @@ class _OrbaxTree:
         return value
 
     def build_checkpoint(self, source: CheckpointPath) -> Checkpoint:
-        """Build the checkpoint. For a MaxText model with a known `config.json`, use transformers' names."""
+        """Build a checkpoint from the arrays of this tree, without reading the tensors' data.
+
+        The tensors of a MaxText model get the names that transformers uses, if the model's
+        `config.json` is known. Other tensors are named by their paths in the tree.
+
+        Args:
+            source: Path that the user specified, with options.
+        """
         folder = self.folder.path
         companions = find_companions(folder)
         config = read_json_object_or_empty(source.config_file or companions.get("config.json"))
@@ -276,16 +317,24 @@ class _OrbaxTree:
     def _build_adam_state(
         self, moments: Sequence[Path], model: Mapping[Path, Tensor], layout: MaxTextLayout
     ) -> OptimizerState | None:
-        """Build Adam's state, keyed by parameter: the moments, and the step count as `step`.
+        """Build Adam's state of each parameter: both moments, and the step count (`step`).
+
+        If the tree does not record the step count, `step` is missing.
+
+        Args:
+            moments: Paths of the optimizer's arrays in the tree.
+            model: Arrays of the model, keyed by path in the tree.
+            layout: Mapping that converts the moments to transformers' names and layout.
 
         Returns:
-            The optimizer state, with one parameter group without hyperparameters.
+            The optimizer state. It has one parameter group, which contains no hyperparameters.
 
         Raises:
-            OptimizerStateError: If an array is not a moment of exactly one parameter, or if a moment is
-                missing.
+            OptimizerStateError: If an array is not a moment of exactly one parameter, or if a
+                moment is missing.
         """
-        # Paths of parameters without their first keys, such as the name of the model.
+        # Parameters by the ends of their paths, because the optimizer may omit the first keys, such as the
+        # name of the model.
         paths_by_suffix: dict[Path, list[Path]] = {}
         for path in model:
             for first in range(3):
@@ -303,15 +352,15 @@ class _OrbaxTree:
             owners = preferred_owners[:1] or paths_by_suffix.get(suffix, [])
             if not moment_index or len(owners) != 1:
                 raise OptimizerStateError(
-                    f"{self.location}: the optimizer's {format_untrusted_value('.'.join(path))} is not a "
-                    "moment of optax's Adam"
+                    f"{self.location}: the optimizer state {format_untrusted_value('.'.join(path))} is not "
+                    "a moment (mu or nu) of optax's Adam for one parameter"
                 )
             owner = owners[0]
             moment, array = path[moment_index], self.arrays[path]
             if array.shape != model[owner].shape:
                 raise OptimizerStateError(
                     f"{self.location}: {'.'.join(path)} has shape {list(array.shape)}, but the parameter "
-                    f"has {list(model[owner].shape)}"
+                    f"has shape {list(model[owner].shape)}"
                 )
             with prefix_checkpoint_errors(self.folder.path):
                 moments_by_name = layout.convert_moment(owner, array, moment)
@@ -320,7 +369,10 @@ class _OrbaxTree:
             for name, tensor in moments_by_name.items():
                 values = state.setdefault(name, {})
                 if _MOMENTS[moment] in values:
-                    raise OptimizerStateError(f"{self.location}: {name} has two first or second moments")
+                    raise OptimizerStateError(
+                        f"{self.location}: the optimizer has two first moments or two second moments of "
+                        f"{name}"
+                    )
                 values[_MOMENTS[moment]] = tensor
                 if step is not None:
                     values["step"] = step

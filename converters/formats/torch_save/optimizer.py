@@ -1,8 +1,9 @@
 """Read the optimizer of a full state dict: `optimizer.state_dict()`, pickled in one file.
 
-FSDP uses parameter names as keys. A plain optimizer numbers its parameters group by group, in
-module order within each group. The shapes of the state must then fit the model's parameters in
-exactly one way. Otherwise, the state is rejected.
+FSDP identifies the parameters by name. A plain optimizer only numbers them, group by group, in
+module order within each group. To find the parameter of each number, the shapes of the optimizer
+state are compared with the shapes of the model's parameters. If no assignment fits, or more than
+one, the state is rejected.
 
 Source: `state_dict` in torch/optim/optimizer.py, `optim_state_dict` in torch/distributed/fsdp.
 """
@@ -31,7 +32,7 @@ _PARAMETER_SHAPED_STATES = (
     *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "grad_avg", "exp_inf"),
     *("sum", "acc_delta", "prev", "ax"),
 )
-"""States that have the shape of the parameter in all optimizers that use the name."""
+"""Names of optimizer states that always have the shape of their parameter."""
 
 Shape = tuple[int, ...]
 TensorLeaf = StoredTensor | Tensor
@@ -42,7 +43,7 @@ def to_lazy_tensor(stored: TensorLeaf, name: str) -> Tensor:
     """Convert a pickled tensor to a lazy `Tensor`, whose bytes are located on the first read.
 
     Args:
-        stored: Tensor of one file. A `Tensor` is returned unchanged.
+        stored: Tensor from a pickle in a checkpoint file. A lazy `Tensor` is returned unchanged.
         name: Name of the result, used in error messages.
     """
     if isinstance(stored, Tensor):
@@ -67,21 +68,25 @@ def build_named_optimizer(
 
     Args:
         saved: Unpickled `{"state": ..., "param_groups": [...]}`.
-        tensors: Stored tensors of the model by plain name, including aliases.
-        parameter_names: Names in module order, without aliases. None if the order is not known.
+        tensors: Stored tensors of the model, including aliases, keyed by name without the prefixes
+            of module wrappers.
+        parameter_names: Names of the model's parameters in the order of its modules, without
+            aliases. None if the order is not known.
         location: Path of the file, used in error messages.
 
     Raises:
-        CheckpointError: If the state dict is damaged, or if its state cannot be assigned to parameters
-            unambiguously.
+        CheckpointError: If the state dict is damaged, or if its state cannot be assigned to
+            parameters unambiguously.
     """
     groups, keys = parse_param_groups(saved, location)
     state = {key: _parse_parameter_state(value, str(key), location) for key, value in saved["state"].items()}
     names = _map_keys_to_names(groups, keys, state, tensors, parameter_names, location)
     if len(set(names.values())) != len(names):
-        raise DamagedCheckpointError(f"{location}: two optimizer states belong to one parameter")
+        raise DamagedCheckpointError(
+            f"{location}: two entries of the optimizer state belong to the same parameter"
+        )
     state_by_name: dict[str, Mapping[str, Tensor | Scalar]] = {}
-    # Use the order of the groups, because the state has the order of the first updates.
+    # Use the order of the groups, because the state is in the order in which parameters were first updated.
     for key in (key for group in keys for key in group):
         if key in state:
             name = names[key]
@@ -118,21 +123,25 @@ def parse_param_groups(saved: Any, location: str) -> ParsedGroups:
     """Parse the parameter groups of `optimizer.state_dict()`.
 
     Raises:
-        CheckpointError: If the value is not a state dict, if a key is neither a name nor a number or
-            occurs twice, or if the state contains a key that is not in any group.
+        CheckpointError: If the value is not a state dict, if the `params` of a group are not a list, if
+            a key is neither a name nor a number or occurs twice, or if the state contains a key that is
+            not in any group.
     """
     if not is_optimizer_state_dict(saved) or not all(
         isinstance(group, dict) for group in saved["param_groups"]
     ):
-        raise OptimizerStateError(f"{location}: is not an optimizer's state (no state and param_groups)")
+        raise OptimizerStateError(
+            f"{location}: is not the state_dict() of an optimizer, because state or param_groups is missing "
+            "or invalid"
+        )
     groups: list[dict[Any, Any]] = saved["param_groups"]
     keys = [group.get("params") for group in groups]
     if not all(isinstance(group, (list, tuple)) for group in keys):
-        raise DamagedCheckpointError(f"{location}: damaged: the params of an optimizer group are not a list")
+        raise DamagedCheckpointError(f"{location}: damaged: the params of a parameter group are not a list")
     parameter_keys = [list(group or ()) for group in keys]
     if not all(type(key) is str or is_safe_index(key) for group in parameter_keys for key in group):
         raise DamagedCheckpointError(
-            f"{location}: damaged: the params of the optimizer groups are not names or numbers"
+            f"{location}: damaged: the params of a parameter group are neither names nor indices"
         )
     flatten_group_keys(parameter_keys, saved["state"], location)
     return ParsedGroups(groups, parameter_keys)
@@ -146,24 +155,26 @@ def _map_keys_to_names(
     parameter_names: Sequence[str] | None,
     location: str,
 ) -> dict[Any, str]:
-    """Map the key of each parameter to its name.
+    """Map each parameter's key in a saved optimizer to the parameter's name.
 
-    Keys that are strings are names. For indices, the names come from `param_names` of the groups.
-    Without `param_names`, the shapes of the state must fit the parameters, in module order, in exactly
-    one way.
+    A string key is already a name. If the keys are indices, the names come from `param_names` of
+    the parameter groups. If `param_names` is missing, the indices are matched to the model's
+    parameters by the shapes of their states. This requires that the parameters of each group are in
+    module order, and that the match is unique.
 
     Raises:
         CheckpointError: If the keys are damaged, or if the model lacks one of the parameters.
-        OptimizerStateError: If the assignment is not unique.
+        OptimizerStateError: If the names cannot be determined from the indices.
     """
     flat = [key for group in keys for key in group]
     if all(type(key) is str for key in flat):
         return {key: _require_plain_name(key, tensors, location) for key in flat}
     if not all(type(key) is int for key in flat):
         raise DamagedCheckpointError(
-            f"{location}: damaged: the params of the optimizer groups are partly names and partly numbers"
+            f"{location}: damaged: the params of the parameter groups are partly names and partly indices"
         )
-    recorded_names = [group.get("param_names") for group in groups]  # of AdamW(model.named_parameters())
+    # Recorded by AdamW(model.named_parameters()).
+    recorded_names = [group.get("param_names") for group in groups]
     if all(
         isinstance(names, list) and len(names) == len(group)
         for names, group in zip(recorded_names, keys, strict=True)
@@ -183,38 +194,51 @@ def _map_keys_to_names(
 
 
 def _require_plain_name(parameter: str, tensors: Mapping[str, Tensor], location: str) -> str:
-    """Return the plain name of a parameter, which the model must have.
+    """Return a parameter's name in the model, and check that the model has this parameter.
+
+    Prefixes that wrappers such as DDP added to the name are removed.
 
     Raises:
         CheckpointError: If the model has no such parameter.
     """
     name = find_plain_name(parameter, tensors)
     if name not in tensors:
-        raise OptimizerStateError(f"{location}: contains state of {name!r}, which is not in the model")
+        raise OptimizerStateError(
+            f"{location}: contains the state of {name!r}, which is not a parameter of the model"
+        )
     return name
 
 
 def _parse_parameter_state(values: Any, key: str, location: str) -> dict[str, TensorLeaf | Scalar]:
-    """Parse the state of one parameter. None values are skipped.
+    """Parse the optimizer state of one parameter. Values that are None are skipped.
+
+    Args:
+        values: State of the parameter, keyed by entry name, such as `exp_avg`.
+        key: Key of the parameter in the optimizer's state, used in error messages.
+        location: Path of the file, used in error messages.
 
     Raises:
-        CheckpointError: If another value is neither a tensor nor a number.
+        CheckpointError: If `values` is not a dict, or if an entry is not a tensor, a number, or
+            None.
     """
     if not isinstance(values, dict):
-        raise DamagedCheckpointError(f"{location}: damaged: the state of {key!r} is not a table")
+        raise DamagedCheckpointError(f"{location}: damaged: the state of {key!r} is not a dict")
     state: dict[str, TensorLeaf | Scalar] = {}
     for state_name, value in values.items():
         if isinstance(value, (StoredTensor, Tensor, int, float)):
             state[str(state_name)] = value
         elif value is not None:
             raise OptimizerStateError(
-                f"{location}: the state {str(state_name)!r} of {key!r} is neither a tensor nor a number"
+                f"{location}: the optimizer state {str(state_name)!r} of {key!r} is neither a tensor nor a "
+                "number"
             )
     return state
 
 
 def _find_state_shape(values: Mapping[str, TensorLeaf | Scalar]) -> Shape | None:
-    """Infer the shape of a parameter from an optimizer state that always has this shape.
+    """Infer the shape of a parameter from one of its optimizer states, such as `exp_avg`.
+
+    Only states that always have the shape of their parameter are considered.
 
     Args:
         values: States of the parameter, keyed by state name.
@@ -258,14 +282,16 @@ def _check_state_shapes(
         if isinstance(value, TensorLeaf) and value.shape != tensors[name].shape:
             raise DamagedCheckpointError(
                 f"{location}: {state_name} of {name!r} has shape {list(value.shape)}, but the parameter "
-                f"has {list(tensors[name].shape)}"
+                f"has shape {list(tensors[name].shape)}"
             )
 
 
 def read_hyperparameters(group: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return the hyperparameters of a group as JSON values.
+    """Return the hyperparameters of a parameter group as JSON values.
 
-    A small tensor, such as a learning rate, becomes a number or a list. A large one becomes None.
+    `group` is an entry of an optimizer's `param_groups`. Its parameter list and parameter names are
+    omitted. A small tensor, such as a learning rate, becomes a number or a list. A large tensor
+    becomes None.
     """
     settings: dict[str, Any] = {}
     for key, value in group.items():

@@ -1,9 +1,10 @@
-"""Read full state dicts that `torch.save` wrote to a `.bin`, `.pt` or `.pth` file, or to indexed shards.
+"""Read full state dicts that `torch.save` wrote to a file or to indexed shards.
 
-A file contains a bare state dict, or a state dict within containers (`model`, `state_dict`, ...),
-next to an optimizer, a scheduler and counters. Two names with the same view of one storage are
-tied. The optimizer may also be a separate file: `optimizer.pt` (transformers' Trainer) or
-`optimizer.bin` (Accelerate), next to a model in this format or in safetensors.
+A file (`.bin`, `.pt` or `.pth`) contains a bare state dict, or a dict with the state dict under a
+key such as `model` or `state_dict`. In the second case, the file may also contain an optimizer, a
+scheduler, and counters such as the step. If two names refer to the same elements of the same
+storage, they are tied. The optimizer may also be a separate file: `optimizer.pt` (transformers'
+Trainer) or `optimizer.bin` (Accelerate), next to a model in this format or in safetensors.
 
 Source: torch/serialization.py; `save_pretrained` of transformers; `FULL_STATE_DICT` in
 accelerate/utils/fsdp_utils.py.
@@ -54,32 +55,39 @@ _SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 _INDEX_SUFFIX = ".bin.index.json"
 _FSDP_FILE = "pytorch_model_fsdp.bin"
 _HF_FILES = ("pytorch_model.bin.index.json", "pytorch_model.bin")
-"""Names of a complete model, in order of preference.
+"""Names of the file or index of a complete model, in order of preference.
 
-A folder with safetensors files is not opened by these names, because the safetensors copy is preferred.
+In a folder with safetensors files, they are ignored, because the safetensors copy is preferred.
 """
 _OTHER_FILES = re.compile(
     r"optimizer.*|optim.*|scheduler.*|scaler.*|rng_state.*|random_states.*|training_args\.bin|sampler.*"
     r"|dataloader.*|dl_state.*|custom_checkpoint.*"
 )
-"""Files next to a model that do not contain the model."""
+"""Pattern of the names of files that are often next to a model, but do not contain the model."""
 _RANK_FILE = re.compile(
     r".*(?:mp_rank_\d+|zero_pp_rank_\d+|_optim_states|rank-?\d+-of-\d+|_rank\d+|layer_\d+-model_\d+|expert_\d+).*"
 )
-"""Names of per-rank files written by any library. They never contain a full state dict."""
+"""Pattern of the names of per-rank files, written by any library. They never contain a full state
+dict.
+"""
 _NUMPY_ARRAYS = ("numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct")
-"""Global names with which NumPy pickles arrays."""
+"""Global names of the functions that a pickled NumPy array refers to."""
 _LOCAL_STATE_FILE = re.compile(r"pytorch_model_fsdp_rank\d+\.bin")
-"""Files of Accelerate with FSDP1's LOCAL_STATE_DICT."""
+"""Pattern of the per-rank file names that Accelerate uses with FSDP1's LOCAL_STATE_DICT."""
 OPTIMIZERS = ("optimizer.pt", "optimizer.bin")
 
 
 def _find_model_file(source: CheckpointPath) -> str | None:
-    """Find the model file or its index: the given file, a well-known name, or the only candidate.
+    """Find the file that contains the model, or the index that lists the model's files.
+
+    If the path is a file, only this file is considered. In a folder, well-known names such as
+    `pytorch_model.bin` are preferred. If the folder has none of them, it must contain exactly one
+    other candidate.
 
     Returns:
-        Name of the file. None if no file or several files could be the model, or if safetensors files
-        exist.
+        Name of the file. None if no file or several files could be the model, or if the files
+        belong to separate ranks. Also None if the folder contains safetensors files but not
+        `pytorch_model_fsdp.bin`. Safetensors files are preferred to all other files.
     """
     path = source.path
     if path.is_file():
@@ -102,32 +110,35 @@ def _find_model_file(source: CheckpointPath) -> str | None:
 
 
 def _explain_incomplete(source: CheckpointPath) -> str | None:
-    """Explain that a path contains only single ranks' parts, or several files that could be the model.
+    """Explain why a path cannot be opened as a full state dict.
+
+    The path may contain only the shards of single ranks, or several files that could be the model.
 
     Returns:
-        The reason as one line. None if there is nothing to explain.
+        The reason as one line. None if neither is the case.
     """
     path = source.path
     names = [path.name] if path.is_file() else list_entry_names(path)
     if any(_LOCAL_STATE_FILE.fullmatch(name) for name in names):
         return (
-            f"{path}: is one rank's part of a LOCAL_STATE_DICT of FSDP1, which does not record shapes; "
-            "load the checkpoint with the program that saved it, and save it with SHARDED_STATE_DICT or "
-            "FULL_STATE_DICT"
+            f"{path}: contains one rank's part of a LOCAL_STATE_DICT of FSDP1, which does not record the "
+            "shapes of the tensors; load the checkpoint with the program that saved it, and save it with "
+            "SHARDED_STATE_DICT or FULL_STATE_DICT"
         )
     if path.is_file():
         if _RANK_FILE.fullmatch(path.name) and path.name.endswith(_SUFFIXES):
             return (
-                f"{path}: is one rank's part of a checkpoint, according to its name; specify the folder "
-                "with all parts"
+                f"{path}: according to its name, the file is only one rank's part of a checkpoint; specify "
+                "the folder with all parts"
             )
         return None
     candidates = [name for name in names if name.endswith(_SUFFIXES)]
     parts = [name for name in candidates if _RANK_FILE.fullmatch(name)]
     if parts:
         return (
-            f"{path}: contains parts of single ranks ({parts[0]}, ...) that are incomplete or of an "
-            "unknown format; save a full state dict, or use DCP"
+            f"{path}: contains files of single ranks, such as {parts[0]}, but other files are missing or "
+            "their format is unknown; save a full state dict, or save the checkpoint with "
+            "torch.distributed.checkpoint"
         )
     candidates = [name for name in candidates if not _OTHER_FILES.fullmatch(name)]
     if len(candidates) > 1:
@@ -142,7 +153,8 @@ def _open_torch_checkpoint(source: CheckpointPath, name: str) -> Checkpoint:
     """Open the file or index `name` as a checkpoint.
 
     Raises:
-        CheckpointError: If a file is damaged or does not contain a full state dict.
+        CheckpointError: If a file is damaged or does not contain a full state dict, or if the folder
+            contains several models.
     """
     root = source.path if source.path.is_dir() else source.path.parent
     folder = CheckpointFolder(root)
@@ -166,7 +178,9 @@ def _open_torch_checkpoint(source: CheckpointPath, name: str) -> Checkpoint:
 
     def open_optimizer(aliases: Aliases) -> OptimizerState | None:
         if len(optimizers) > 1:
-            raise OptimizerStateError(f"{location}: contains {len(optimizers)} optimizers")
+            raise OptimizerStateError(
+                f"{location}: contains {len(optimizers)} optimizers, but only one can be converted"
+            )
         if optimizers:
             return build_named_optimizer(
                 optimizers[0], tensors, deduplicate_tied_names(tensors, aliases), location=location
@@ -193,7 +207,10 @@ def load_torch_file(file: CheckpointFile) -> Any:
 
 
 def deduplicate_tied_names(names: Iterable[str], aliases: Aliases) -> list[str]:
-    """Replace aliases with their owners, and drop duplicates, as `named_parameters` does."""
+    """Replace each alias of a tied tensor with the tensor's main name, and drop duplicates.
+
+    The result contains each tensor once, as in `named_parameters`. The order of the names is kept.
+    """
     return list(dict.fromkeys(aliases.get(name, name) for name in names))
 
 
@@ -211,15 +228,17 @@ def open_optimizer_file(
         The optimizer state, or None if there is no such file.
 
     Raises:
-        CheckpointError: If there are several optimizers, or if the optimizer does not fit the model's
-            parameters.
+        CheckpointError: If there are several optimizers, if the file is damaged, or if the state cannot
+            be assigned to the model's parameters unambiguously.
     """
     entries = list_entry_names(folder.path)
     optimizer_files = [name for name in OPTIMIZERS if name in entries]
     if not optimizer_files:
         return None
     if len(optimizer_files) > 1 or "optimizer_1.bin" in entries:
-        raise OptimizerStateError(f"{folder.path}: contains several optimizers")
+        raise OptimizerStateError(
+            f"{folder.path}: contains several optimizers, but only one can be converted"
+        )
     file = folder.get_file(optimizer_files[0])
     return build_named_optimizer(load_torch_file(file), tensors, order(), location=str(file.path))
 
@@ -234,8 +253,8 @@ def _require_shard_tensors(file: CheckpointFile, saved: Any) -> dict[str, Stored
         isinstance(key, str) and isinstance(value, StoredTensor) for key, value in saved.items()
     ):
         raise CheckpointError(
-            f"{file.path}: is not a shard of a state dict (a dict of tensors); save the state_dict() of the "
-            "model"
+            f"{file.path}: is not a dict of tensors, so it is not a shard of a state dict; save the "
+            "state_dict() of the model"
         )
     return saved
 
@@ -244,9 +263,9 @@ class StateDictParts(NamedTuple):
     """Content of a pickled state dict, split by purpose.
 
     Attributes:
-        model_tensors: Tensors of the model by name.
+        model_tensors: Tensors of the model, keyed by name.
         optimizers: State dicts of optimizers.
-        counters: The step, if the file records it.
+        counters: Dict with the entry `step`. Empty if the file does not record the step.
     """
 
     model_tensors: dict[str, Any]
@@ -255,10 +274,11 @@ class StateDictParts(NamedTuple):
 
 
 def split_state_dict(saved: Any, location: str) -> StateDictParts:
-    """Split the content of a file into the model's tensors, the optimizers and the counters.
+    """Split the content of a file into the model's tensors, the optimizers, and the training step.
 
     Raises:
-        CheckpointError: If the content is not a full state dict. The message names the format if it is known.
+        CheckpointError: If the content is not a full state dict. The message names the format if it
+            is known.
     """
     if not isinstance(saved, dict):
         description = "a single tensor" if isinstance(saved, StoredTensor) else f"a {type(saved).__name__}"
@@ -267,13 +287,17 @@ def split_state_dict(saved: Any, location: str) -> StateDictParts:
         )
     if "shard_metadata" in saved:
         raise CheckpointError(
-            f"{location}: is one rank's shard of a PyTorch/XLA FSDP checkpoint; specify the folder"
+            f"{location}: is one rank's shard of a PyTorch/XLA FSDP checkpoint; specify the folder that "
+            "contains all shards"
         )
     if "ds_version" in saved or "ds_config" in saved:
-        raise CheckpointError(f"{location}: is one file of a DeepSpeed checkpoint; specify the folder")
+        raise CheckpointError(
+            f"{location}: is one file of a DeepSpeed checkpoint; specify the folder of the checkpoint"
+        )
     if is_optimizer_state_dict(saved):
         raise CheckpointError(
-            f"{location}: contains optimizer state without a model; specify the folder of the checkpoint"
+            f"{location}: contains the state of an optimizer, but no model; specify the folder of the "
+            "checkpoint"
         )
     leaves: dict[KeyPath, TensorLeaf] = {}
     optimizers: list[Any] = []
@@ -287,8 +311,8 @@ def split_state_dict(saved: Any, location: str) -> StateDictParts:
         remaining_values -= 1
         if remaining_values < 0 or len(path) > MAX_CONTAINER_DEPTH:
             raise CheckpointError(
-                f"{location}: nested too deeply or too large to be a state dict; save the state_dict() of "
-                "the model"
+                f"{location}: has more than {MAX_VALUES:,} values or more than {MAX_CONTAINER_DEPTH} levels "
+                "of nesting, so it is not a state dict; save the state_dict() of the model"
             )
         if isinstance(value, TensorLeaf):
             leaves[path] = value
@@ -298,8 +322,8 @@ def split_state_dict(saved: Any, location: str) -> StateDictParts:
             items = [(key, item) for key, item in value.items() if isinstance(key, (str, int))]
             if any(type(key) is int and abs(key) > MAX_KEY_IN_PATH for key, _ in items):
                 raise CheckpointError(
-                    f"{location}: a dict has integer keys too large for a state dict; save the state_dict() "
-                    "of the model"
+                    f"{location}: a dict has an integer key above {MAX_KEY_IN_PATH:,}, so it is not a state "
+                    "dict; save the state_dict() of the model"
                 )
             pending.extend(((*path, key), item) for key, item in reversed(items))
         elif isinstance(value, (list, tuple)):
@@ -309,7 +333,7 @@ def split_state_dict(saved: Any, location: str) -> StateDictParts:
         elif isinstance(value, int) and len(path) == 1 and path[0] in ("step", "global_step"):
             counters["step"] = value
     container = find_model_container(list(leaves))
-    if container:  # next to a bare state dict, arrays are random states
+    if container:  # outside a container, arrays are not parameters but random states
         array_paths = (path for path in arrays if path[:-1] == container)
         array_path = next((path for path in array_paths if not str(path[-1]).endswith("_extra_state")), None)
         if array_path is not None:
@@ -330,14 +354,17 @@ def split_state_dict(saved: Any, location: str) -> StateDictParts:
 
 
 def find_tied_aliases(views: Mapping[str, StoredTensor], tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Find tied tensors: names that have the same view of the same storage.
+    """Find tied tensors: names whose tensors are the same view of the same storage.
+
+    One of these names becomes the owner of the tensor. The other names become aliases of the owner.
+    Empty tensors are never tied.
 
     Args:
-        views: Stored tensor of each name.
+        views: Location of each tensor in its storage, keyed by name.
         tensors: Tensors of the model, keyed by the same names.
 
     Returns:
-        Owner of each alias.
+        Name of the owner of each alias, keyed by alias.
     """
     groups: dict[str, list[str]] = {}
     for name, view in views.items():

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 Shape = tuple[int, ...]
 
-# Names without weight decay in versions of transformers' Trainer, which uses the names of the shards.
+# Patterns of the names without weight decay in versions of transformers' Trainer, which matches them against
+# shard names.
 _UNDECAYED = (
     re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)"),
     re.compile(r"bias"),
@@ -43,17 +44,27 @@ def build_xla_optimizer(
     *,
     from_trainer: bool,
 ) -> OptimizerState:
-    """Build the optimizer state, keyed by parameter name.
+    """Build the optimizer state of a model that was trained with XLA FSDP.
+
+    Each rank's model file contains a dict `model`. Each of its sharded entries contains a part of
+    one or more parameters. Its other entries have no layout.
 
     Args:
         saved: File and `optimizer.state_dict()` of every rank, in order.
-        layouts: Parameters of each key of `model`, in the order of the model.
-        shapes: Shape of one rank's shard of each key of `model`.
-        plain_names: Names of the parameters without wrappers, keyed by their names with wrappers.
-        from_trainer: Whether transformers' Trainer wrote the optimizer, whose two groups are known.
+        layouts: Layout of the parameters in each sharded entry, keyed by the keys of `model`. The
+            keys are in the order of the model.
+        shapes: Shape of one rank's shard, keyed by the keys of the sharded entries.
+        plain_names: Parameter names without wrapper prefixes, keyed by the names with these
+            prefixes.
+        from_trainer: Whether transformers' Trainer wrote the optimizer. Such an optimizer always
+            has the same two parameter groups.
+
+    Returns:
+        The optimizer state, keyed by parameter name.
 
     Raises:
-        CheckpointError: If the ranks differ, or if the state cannot be assigned to parameters unambiguously.
+        CheckpointError: If the ranks differ, or if the state cannot be assigned to parameters
+            unambiguously.
     """
     location, _ = saved[0]
     ranks = [(file, _get_state_by_index(value, file)) for file, value in saved]
@@ -66,7 +77,9 @@ def build_xla_optimizer(
             for group in parse_param_groups(value, f"{file}: the optimizer").groups
         ]
         if list(value["state"]) != list(states) or settings != hyperparameters:
-            raise MixedCheckpointError(f"{file}: the optimizer differs from {location}")
+            raise MixedCheckpointError(
+                f"{file}: the optimizer has different parameters or settings from the optimizer in {location}"
+            )
     keys = _map_indices_to_keys(indices, groups, states, shapes, from_trainer, location)
     state: dict[str, Mapping[str, Tensor | Scalar]] = {}
     has_replicated_tensor = False
@@ -116,7 +129,9 @@ def _get_state_by_index(saved: Any, location: str) -> dict[int, dict[Any, Any]]:
     if not isinstance(state, dict) or not all(
         type(key) is int and isinstance(values, dict) for key, values in state.items()
     ):
-        raise OptimizerStateError(f"{location}: the optimizer state is not keyed by index")
+        raise OptimizerStateError(
+            f"{location}: the optimizer state is not a dict with the indices of the parameters as keys"
+        )
     return state
 
 
@@ -128,24 +143,27 @@ def _map_indices_to_keys(
     from_trainer: bool,
     location: str,
 ) -> dict[int, str]:
-    """Map each index to a key of `model`.
+    """Map each parameter index of the optimizer to the parameter's key in the rank files.
 
-    If the groups contain the names of their parameters, these are used. Otherwise, the shapes of the
-    states must fit in exactly one way. If they fit in several ways, the two groups of the Trainer, with
-    and without weight decay, are matched separately.
+    A plain optimizer numbers its parameters. In the rank files, the parameters are stored under
+    their keys in the dict `model`. If the groups contain the names of their parameters, these names
+    are used. Otherwise, indices and keys are matched by shape. If several assignments fit and the
+    Trainer wrote the optimizer, its two groups (with and without weight decay) are matched
+    separately.
 
     Args:
-        indices: Indices in each group.
+        indices: Parameter indices in each group.
         groups: Parameter groups of the optimizer.
-        states: State of each index.
-        shapes: Shape of one rank's shard of each key of `model`.
+        states: Optimizer states, keyed by parameter index and then by state name.
+        shapes: Shape of one rank's shard, keyed by the key in `model`.
         from_trainer: Whether transformers' Trainer wrote the optimizer.
         location: File of the optimizer, used in error messages.
 
     Raises:
         OptimizerStateError: If no assignment fits, or if several assignments fit.
     """
-    recorded_names = [group.get("param_names") for group in groups]  # of AdamW(model.named_parameters())
+    # Recorded by AdamW(model.named_parameters()).
+    recorded_names = [group.get("param_names") for group in groups]
     if all(isinstance(names, (list, tuple)) for names in recorded_names):
         parameter_names = [
             str(name).replace("_fpw_module.", "") for names in recorded_names for name in names or ()
@@ -182,16 +200,23 @@ def _match_trainer_groups(
     indices: Sequence[Sequence[int]],
     moment_shapes: Mapping[int, Shape | None],
 ) -> dict[int, str] | None:
-    """Map each index to a key of `model` for the Trainer's two groups, with and without weight decay.
+    """Map optimizer indices to keys of the rank files' `model` dict, one parameter group at a time.
+
+    An optimizer index is the number of a parameter in the optimizer state.
+
+    transformers' Trainer creates two parameter groups: the first one with weight decay, and the
+    second one without. Each group is matched separately.
 
     Args:
-        pattern: Pattern of the names without weight decay.
+        pattern: Regular expression that finds parameters without weight decay by their names.
         candidates: Keys of `model` and the shapes of their shards.
-        indices: Indices in each group.
-        moment_shapes: Shape of each index's state, or None.
+        indices: Optimizer indices in each group.
+        moment_shapes: Shape of the first non-scalar state, such as `exp_avg`, keyed by optimizer
+            index. None if all states are scalars.
 
     Returns:
-        The keys, or None if a group does not fit in exactly one way.
+        The key in `model`, keyed by optimizer index. None if no assignment or more than one
+        assignment fits a group.
     """
     keys: dict[int, str] = {}
     for group, has_match in zip(indices, (False, True), strict=True):
@@ -204,7 +229,10 @@ def _match_trainer_groups(
 
 
 def _is_sharded_state(description: Any, value: Any, shard: Shape, location: str) -> bool:
-    """Return whether a state is sharded like its parameter, rather than a number or a replicated tensor.
+    """Return whether an optimizer state is a tensor that is sharded like its parameter.
+
+    The result is False for a number, for None, and for a replicated tensor. The state `step` and
+    tensors without dimensions count as replicated.
 
     Args:
         description: Name of the state, such as `exp_avg` or `step`.
@@ -213,14 +241,14 @@ def _is_sharded_state(description: Any, value: Any, shard: Shape, location: str)
         location: File of the optimizer, used in error messages.
 
     Raises:
-        OptimizerStateError: If a tensor has a different shape, or if the value is neither tensor nor
-            number.
+        OptimizerStateError: If a tensor is not replicated and its shape differs from `shard`, or if
+            the value is neither a tensor nor a number.
     """
     if isinstance(value, StoredTensor) and value.shape and description != "step":
         if value.shape != shard:
             raise OptimizerStateError(
-                f"{location}: the optimizer's {description!r} has shape {list(value.shape)}, but the "
-                f"shard of the parameter has {list(shard)}"
+                f"{location}: the optimizer's {description!r} has shape {list(value.shape)}, but the shard "
+                f"of the parameter has shape {list(shard)}"
             )
         return True
     if value is None or isinstance(value, (int, float, StoredTensor)):
@@ -231,24 +259,30 @@ def _is_sharded_state(description: Any, value: Any, shard: Shape, location: str)
 def _check_equal_on_ranks(parts: Sequence[tuple[str, Any]], description: str) -> None:
     """Check that all ranks have equal copies of a replicated value.
 
-    If they differ, the files are from different steps or runs.
+    If the copies differ, the files are from different steps or runs.
 
     Args:
         parts: File and value of each rank.
         description: Description of the value, used in error messages.
 
     Raises:
-        CheckpointError: If the copies differ.
+        CheckpointError: If the copies differ, or if a copy is a tensor with too many elements.
     """
     (location, first), *others = parts
     expected = _to_comparable(first, location)
     for file, value in others:
         if _to_comparable(value, file) != expected:
-            raise MixedCheckpointError(f"{file}: {description} differs from {location}")
+            raise MixedCheckpointError(f"{file}: {description} differs from the value in {location}")
 
 
 def _to_comparable(value: Any, location: str) -> Any:
-    """Convert a small value to JSON values that can be compared.
+    """Convert a value to JSON values, so that it can be compared with the values of other ranks.
+
+    A tensor becomes a number or a list.
+
+    Args:
+        value: Value from the file of one rank, such as a step count.
+        location: Path of the file, used in error messages.
 
     Raises:
         CheckpointError: If a tensor has too many elements.
@@ -258,5 +292,8 @@ def _to_comparable(value: Any, location: str) -> Any:
     with prefix_checkpoint_errors(location):
         tensor = to_lazy_tensor(value, "a step")
         if tensor.numel > MAX_GROUP_TENSOR:
-            raise OptimizerStateError("a tensor instead of a number")
+            raise OptimizerStateError(
+                f"an optimizer state that is not sharded has {tensor.numel:,} elements, but at most "
+                f"{MAX_GROUP_TENSOR} are supported"
+            )
         return tensor.tolist()

@@ -1,9 +1,9 @@
 """Read checkpoints of PyTorch/XLA FSDP v1 (`XlaFullyShardedDataParallel`), with one file per rank.
 
 The file of a rank contains `model` (its shards, and every complete buffer), `shard_metadata` and
-often `optimizer`. The files may have any names. transformers' Trainer writes
-`rank<r>-of-<W>-pytorch_model.bin`, and the optimizer in `rank<r>-of-<W>-optimizer.pt`. Every rank
-describes every shard, and all descriptions must agree.
+often `optimizer`. The files may have any names that end with `.pth`, `.pt`, `.bin` or `.ckpt`.
+transformers' Trainer writes `rank<r>-of-<W>-pytorch_model.bin`, and the optimizer in
+`rank<r>-of-<W>-optimizer.pt`. Every rank describes every shard, and all descriptions must agree.
 
 Source: `get_shard_metadata` and `_flatten_and_pad_to_world_size` in
 torch_xla/distributed/fsdp/xla_fully_sharded_data_parallel.py, state_dict_utils.py;
@@ -78,9 +78,9 @@ def _match_rank_file_name(name: str) -> re.Match[str] | None:
 
 
 def _has_shard_metadata(folder: CheckpointFolder, name: str) -> bool:
-    """Return whether the pickle of a file contains `shard_metadata`. Such a file is a rank file.
+    """Return whether a file is a rank file, which contains `shard_metadata` in its pickle.
 
-    False if the file is damaged.
+    XLA FSDP writes one such file per rank. The result is False if the file is damaged.
 
     Raises:
         RemoteError: If the object store failed.
@@ -117,9 +117,9 @@ def _get_file_set_key(match: re.Match[str]) -> tuple[str, int, str]:
     """Return the parts of a rank file's name that all files of a checkpoint share.
 
     Returns:
-        The text before the rank, the world size, and the text after the world size. For the files of
-        the Trainer, the last text differs between model and optimizer, so it is replaced with an empty
-        string.
+        The text before the rank, the world size, and the text after the world size. For the
+        model and optimizer files of transformers' Trainer, the last part is empty. Their
+        endings differ, but both must get the same key.
     """
     tail = match["tail"]
     return (
@@ -132,8 +132,14 @@ def _get_file_set_key(match: re.Match[str]) -> tuple[str, int, str]:
 def _list_rank_files(source: CheckpointPath, folder: CheckpointFolder) -> list[str]:
     """List the files of one checkpoint.
 
+    Args:
+        source: Path that was opened: a folder, or one rank file of the checkpoint.
+        folder: Folder that contains the files.
+
     Raises:
-        CheckpointError: If the folder contains rank files of several checkpoints, and the path is the folder.
+        CheckpointError: If the folder contains the rank files of several checkpoints, and `source`
+            does not select one of them. It does so if it is a file whose name contains the rank and
+            the world size.
     """
     entries = _list_candidate_files(folder.path)
     names_by_set: dict[tuple[str, int, str], list[str]] = {}
@@ -156,8 +162,8 @@ def _list_rank_files(source: CheckpointPath, folder: CheckpointFolder) -> list[s
     if len(names_by_set) > 1:
         first, other, *_ = [names[0] for names in names_by_set.values()]
         raise CheckpointError(
-            f"{folder.path}: contains rank files of several checkpoints ({first}, {other}); specify one "
-            "of the files"
+            f"{folder.path}: contains rank files of several checkpoints, such as {first} and {other}; "
+            "specify one file of the checkpoint to open"
         )
     unranked_names = [name for name in entries if not _match_rank_file_name(name)]
     has_metadata = map_with_prefetch(folder.path, partial(_has_shard_metadata, folder), unranked_names)
@@ -168,20 +174,27 @@ def _load_rank_file(folder: CheckpointFolder, name: str) -> XlaRankFile:
     """Load one rank file.
 
     Raises:
-        CheckpointError: If the file is not a rank file, or if its rank does not match its name.
+        CheckpointError: If the file is damaged or is not a rank file, or if its rank or world size does
+            not match its name.
     """
     archive = TorchZip(folder.get_file(name))
     content = archive.load_object()
     metadata = content.pop(_METADATA, None) if isinstance(content, dict) else None
     if not isinstance(metadata, dict):
-        raise DamagedCheckpointError(f"{archive.location}: is not a rank file of XLA FSDP (no {_METADATA})")
+        raise CheckpointError(
+            f"{archive.location}: has no {_METADATA}, which describes the shards; save the result of the "
+            f"model's get_shard_metadata() in the file, under the key {_METADATA}"
+        )
     rank, world = metadata.get("rank"), metadata.get("world_size")
     if type(rank) is not int or type(world) is not int or not 0 <= rank < world:
-        raise DamagedCheckpointError(f"{archive.location}: damaged: {_METADATA} has no rank and world size")
+        raise DamagedCheckpointError(
+            f"{archive.location}: damaged: {_METADATA} has no valid rank and world_size"
+        )
     match = _match_rank_file_name(name)
     if match and (int(match["rank"][:9]), int(match["world"][:9])) != (rank, world):
         raise DamagedCheckpointError(
-            f"{archive.location}: contains rank {rank} of {world}, which contradicts its name"
+            f"{archive.location}: contains rank {rank} of {world}, but the name of the file has another "
+            "rank or world size"
         )
     return XlaRankFile(archive.location, content, metadata, rank, world)
 
@@ -205,13 +218,14 @@ def _sort_by_rank(files: list[XlaRankFile], kind: str, root: AnyPath) -> list[Xl
         if kind in file.content:
             if file.world_size != files[0].world_size:
                 raise MixedCheckpointError(
-                    f"{file.location}: has a world size of {file.world_size}, but {files[0].location} has "
-                    f"{files[0].world_size}"
+                    f"{file.location}: records a world size of {file.world_size}, but {files[0].location} "
+                    f"records {files[0].world_size}"
                 )
             other = files_by_rank.setdefault(file.rank, file)
             if other is not file:
                 raise DamagedCheckpointError(
-                    f"{file.location}: contains rank {file.rank} of {file.world_size}, like {other.location}"
+                    f"{file.location}: contains the same rank as {other.location}: rank {file.rank} of "
+                    f"{file.world_size}"
                 )
     if files_by_rank:
         check_rank_files_complete(
@@ -224,7 +238,8 @@ def _open_xla_fsdp_checkpoint(source: CheckpointPath, folder: CheckpointFolder) 
     """Open the rank files in a folder as a checkpoint.
 
     Raises:
-        CheckpointError: If files are missing or damaged, or if the ranks differ.
+        CheckpointError: If files are missing or damaged, if they do not contain a model, or if the
+            files of the ranks contain different parameters or layouts.
     """
     root = folder.path
     files = list(
@@ -235,8 +250,8 @@ def _open_xla_fsdp_checkpoint(source: CheckpointPath, folder: CheckpointFolder) 
     unused_files = [file.location for file in files if not file.content.keys() & {"model", "optimizer"}]
     if not models or unused_files:
         raise CheckpointError(
-            f"{unused_files[0] if unused_files else root}: contains no model, only its {_METADATA}; specify "
-            "a checkpoint that contains a model"
+            f"{unused_files[0] if unused_files else root}: contains {_METADATA}, but no model; specify a "
+            "checkpoint that contains a model"
         )
     layouts = parse_layouts(
         [(file.location, file.metadata) for file in models], _require_model_table(models[0])
@@ -252,7 +267,7 @@ def _open_xla_fsdp_checkpoint(source: CheckpointPath, folder: CheckpointFolder) 
     for file in models[1:]:
         if list(_require_model_table(file)) != first:
             raise DamagedCheckpointError(
-                f"{file.location}: does not contain the same parameters as {models[0].location}"
+                f"{file.location}: contains different parameters from {models[0].location}"
             )
     for key, value in _require_model_table(models[0]).items():
         shards = [(file.location, _require_model_table(file)[key]) for file in models]
@@ -287,10 +302,10 @@ def _open_xla_fsdp_checkpoint(source: CheckpointPath, folder: CheckpointFolder) 
 
 
 def _require_model_table(file: XlaRankFile) -> dict[Any, Any]:
-    """Return the dict of the model in a rank file.
+    """Return the `model` dict in a rank file.
 
     Raises:
-        CheckpointError: If the model is not a dict.
+        CheckpointError: If `model` is not a dict.
     """
     model = file.content["model"]
     if not isinstance(model, dict):
@@ -301,15 +316,15 @@ def _require_model_table(file: XlaRankFile) -> dict[Any, Any]:
 def _build_key_tensors(
     key: Any, value: Any, layout: XlaFsdpLayout | None, shards: list[tuple[str, Any]]
 ) -> dict[str, Tensor]:
-    """Build the tensors for a key of `model`.
+    """Build the tensors of one entry in the `model` dict of the rank files.
 
-    If the key is sharded, the shards of all ranks are joined. Otherwise, it is a buffer, and all ranks
-    have a copy of it.
+    If the entry is sharded, the shards of all ranks are joined. Otherwise, the entry is a buffer,
+    and all ranks have a copy of it.
 
     Args:
-        key: Key of `model`.
+        key: Key of the entry.
         value: Value on the first rank.
-        layout: Parameters in the key, or None if the key is not sharded.
+        layout: Layout of the parameters in the entry, or None if the entry is not sharded.
         shards: File and value of every rank, in order.
 
     Returns:
@@ -324,7 +339,9 @@ def _build_key_tensors(
         return {}
     for location, other in shards:
         if not isinstance(other, StoredTensor) or (other.dtype, other.shape) != (value.dtype, value.shape):
-            raise MixedCheckpointError(f"{location}: {str(key)!r} differs from rank 0")
+            raise MixedCheckpointError(
+                f"{location}: {str(key)!r} has a different dtype or shape than on rank 0"
+            )
     with prefix_checkpoint_errors(shards[0][0]):
         return {str(key): to_lazy_tensor(value, str(key))}
 

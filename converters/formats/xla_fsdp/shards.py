@@ -10,6 +10,7 @@ from portable.converters.containers.pickle_reader import format_untrusted_value
 from portable.converters.containers.torchzip import StoredTensor
 from portable.converters.containers.untrusted_values import require_mapping, require_shape
 from portable.converters.errors import (
+    CheckpointError,
     DamagedCheckpointError,
     UnsupportedCheckpointError,
     prefix_checkpoint_errors,
@@ -33,12 +34,17 @@ _MULTIPLES = tuple(1 << bit for bit in range(13))
 
 
 class FlatParameter(NamedTuple):
-    """Original parameter that is stored in a sharded key of `model`.
+    """Position and shape of an original parameter in an entry of an XLA FSDP checkpoint.
+
+    The file of each rank stores a dict `model`, whose sharded entries contain the original
+    parameters. An entry is either a single parameter or the concatenation of several parameters,
+    which torch_xla calls a flat parameter.
 
     Attributes:
-        name: Name with the wrappers of XLA FSDP.
-        start: First element in the flat parameter.
-        shape: Shape before sharding.
+        name: Parameter name, including the prefixes of the XLA FSDP wrappers.
+        start: Index of the parameter's first element in the concatenation. 0 if the entry is a
+            single parameter.
+        shape: Shape of the parameter before sharding.
     """
 
     name: str
@@ -48,11 +54,11 @@ class FlatParameter(NamedTuple):
 
 @dataclass(frozen=True)
 class XlaFsdpLayout:
-    """Layout of the parameters in a sharded key of `model`.
+    """Layout of a sharded entry in the `model` dict: one parameter, or several in a flat parameter.
 
     Attributes:
-        shape: Shape of the parameter before sharding, or the length of a flat parameter.
-        parameters: Original parameters, in flat order.
+        shape: Shape of the entry before sharding. For a flat parameter, its length.
+        parameters: Original parameters, in the order in which they were flattened.
     """
 
     shape: Shape
@@ -67,17 +73,18 @@ class XlaFsdpLayout:
 def parse_layouts(
     metadata_by_file: Sequence[tuple[str, Metadata]], model_keys: Iterable[Any]
 ) -> dict[str, XlaFsdpLayout]:
-    """Parse which parameters each sharded key of `model` contains.
+    """Parse the layout of each sharded entry in the `model` dict of the rank files.
 
     Args:
         metadata_by_file: File and `shard_metadata` of every rank. All must agree.
         model_keys: Keys of `model` on the first rank.
 
     Returns:
-        Layouts, keyed by the keys of `model` that are shards.
+        Layouts of the sharded entries, keyed by their keys in `model`.
 
     Raises:
-        CheckpointError: If the ranks differ, or if the metadata does not describe exactly these keys.
+        CheckpointError: If the ranks differ, or if `shard_metadata` does not describe exactly the
+            sharded entries.
     """
     (location, first), others = metadata_by_file[0], metadata_by_file[1:]
     layouts: dict[str, XlaFsdpLayout] = {}
@@ -93,7 +100,9 @@ def parse_layouts(
         name, shape = _parse_shard_name(info, suffix, location)
         for other, metadata in others:
             if _get_shard_info(metadata, head, suffix, other) != info:
-                raise DamagedCheckpointError(f"{other}: describes {key!r} differently from {location}")
+                raise DamagedCheckpointError(
+                    f"{other}: the shard_info of {key!r} differs from the shard_info in {location}"
+                )
         full_name = f"{head}.{name}" if head else name
         if _FLAT in name:
             entry = _parse_flatten_info(first, full_name, location)
@@ -102,19 +111,22 @@ def parse_layouts(
             for other, metadata in others:
                 if _parse_flatten_info(metadata, full_name, other) != entry:
                     raise DamagedCheckpointError(
-                        f"{other}: describes {full_name!r} differently from {location}"
+                        f"{other}: the flatten_info of {full_name!r} differs from the flatten_info in "
+                        f"{location}"
                     )
         else:
             layouts[key] = XlaFsdpLayout(shape, (FlatParameter(full_name, 0, shape),))
     if not layouts:
-        raise UnsupportedCheckpointError(f"{location}: contains no sharded parameter")
+        raise UnsupportedCheckpointError(f"{location}: contains no sharded parameters")
     for other, metadata in metadata_by_file:
         tables = _get_metadata_table(metadata, "shard_info", other).values()
         count = sum(len(require_mapping(table, "an entry of shard_info", other)) for table in tables)
         if count != len(layouts) or len(_get_metadata_table(metadata, "flatten_info", other)) != len(
             flat_names
         ):
-            raise DamagedCheckpointError(f"{other}: shard_metadata and the model have different parameters")
+            raise DamagedCheckpointError(
+                f"{other}: the parameters in shard_metadata differ from the parameters of the model"
+            )
     return layouts
 
 
@@ -128,16 +140,19 @@ def _get_metadata_table(metadata: Metadata, name: str, location: str) -> dict[An
 
 
 def _get_shard_info(metadata: Metadata, head: str, suffix: str, location: str) -> dict[Any, Any]:
-    """Return the description of a shard in `shard_metadata`.
+    """Return the entry of `shard_metadata` that describes a shard.
+
+    The shard's key in `model` is `head` and `suffix`, joined by a dot, or only `suffix` if `head`
+    is empty.
 
     Args:
         metadata: The `shard_metadata` of a rank.
-        head: Name of the module that contains the shard.
+        head: Name of the module that contains the shard. Empty for the top-level module.
         suffix: Name of the shard in the module.
         location: File of the rank, used in error messages.
 
     Raises:
-        CheckpointError: If the description is missing.
+        CheckpointError: If the entry is missing.
     """
     tables = _get_metadata_table(metadata, "shard_info", location)
     info = require_mapping(tables.get(head, {}), "an entry of shard_info", location).get(suffix)
@@ -154,7 +169,7 @@ class _OriginalParameter(NamedTuple):
 
 
 def _parse_shard_name(info: dict[Any, Any], suffix: str, location: str) -> _OriginalParameter:
-    """Parse the original name and shape of a shard.
+    """Parse the original name and shape of a sharded parameter.
 
     Args:
         info: Description of the shard in `shard_metadata`.
@@ -162,7 +177,8 @@ def _parse_shard_name(info: dict[Any, Any], suffix: str, location: str) -> _Orig
         location: File of the rank, used in error messages.
 
     Raises:
-        CheckpointError: If the original name does not match `suffix`.
+        CheckpointError: If the original shape is invalid, or if the original name does not match
+            `suffix`.
     """
     name, shape = (
         info.get("_orig_name"),
@@ -170,7 +186,8 @@ def _parse_shard_name(info: dict[Any, Any], suffix: str, location: str) -> _Orig
     )
     if not isinstance(name, str) or f"{_SHARD}.{name}".replace(".", _DOT) != suffix:
         raise DamagedCheckpointError(
-            f"{location}: damaged: shard_metadata has the name {format_untrusted_value(name)} for {suffix!r}"
+            f"{location}: damaged: shard_metadata records the name {format_untrusted_value(name)} for "
+            f"{suffix!r}, but the two names do not match"
         )
     return _OriginalParameter(name.lstrip("."), shape)
 
@@ -196,9 +213,14 @@ def _parse_flatten_info(metadata: Metadata, name: str, location: str) -> _Flatte
     if not all(isinstance(part, (list, tuple)) for part in entry) or not (
         len(names) == len(shapes) == len(numels) > 0
     ):
-        raise DamagedCheckpointError(f"{location}: damaged: shard_metadata of {name!r} is invalid")
+        raise DamagedCheckpointError(
+            f"{location}: damaged: the flatten_info of {name!r} is not three lists of the same length"
+        )
     if not all(isinstance(item, str) for item in names) or not all(type(item) is int for item in numels):
-        raise DamagedCheckpointError(f"{location}: damaged: shard_metadata of {name!r} is invalid")
+        raise DamagedCheckpointError(
+            f"{location}: damaged: the flatten_info of {name!r} has a name that is not a string or a size "
+            "that is not a number"
+        )
     return _FlattenInfo(
         list(names),
         [require_shape(shape, f"the shape of {name!r}", location) for shape in shapes],
@@ -207,17 +229,18 @@ def _parse_flatten_info(metadata: Metadata, name: str, location: str) -> _Flatte
 
 
 def _build_flat_layout(entry: _FlattenInfo, full_name: str, shape: Shape, location: str) -> XlaFsdpLayout:
-    """Build the layout of a flat parameter.
+    """Build the layout of a flat parameter, in which several original parameters are concatenated.
 
     Args:
-        entry: Entry of `flatten_info`.
+        entry: Entry for the flat parameter in `flatten_info`, a section of the checkpoint's
+            metadata. It contains the names, shapes and element counts of the original parameters.
         full_name: Name of the flat parameter in the model.
         shape: Shape of the flat parameter before sharding.
         location: File of the rank, used in error messages.
 
     Raises:
-        CheckpointError: If an element count does not match its shape, or if the element counts do not add up
-            to the length of the flat parameter.
+        CheckpointError: If the element count of an original parameter does not match its shape, or
+            if the counts do not add up to the length of the flat parameter.
     """
     names, shapes, numels = entry
     head = full_name.rpartition(".")[0]
@@ -226,14 +249,15 @@ def _build_flat_layout(entry: _FlattenInfo, full_name: str, shape: Shape, locati
     for name, parameter_shape, numel in zip(names, shapes, numels, strict=True):
         if prod(parameter_shape) != numel:
             raise DamagedCheckpointError(
-                f"{location}: damaged: {name!r} has shape {list(parameter_shape)}, but is recorded "
-                f"with {numel} elements"
+                f"{location}: damaged: {name!r} has shape {list(parameter_shape)}, but "
+                f"flatten_info records {numel} elements"
             )
         parameters.append(FlatParameter(f"{head}.{name}", start, parameter_shape))
         start += numel
     if shape != (start,):
         raise DamagedCheckpointError(
-            f"{location}: {full_name!r} has shape {list(shape)}, but its parameters have {start} elements"
+            f"{location}: {full_name!r} has shape {list(shape)}, but the parameters in "
+            f"flatten_info have {start} elements in total"
         )
     return XlaFsdpLayout(shape, tuple(parameters))
 
@@ -241,20 +265,25 @@ def _build_flat_layout(entry: _FlattenInfo, full_name: str, shape: Shape, locati
 def join_shards(
     layout: XlaFsdpLayout, shards: Sequence[tuple[str, Any]], key: str, suffix: str = ""
 ) -> dict[str, Tensor]:
-    """Join the ranks' shards of a key into tensors.
+    """Join the shards of one entry of the `model` dict into the original tensors.
+
+    The entry contains either a single parameter or a flat parameter, in which several original
+    parameters are concatenated. An optimizer state of the entry is joined in the same way.
 
     Args:
-        layout: Parameters in the key.
-        shards: File and value of every rank, in order.
-        key: Key of the shards, used in error messages.
-        suffix: Suffix of the tensors' names, such as `.exp_avg`. The keys of the result do not have it.
+        layout: Layout of the original parameters in the entry.
+        shards: One pair per rank, in rank order. Each pair contains the path of the rank's file and
+            the shard in this file.
+        key: Key of the entry in `model`, used in error messages.
+        suffix: Suffix of the tensors' names, such as `.exp_avg` for an optimizer state. The keys of
+            the result do not include the suffix.
 
     Returns:
-        Tensors, keyed by name with wrappers.
+        Tensors, keyed by parameter name. The names include the prefixes of the XLA FSDP wrappers.
 
     Raises:
-        CheckpointError: If the shards have different dtypes or shapes, or a size that sharding never
-            produces.
+        CheckpointError: If the shards differ in dtype or shape, or if their size does not match the
+            layout and the number of ranks.
     """
     location, first = shards[0]
     key += suffix
@@ -264,8 +293,8 @@ def join_shards(
             raise DamagedCheckpointError(f"{file}: damaged: {key!r} is not a tensor")
         if (value.dtype, value.shape) != (first.dtype, first.shape):
             raise DamagedCheckpointError(
-                f"{file}: {key!r} is {value.dtype} {list(value.shape)}, but {first.dtype} "
-                f"{list(first.shape)} on rank 0"
+                f"{file}: {key!r} has the dtype {value.dtype} and the shape {list(value.shape)}, but on rank "
+                f"0 the dtype {first.dtype} and the shape {list(first.shape)}"
             )
         checked_shards.append(value)
     with prefix_checkpoint_errors(location):
@@ -277,18 +306,35 @@ def join_shards(
 def _join_flat_shards(
     layout: XlaFsdpLayout, stored: Sequence[StoredTensor], key: str, suffix: str
 ) -> dict[str, Tensor]:
-    """Join flat shards, and split the result into the original parameters. Drop the padding at the end.
+    """Join the shards of a flat entry, and split the result into the original parameters.
+
+    The padding at the end of the joined entry is dropped.
+
+    Args:
+        layout: Layout of the original parameters in the entry.
+        stored: One-dimensional shard of each rank, in order.
+        key: Key of the entry, used in error messages.
+        suffix: Suffix of the tensors' names, such as `.exp_avg` for an optimizer state. Empty for
+            the parameters themselves.
+
+    Returns:
+        Tensors, keyed by the names of the original parameters, without the suffix.
 
     Raises:
-        CheckpointError: If the length of the shards does not fit the parameters.
+        CheckpointError: If the length of the shards does not fit the parameters, or if a shard is
+            not contiguous.
     """
     length, numel, world = stored[0].shape[0], prod(layout.shape), len(stored)
     if not any(length == -(-numel // (world * multiple)) * multiple for multiple in _MULTIPLES):
         raise DamagedCheckpointError(
-            f"{key!r} has {length} elements per rank, which does not match {numel} elements on {world} ranks"
+            f"{key!r} has {length:,} elements per rank, which does not match a tensor of {numel:,} elements "
+            f"sharded across {world} ranks"
         )
     if length > 1 and any(shard.strides != (1,) for shard in stored):
-        raise DamagedCheckpointError(f"{key!r} is not contiguous")
+        raise CheckpointError(
+            f"the shard of {key!r} is not a contiguous tensor; call contiguous() on the tensor, and save the "
+            "checkpoint again"
+        )
     dtype, width = stored[0].dtype, get_itemsize(stored[0].dtype)
     joined = ConcatenatedSources(
         [
@@ -303,7 +349,16 @@ def _join_flat_shards(
 
 
 def _join_row_shards(layout: XlaFsdpLayout, stored: Sequence[StoredTensor], key: str, suffix: str) -> Tensor:
-    """Join shards along dim 0. Drop the padding of the last ranks.
+    """Join the shards of an entry that is sharded along dim 0.
+
+    The last ranks may contain padding rows, which are dropped.
+
+    Args:
+        layout: Layout of the entry, which contains a single parameter.
+        stored: Shard of each rank, in order.
+        key: Key of the entry, used in error messages.
+        suffix: Suffix of the tensor's name, such as `.exp_avg` for an optimizer state. Empty for
+            the parameter itself.
 
     Raises:
         CheckpointError: If the shape of the shards does not fit the parameter.
@@ -316,8 +371,8 @@ def _join_row_shards(layout: XlaFsdpLayout, stored: Sequence[StoredTensor], key:
         or rows != -(-layout.shape[0] // len(stored))
     ):
         raise DamagedCheckpointError(
-            f"{key!r} has the shape {list(stored[0].shape)} per rank, which does not match "
-            f"{list(layout.shape)} sharded along dim 0 on {len(stored)} ranks"
+            f"{key!r} has shape {list(stored[0].shape)} on each rank, which does not match a tensor of shape "
+            f"{list(layout.shape)} sharded along dimension 0 across {len(stored)} ranks"
         )
     boxes = []
     for rank, shard in enumerate(stored):
