@@ -1,4 +1,7 @@
-"""Look up TPU specifications from Google's documentation, and detect the TPU of this host."""
+"""Specifications of TPU generations, and functions that detect the TPU of this host.
+
+The specifications are constants, copied mostly from Google's documentation.
+"""
 
 from __future__ import annotations
 
@@ -73,10 +76,11 @@ PCI_KINDS = {"0x0027", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076"}
 
 
 def list_accelerators() -> list[Device]:
-    """List the devices that the planner supports by name, one per TPU generation.
+    """List the TPU devices that the planner supports, one per TPU generation.
 
-    An entry describes a runtime device, which may be one of a chip's two cores. Memory, peak and link
-    bandwidth are therefore the chip's values divided by the number of devices per chip.
+    Depending on the generation, the TPU runtime presents a chip as one device, or each of its two
+    cores as a device. The memory, peak FLOP/s and link bandwidth of a device are therefore the
+    chip's values divided by the number of devices per chip.
     """
     devices = []
     for name, kind in TPU_GENERATIONS.items():
@@ -108,12 +112,14 @@ def find_tpu_generation(accelerator_type: str) -> TpuGeneration | None:
 
 
 def get_peak_flops(accelerator_type: str | None, precision: str) -> float | None:
-    """Return the dense peak FLOP/s of one runtime device.
+    """Return the dense peak FLOP/s of one device of the TPU runtime.
+
+    Such a device is a complete chip or one of its two cores. See :class:`TpuGeneration`.
 
     Args:
         accelerator_type: Accelerator type from :func:`detect_accelerator_type`. None if unknown.
-        precision: ``bf16`` or ``fp32``. With the highest precision, an fp32 product takes six bf16
-            passes.
+        precision: Precision of the run, ``bf16`` or ``fp32``. The fp32 peak assumes XLA's matmul
+            precision ``highest``, at which an fp32 product takes six bf16 passes.
 
     Returns:
         The peak in FLOP/s. None for an unknown accelerator type or other precisions.
@@ -164,8 +170,8 @@ def count_tpu_chips() -> int:
 def is_tpu_selected() -> bool:
     """Return whether the runtime uses a TPU on this host.
 
-    If ``PJRT_DEVICE`` is set, this depends on whether its value is ``TPU``. Otherwise, it depends on
-    whether the host's PCI devices include a TPU.
+    If ``PJRT_DEVICE`` is set, the result is True if its value is ``TPU``. Otherwise, the result is
+    True if the host has a TPU among its PCI devices.
     """
     pjrt_device = os.environ.get("PJRT_DEVICE")
     if pjrt_device:

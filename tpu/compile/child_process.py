@@ -37,7 +37,9 @@ def run_in_child_process(
 ) -> dict[str, Any]:
     """Run Python source in a child process, and return the answer that it writes.
 
-    The child process ends when this process ends.
+    The child process ends when this process ends. Its standard error output goes to a file next to
+    ``answer_path``, with the additional suffix ``.log``. The exit code is ignored if the process
+    writes an answer.
 
     Args:
         source: Source code that calls :func:`write_answer`. The ``arguments`` begin at index 2 in
@@ -45,10 +47,10 @@ def run_in_child_process(
         answer_path: File for the answer. It must not exist yet.
         *arguments: Arguments of the process.
         request: Picklable value that :func:`read_request` returns in the child process.
-        environment: Environment variables for the child process.
-        format_failure: Function that returns the error message if the process writes no answer. Its
-            arguments are the exit code, which is the negative signal number if a signal ended the
-            process, and the standard error output.
+        environment: Complete environment of the child process, to which ``TPU_LOG_DIR`` is added.
+        format_failure: Function that returns the error message if the process writes no answer. It
+            receives the exit code and the standard error output. The exit code is the negative
+            signal number if a signal ended the process.
         on_output_line: Callback that receives each line that the process prints.
 
     Returns:
@@ -56,6 +58,7 @@ def run_in_child_process(
 
     Raises:
         UserError: If the process writes no answer, or if the answer contains the key ``refused``.
+            The value of this key is then the error message.
     """
     log = answer_path.with_name(f"{answer_path.name}.log")
     with log.open("wb") as errors, block_interrupts_in_children():
@@ -88,7 +91,7 @@ def run_in_child_process(
 
 
 def describe_exit(exit_code: int, error_output: str) -> str:
-    """Describe why a process has written no answer. Used in error messages.
+    """Describe, for an error message, why a child process ended without writing its result.
 
     Args:
         exit_code: Exit code of the process.
@@ -98,7 +101,7 @@ def describe_exit(exit_code: int, error_output: str) -> str:
         The last line of the output, or a sentence with the exit code if the output is empty.
     """
     lines = error_output.strip().splitlines()
-    return to_one_line(lines[-1]) if lines else f"its process ended with {exit_code}"
+    return to_one_line(lines[-1]) if lines else f"the child process ended with exit code {exit_code}"
 
 
 def read_request() -> Any:
@@ -107,9 +110,10 @@ def read_request() -> Any:
 
 
 def write_answer(values: Mapping[str, Any]) -> None:
-    """Write this child process's answer atomically.
+    """Write the result of this child process atomically to its answer file.
 
-    The peak memory of the process is added to ``values`` as ``host_bytes``.
+    The parent process reads this file. The file contains ``values`` as JSON. The peak memory of
+    this process in bytes is added as ``host_bytes``, unless ``values`` already has this key.
     """
     answer = Path(sys.argv[1])
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -119,9 +123,12 @@ def write_answer(values: Mapping[str, Any]) -> None:
 
 
 def write_answer_and_exit(values: Mapping[str, Any]) -> NoReturn:
-    """Write the answer, and end this process immediately.
+    """Write the answer of this child process to its parent, and end the process immediately.
 
     A normal exit would wait a long time for threads of the runtime or the compiler.
+
+    Args:
+        values: Content of the answer, which is written as JSON. See :func:`write_answer`.
     """
     write_answer(values)
     sys.stderr.flush()

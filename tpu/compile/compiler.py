@@ -33,7 +33,9 @@ if TYPE_CHECKING:
 
 _RESOURCE_EXHAUSTED = 8
 NO_LARGE_VALUES = 1 << 62
-"""Minimum number of elements that no value has, so that no value is reported."""
+"""Value of ``large_value_elements`` that disables the report of large values, because no value
+has this many elements.
+"""
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
@@ -43,7 +45,8 @@ class LibtpuInstallation:
 
     Attributes:
         path: Path of ``libtpu.so``.
-        version: Version of the installed package. None if unknown, as with ``TPU_LIBRARY_PATH``.
+        version: Version of the installed package ``libtpu``. None if it is unknown, for example
+            because the environment variable ``TPU_LIBRARY_PATH`` names a file outside the package.
     """
 
     path: Path
@@ -62,7 +65,7 @@ def find_libtpu() -> LibtpuInstallation:
         path = Path(env_path)
         if not path.is_file():
             raise UserError(
-                f"TPU_LIBRARY_PATH: {env_path} is not a file; set TPU_LIBRARY_PATH to the file of libtpu"
+                f"TPU_LIBRARY_PATH: {env_path} is not a file; set TPU_LIBRARY_PATH to the path of libtpu.so"
             )
         return (
             installed if installed is not None and installed.path == path else LibtpuInstallation(path, None)
@@ -71,7 +74,7 @@ def find_libtpu() -> LibtpuInstallation:
         return installed
     raise UserError(
         "--compile: needs libtpu, the TPU compiler; install libtpu with: pip install "
-        "'portable-trainer[tpu-compile]', or set TPU_LIBRARY_PATH to the library"
+        "'portable-trainer[tpu-compile]', or set TPU_LIBRARY_PATH to the path of libtpu.so"
     )
 
 
@@ -93,7 +96,9 @@ def compile_xla_graphs(config: RunConfig, target: CompileTarget) -> CompiledRun:
     See :meth:`portable.registry.BackendPackage.compile_graphs` for the arguments.
 
     Raises:
-        UserError: If the run does not support the config, or if tracing or compilation fails.
+        UserError: If the config or the TPU slice is not supported, if libtpu is not installed, or
+            if tracing or compilation fails. A graph that needs too much memory is not an
+            error. It is listed in ``problems`` of the result.
     """
     tpu_slice = select_tpu_slice(target.device, target.num_devices, target.topology)
     library = find_libtpu()
@@ -122,13 +127,13 @@ def compile_graph_files(
         graph_paths: Files that contain serialized ``HloModuleProto`` messages, keyed by graph name.
         tpu_slice: TPU slice. Each graph is partitioned over all of its devices.
         library: Libtpu installation to compile with.
-        large_value_elements: Minimum number of elements of reported values.
-        only_memory: Whether to stop before code generation. Each graph is then compiled in a separate
-            process.
+        large_value_elements: Minimum number of elements for a value to be reported as large.
+        only_memory: Whether to stop as soon as the memory use is known, without generating code.
+            Each graph is then compiled in a separate process.
 
     Raises:
-        UserError: If libtpu does not support the slice, if a graph does not compile, or if the compiler
-            crashes.
+        UserError: If libtpu does not support the slice, if the compiler crashes, or if a graph
+            does not compile for a reason other than memory.
     """
     batches = [{name: path} for name, path in graph_paths.items()] if only_memory else [graph_paths]
     answers = [
@@ -159,7 +164,9 @@ def merge_compile_answers(
         if "error" not in graph:
             compiled.append(GRAPH_ADAPTER.validate_python(graph))
         elif is_out_of_memory(graph["error"], graph["code"]):
-            problems.append(f"{graph['name']} does not fit: {describe_memory_shortage(graph['error'])}")
+            problems.append(
+                f"{graph['name']} does not fit into device memory: {describe_memory_shortage(graph['error'])}"
+            )
             needed = max(needed, _parse_required_bytes(graph["error"]))
         else:
             raise UserError(
@@ -180,10 +187,12 @@ def merge_compile_answers(
 def _run_compile_job(job: CompileJob) -> dict[str, Any]:
     """Run a compile job in a child process, and return its answer.
 
+    If a graph does not compile, no error is raised. Its dict in the answer has the key ``error``.
     On a terminal, the name of the graph that is being compiled is shown.
 
     Raises:
-        UserError: If libtpu does not support the slice, or if the process crashes.
+        UserError: If libtpu does not support the slice, if the file is not a supported libtpu, or
+            if the process crashes.
     """
     started_graphs: list[str] = []
 
@@ -218,19 +227,26 @@ def describe_crash(exit_code: int, started_graphs: Sequence[str], error_output: 
         started_graphs: Names of the graphs whose compilation was started.
         error_output: Standard error output of the process.
     """
-    moment = f"while it compiled {started_graphs[-1]}" if started_graphs else "as it started"
+    moment = f"while it compiled {started_graphs[-1]}" if started_graphs else "when it started"
     how = f"with exit code {exit_code}"
     if exit_code < 0:
         how = f"by {signal.Signals(-exit_code).name}"
     if exit_code == -signal.SIGKILL:
-        return f"--compile: libtpu's process was killed {moment}; the host may be out of memory"
+        return (
+            f"--compile: the process of libtpu was killed {moment}, probably because the host ran out of "
+            "memory; free some memory, or use a host with more memory"
+        )
     lines = [line.strip() for line in error_output.splitlines() if line.strip()]
     error_lines = [
         line for line in lines if re.match(r"[EF]\d{4}|.*(?:Check failed|ERROR|Error|Unknown)", line)
     ]
     last = to_one_line((error_lines or lines or ["no error output"])[0])
     last = re.sub(r"^[EF]\d{4,}[\d :.]*\s*\d*\s+", "", last)
-    remedy = "remove this flag from LIBTPU_INIT_ARGS" if "command line flag" in last else "try another libtpu"
+    remedy = (
+        "remove this flag from LIBTPU_INIT_ARGS"
+        if "command line flag" in last
+        else "try another version of libtpu"
+    )
     return f"--compile: libtpu ended {how} {moment}: {last}; {remedy}"
 
 
@@ -245,56 +261,61 @@ def is_out_of_memory(message: str, code: int) -> bool:
 def describe_memory_shortage(message: str) -> str:
     """Summarize a libtpu out-of-memory error in one line.
 
-    The summary contains the memory required by the graph, its arguments, and its largest value, if the
-    message contains them. Otherwise, the message itself is returned.
+    The summary states how much memory the graph needs, how much of it the arguments take, and which
+    value is the largest. It omits numbers that the message does not contain. If the message
+    contains none of them, the message itself is returned. An example of a summary is ``needs 20.1
+    GiB (4.0 GiB for arguments), but a chip has 15.7 GiB``.
     """
     total = re.search(r"Used (\S+) of (\S+) hbm", message)
     temporary = re.search(r"HLO temporaries \((\S+)\) exceeds available HBM \((\S+)\)", message)
     allocation = re.search(
         r"Allocation \(size=(\d+)\) would exceed memory \(size=(\d+)\).*?'?(\w+\[[\d,]*\])", message
     )
+    arguments = re.search(r"^\s+arguments\s+(\S+)\s*$", message, re.MULTILINE)
+    part = ""
+    if arguments and _parse_size_bytes(arguments[1]):
+        part = f" ({format_bytes(_parse_size_bytes(arguments[1]))} for arguments)"
     parts = []
     if usage := total or temporary:
         parts.append(
-            f"needs {format_bytes(_parse_size_bytes(usage[1]))} of "
+            f"needs {format_bytes(_parse_size_bytes(usage[1]))}{part}, but a chip has "
             f"{format_bytes(_parse_size_bytes(usage[2]))}"
         )
     elif allocation:
         parts.append(
-            f"a single value of {allocation[3]} takes {format_bytes(int(allocation[1]))} of "
+            f"a single value {allocation[3]} takes {format_bytes(int(allocation[1]))}, but a chip has "
             f"{format_bytes(int(allocation[2]))}"
         )
-    arguments = re.search(r"^\s+arguments\s+(\S+)\s*$", message, re.MULTILINE)
-    if arguments and _parse_size_bytes(arguments[1]):
-        parts.append(f"arguments {format_bytes(_parse_size_bytes(arguments[1]))}")
     largest = re.search(r"^\s*1\. Size: (\S+)\s*\n(.*?)={5}", message, re.MULTILINE | re.DOTALL)
     if largest:
         shape = re.search(r"Shape: (\w+\[[\d,]*\])", largest[2])
-        parts.append(
-            f"the largest value is {shape[1] if shape else 'one'} "
-            f"({format_bytes(_parse_size_bytes(largest[1]))})" + _describe_operation(largest[2])
-        )
-    return ", ".join(parts) or to_one_line(message)
+        size = format_bytes(_parse_size_bytes(largest[1]))
+        value = f"the largest value is {shape[1]} ({size})" if shape else f"the largest value takes {size}"
+        parts.append(value + _describe_operation(largest[2]))
+    return "; ".join(parts) or to_one_line(message)
 
 
 _REMEDIES_BY_KERNEL = {
     "ragged-dot": "model.experts batched_mm",
     "scaled_dot_product": "model.attention eager",
 }
-"""Settings that avoid a kernel that some generations (v5p, v4) do not support, by the name of the kernel."""
+"""Settings that avoid kernels which some TPU generations (v5p, v4) do not support, keyed by kernel
+name.
+"""
 
 
 def describe_compile_error(message: str, operation: str) -> str:
     """Describe in one line why libtpu failed to compile a graph.
 
-    The description includes the model operation and a known remedy.
+    The description contains the first line of the message. It also contains the model operation
+    and a remedy, if they are known.
 
     Args:
         message: Error message of libtpu.
         operation: Model operation from :func:`portable.tpu.compile.worker.find_operation_in_message`.
             It is used if the message does not contain operation metadata. Empty if unknown.
     """
-    first = (message.strip().splitlines() or ["it gives no reason"])[0]
+    first = (message.strip().splitlines() or ["libtpu gives no reason"])[0]
     location = _describe_operation(message) or (f" of {operation}" if operation else "")
     remedy = next(
         (f"; use {setting}" for kernel, setting in _REMEDIES_BY_KERNEL.items() if kernel in first), ""
@@ -305,7 +326,8 @@ def describe_compile_error(message: str, operation: str) -> str:
 def _describe_operation(text: str) -> str:
     """Format the operation metadata in a libtpu message as ``of <name> at <file>:<line>``.
 
-    Returns an empty string if the message does not contain such metadata.
+    The result starts with a space. The name or the location is omitted if the message does not
+    contain it. Without any metadata, the result is an empty string.
     """
     operation = re.search(r'op_name="([^"]+)"', text)
     file, line = re.search(r'source_file="([^"]+)"', text), re.search(r"source_line=(\d+)", text)
@@ -337,7 +359,14 @@ def _parse_size_bytes(text: str) -> int:
 
 
 def describe_libtpu(library: LibtpuInstallation, compiler: str) -> str:
-    """Describe the compiler: its name, version, and build date."""
+    """Describe the compiler in one line: its name, version, and build date.
+
+    If the version is unknown, the path of libtpu is used instead. An unknown build date is omitted.
+
+    Args:
+        library: Libtpu installation that contains the compiler.
+        compiler: Compiler version from libtpu, which contains the build date.
+    """
     built = re.search(r"Built on (\w+ +\d+ \d+)", compiler)
     day = f", built on {' '.join(built[1].split())}" if built else ""
     return f"libtpu {library.version or library.path}{day}"

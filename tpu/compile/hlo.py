@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 HOST_MEMORY = 5
-"""Number of the memory space of the host. 0 is HBM, and 1 is the vector memory of a core."""
+"""Number of the host's memory space. 0 is HBM, and 1 is the vector memory of a core."""
 _PACKAGES = re.compile(r"^.*/(?:site|dist)-packages/")
 _REPOSITORY_PREFIX = f"{Path(__file__).parents[2]}/"
-# Name and number of bits of each element type (xla_data.proto). Types without a size, such as tokens, are
-# left out.
+# Name and number of bits of each element type, keyed by its number in xla_data.proto. Types without a size,
+# such as tokens, are omitted.
 _ELEMENT_TYPES = {
     1: ("pred", 8),
     2: ("s8", 8),
@@ -89,7 +89,7 @@ class HloInstruction:
 
     @cached_property
     def result_arrays(self) -> list[HloArray]:
-        """Arrays in the result. A tuple has several arrays."""
+        """Arrays in the instruction's result: usually one, several for a tuple, none for a token."""
         return list(_iter_shape_arrays(self.message.shape))
 
     @property
@@ -98,7 +98,10 @@ class HloInstruction:
         return sum(array.size_bytes for array in self.result_arrays)
 
     def get_constant_integer(self) -> int | None:
-        """Return the value of a constant integer, or None for other instructions."""
+        """Return the value of a constant with one 32-bit or 64-bit integer.
+
+        The result is None for other instructions and for other constants, such as 8-bit integers.
+        """
         literal = self.message.literal
         numbers = [*literal.s32s, *literal.s64s, *literal.u32s, *literal.u64s]
         return int(numbers[0]) if self.opcode == "constant" and len(numbers) == 1 else None
@@ -111,9 +114,10 @@ class HloInstruction:
         return str(self.message.metadata.op_name)
 
     def get_source_location(self) -> str:
-        """Return the location in the model's source code, such as ``models/llama.py:12``.
+        """Return the source location of this operation, such as ``models/llama.py:12``.
 
-        Empty if the compiler did not keep the location.
+        This is the line of the model's code that produced the operation. The result is an empty
+        string if the compiler did not keep the location.
         """
         metadata = self.message.metadata
         return (
@@ -141,6 +145,11 @@ class HloComputation:
     Args:
         message: ``HloComputationProto`` to parse.
         schedule: Scheduled order of the instruction IDs. None to keep the order in ``message``.
+
+    Attributes:
+        by_id: Instructions of the computation, keyed by ID.
+        root: Instruction that computes the result of the computation.
+        instructions: Instructions in execution order.
     """
 
     def __init__(self, message: Any, schedule: Sequence[int] | None) -> None:
@@ -168,7 +177,7 @@ class HloModule:
 
     Attributes:
         computations: Computations of the module, keyed by ID.
-        entry: Computation with which execution begins.
+        entry: Entry computation, with which execution begins.
     """
 
     def __init__(self, data: bytes) -> None:
@@ -184,14 +193,18 @@ class HloModule:
         self.entry = self.computations[message.entry_computation_id]
 
     def get_called_computations(self, instruction: HloInstruction) -> list[HloComputation]:
-        """Return the computations that ``instruction`` calls."""
+        """Return the computations that ``instruction`` calls.
+
+        For a while loop, the result contains first its body and then its condition.
+        """
         return [self.computations[number] for number in instruction.called_computation_ids]
 
     def find_trip_count(self, loop: HloInstruction, computation: HloComputation) -> int | None:
         """Find the number of iterations of a while loop.
 
-        Supports loops whose counter starts at a constant, is incremented by a constant, and is compared
-        with a constant.
+        Supports loops with an integer counter that starts at a constant and is incremented by a
+        constant. The loop must continue while the counter is less than a constant. Loops that count
+        down or compare with ``<=`` are not supported.
 
         Args:
             loop: While instruction.
@@ -273,7 +286,8 @@ def _find_initial_integer(scope: HloComputation, tuple_: HloInstruction, index: 
 def _find_counter_step(body: HloComputation, index: int) -> int | None:
     """Return the constant that a loop body adds to element ``index`` of its tuple.
 
-    Returns None if the body changes the element in any other way.
+    Returns None if the new value of the element is not the sum of a constant integer and another
+    value. The other value is assumed to be the previous value of the element.
     """
     if body.root.opcode != "tuple":
         return None
@@ -293,7 +307,10 @@ def _find_counter_step(body: HloComputation, index: int) -> int | None:
 
 
 def _iter_shape_arrays(shape: Any) -> Iterator[HloArray]:
-    """Yield the arrays in a shape, which may be a nested tuple."""
+    """Yield the arrays in a shape, which may be a nested tuple.
+
+    Shapes whose element type is not in ``_ELEMENT_TYPES``, such as tokens, are omitted.
+    """
     for tuple_shape in shape.tuple_shapes:
         yield from _iter_shape_arrays(tuple_shape)
     if shape.element_type in _ELEMENT_TYPES:

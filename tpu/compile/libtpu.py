@@ -1,9 +1,9 @@
 """Call libtpu's compiler through its C interface, PJRT, for a topology without attached chips.
 
-The functions and structs are defined in ``xla/pjrt/c/pjrt_c_api.h``. Since version 0.57, functions
-and fields have only been appended, so the same indices are valid for every later release. libtpu
-can terminate the process on errors, so call it in a child process
-(:mod:`portable.tpu.compile.worker`).
+The functions and structs are defined in ``xla/pjrt/c/pjrt_c_api.h``. This module accesses the
+functions and the fields of structs by index. Since version 0.57, new ones have only been appended,
+so the indices are valid for every later release. libtpu can terminate the process on errors, so
+call it in a child process (:mod:`portable.tpu.compile.worker`).
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ _STRING, _INT64, _INT64_LIST, _FLOAT, _BOOL = range(5)
 _SPARE_FIELDS = 24
 """Number of fields that are reserved after the input fields of a struct.
 
-They are for the outputs of the function, and for fields that later releases append. A struct may be longer
-than the library expects, but not shorter.
+These fields are for the outputs of the function, and for fields that later releases append. A
+struct may be longer than the library expects, but not shorter.
 """
 
 
@@ -67,7 +67,7 @@ class LibtpuError(Exception):
 
 
 class LibtpuInterfaceError(Exception):
-    """Error raised if the interface of a library is not supported."""
+    """Error raised if a library is not libtpu, or if its interface is not supported."""
 
 
 class _PjrtApi(ctypes.Structure):
@@ -112,7 +112,9 @@ class _PjrtProgram(ctypes.Structure):
 
 @dataclass(frozen=True)
 class ExecutableMemory:
-    """High-bandwidth memory of one device that an executable requires, in bytes.
+    """High-bandwidth memory that an executable requires on one device, in bytes.
+
+    The attributes have the same order as the fields of ``PJRT_Executable_GetCompiledMemoryStats``.
 
     Attributes:
         code_bytes: Size of the code.
@@ -130,9 +132,13 @@ class ExecutableMemory:
 
 
 class CostEstimate(NamedTuple):
-    """Compiler's cost analysis for one device.
+    """Compiler's estimate of the FLOPs and memory accesses of an executable on one device.
 
     Values that the compiler does not report are 0.
+
+    Attributes:
+        flops: Number of floating-point operations.
+        bytes_accessed: Number of bytes that are read and written.
     """
 
     flops: float
@@ -150,11 +156,14 @@ class ResultType(NamedTuple):
 class Libtpu:
     """libtpu library, loaded into this process.
 
+    The library can terminate the process if an error occurs, so load it in a child process.
+
     Args:
         path: Path of ``libtpu.so``.
 
     Raises:
-        LibtpuInterfaceError: If the library is not libtpu, or if its interface is not supported.
+        LibtpuInterfaceError: If the library is not libtpu, or if its PJRT version is not supported.
+            Versions from ``OLDEST_PJRT_VERSION`` to below the next major version are supported.
         LibtpuError: If libtpu fails to start.
     """
 
@@ -164,7 +173,7 @@ class Libtpu:
             get = library.GetPjrtApi
         except (OSError, AttributeError) as error:
             raise LibtpuInterfaceError(
-                f"{path} is not a libtpu library ({error}); set TPU_LIBRARY_PATH to the file of libtpu"
+                f"{path} is not a libtpu library ({error}); set TPU_LIBRARY_PATH to the path of libtpu.so"
             ) from None
         get.restype = ctypes.c_void_p
         self._table: int = get()
@@ -175,8 +184,8 @@ class Libtpu:
         if version[0] != OLDEST_PJRT_VERSION[0] or version < OLDEST_PJRT_VERSION or api.struct_size < needed:
             raise LibtpuInterfaceError(
                 f"{path} has PJRT version {version[0]}.{version[1]}, but only versions from "
-                f"{OLDEST_PJRT_VERSION[0]}.{OLDEST_PJRT_VERSION[1]} up to 1 are supported; install another "
-                "version of libtpu"
+                f"{OLDEST_PJRT_VERSION[0]}.{OLDEST_PJRT_VERSION[1]} to below {OLDEST_PJRT_VERSION[0] + 1}.0 "
+                "are supported; install another version of libtpu"
             )
         self._num_functions = (api.struct_size - ctypes.sizeof(_PjrtApi)) // ctypes.sizeof(ctypes.c_void_p)
         self.interface_version = f"{version[0]}.{version[1]}"
@@ -193,14 +202,15 @@ class Libtpu:
         self.call_function("PJRT_Plugin_Initialize")
 
     def call_function(self, function: str, *fields: int) -> list[int]:
-        """Call a PJRT function, and return its output fields.
+        """Call a PJRT function, and return the fields of its struct after the call.
 
         Args:
-            function: Name of the function.
+            function: Name of the function, which must be a key of ``_FUNCTIONS``.
             *fields: Input fields in the order of the struct. Each field occupies eight bytes.
 
         Returns:
-            All fields of the struct, except the two fields at the beginning of every struct.
+            The input fields, followed by the output fields and by unused fields. The two fields at
+            the beginning of every struct are omitted.
 
         Raises:
             LibtpuError: If the function returns an error.
@@ -208,7 +218,8 @@ class Libtpu:
         filled, error = self._call_raw(function, *fields)
         if not error:
             return filled
-        # Errors of these functions do not matter, and the last two return void.
+        # Ignore errors of these functions. Only the first of them returns an error handle, because the last
+        # two return void.
         code = self._call_raw("PJRT_Error_GetCode", error)[0][1] & 0xFFFFFFFF
         _, text, size = self._call_raw("PJRT_Error_Message", error)[0][:3]
         message = _read_string(text, size)
@@ -216,11 +227,19 @@ class Libtpu:
         raise LibtpuError(message, code)
 
     def _call_raw(self, function: str, *fields: int) -> tuple[list[int], int]:
-        """Call a PJRT function without raising an error.
+        """Call a PJRT function, and return its error handle instead of raising an error.
+
+        Each PJRT function receives one struct, from which it reads its inputs and to which it
+        writes its outputs.
+
+        Args:
+            function: Name of the function.
+            *fields: Input fields in the order of the struct. Each field occupies eight bytes.
 
         Returns:
-            The fields of the struct, except the two fields at the beginning of every struct, and an error
-            handle, which is 0 if the function succeeded.
+            A pair. The first value contains the fields of the struct after the call, except the two
+            fields at the beginning of every struct. The second value is the error handle, which is
+            0 if the function succeeded.
         """
         slots = (ctypes.c_uint64 * (2 + len(fields) + _SPARE_FIELDS))()
         slots[0] = ctypes.sizeof(slots)
@@ -248,7 +267,9 @@ class Libtpu:
                 ctypes.c_void_p.from_address(slot_address).value = function
 
     def open_topology(self, name: str, **options: OptionValue) -> TpuTopology:
-        """Open a slice by its libtpu name, such as ``v5e:4x4``.
+        """Open the topology of a slice by its libtpu name, such as ``v5e:4x4``.
+
+        The machine does not need a TPU.
 
         Args:
             name: Generation, and number of chips along each axis.
@@ -275,7 +296,7 @@ class Libtpu:
 
 
 class TpuTopology:
-    """Topology of a slice to compile for. It is never freed.
+    """Topology of a slice to compile for. The topology is never freed.
 
     Args:
         library: Libtpu library that created the topology.
@@ -292,9 +313,10 @@ class TpuTopology:
 
     @cached_property
     def device_handles(self) -> dict[int, int]:
-        """Address of each device description, keyed by device ID in ascending order.
+        """Handle of each device, keyed by device ID in ascending order.
 
-        torch_xla numbers the devices in this order.
+        A handle is the address of the device's description in libtpu. torch_xla numbers the devices
+        by ascending device ID.
         """
         handles = {
             self.library.call_function("PJRT_DeviceDescription_Id", device)[1] & 0xFFFFFFFF: device
@@ -339,10 +361,14 @@ class TpuTopology:
 
         Args:
             module: Module with its shardings and donated buffers, serialized in ``module_format``.
-            module_format: ``hlo`` for an ``HloModuleProto``, or ``mlir`` for StableHLO bytecode from
-                torch_tpu.
-            options: Serialized ``CompileOptionsProto``. The default is torch_xla's options for a graph on
-                all devices in the slice.
+            module_format: ``hlo`` for an ``HloModuleProto``, or ``mlir`` for StableHLO bytecode
+                from torch_tpu.
+            options: Serialized ``CompileOptionsProto``. The default is torch_xla's options for a
+                graph on all devices in the slice. The options are required if ``module_format`` is
+                ``mlir``.
+
+        Returns:
+            The executable. It is not freed until the caller calls :meth:`LibtpuExecutable.destroy`.
 
         Raises:
             LibtpuError: If the module does not compile, or requires more memory than a device has.
@@ -367,7 +393,10 @@ class TpuTopology:
 
 
 class LibtpuExecutable:
-    """Compiled module.
+    """Executable that libtpu has compiled from an HLO or StableHLO module.
+
+    Its methods read its memory, its cost, the types of its results and its scheduled module. Call
+    :meth:`destroy` to free the executable, because Python does not free it automatically.
 
     Args:
         library: Libtpu library that compiled the module.
@@ -385,7 +414,10 @@ class LibtpuExecutable:
         )
 
     def read_cost_estimate(self) -> CostEstimate:
-        """Read the compiler's cost analysis for one device."""
+        """Read the compiler's cost analysis of this program, for one device.
+
+        The compiler counts the body of each loop only once. A number that it does not report is 0.
+        """
         _, count, array = self._library.call_function("PJRT_Executable_GetCostAnalysis", self.handle)[:3]
         analysis = _read_named_values(array, count)
         numbers = (analysis.get("flops"), analysis.get("bytes accessed"))
@@ -425,7 +457,9 @@ class LibtpuExecutable:
             return bytes(xla_messages.HloModuleWithConfig.FromString(buffer.raw).hlo_module)
         if kind == "hlo":
             return buffer.raw
-        raise LibtpuInterfaceError(f"libtpu returns programs as {kind}, not as HLO")
+        raise LibtpuInterfaceError(
+            f"libtpu returns programs in the format {kind}, not as HLO; install another version of libtpu"
+        )
 
     def destroy(self) -> None:
         """Free the executable."""
@@ -442,7 +476,8 @@ def build_compile_options(device_ids: Sequence[int], *, is_tupled: bool) -> byte
     build = xla_messages.ExecutableBuildOptions(
         device_ordinal=-1,
         use_spmd_partitioning=True,
-        # Allow the compiler to propagate shardings to the results, otherwise each result is replicated.
+        # Allow the compiler to propagate shardings to the results, because otherwise each result is
+        # replicated.
         allow_spmd_sharding_propagation_to_output=[True],
     )
     assign_partitions_to_devices(build, device_ids)
@@ -453,7 +488,7 @@ def build_compile_options(device_ids: Sequence[int], *, is_tupled: bool) -> byte
 
 
 def _has_tuple_parameter(module: bytes) -> bool:
-    """Return whether the parameters of a module are combined in one tuple."""
+    """Return whether a serialized ``HloModuleProto`` takes all parameters as one tuple."""
     parameters = xla_messages.HloModuleProto.FromString(module).host_program_shape.parameters
     return len(parameters) == 1 and bool(parameters[0].tuple_shapes)
 
@@ -461,8 +496,10 @@ def _has_tuple_parameter(module: bytes) -> bool:
 def _fill_named_value(target: _PjrtNamedValue, name: str, value: OptionValue, buffers: list[Any]) -> None:
     """Fill a ``PJRT_NamedValue`` in place.
 
-    The struct contains pointers. The memory that they refer to is appended to ``buffers``, which must
-    be kept alive while the struct is in use.
+    Supports strings, integers and lists of integers. A bool is passed as an integer.
+
+    The struct contains pointers. The memory that they refer to is appended to ``buffers``, which
+    must be kept alive while the struct is in use.
     """
     buffer = ctypes.create_string_buffer(name.encode())
     target.struct_size = ctypes.sizeof(_PjrtNamedValue)

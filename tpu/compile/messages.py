@@ -1,4 +1,4 @@
-"""Define the XLA protocol buffer messages that this package uses, with only the required fields."""
+"""XLA protocol buffer messages that this package uses, reduced to the fields that it needs."""
 
 from __future__ import annotations
 
@@ -59,7 +59,11 @@ The type of a field is a scalar type or another message. A star marks a repeated
 
 
 class _MessageClasses:
-    """Namespace with a class for each message in ``_MESSAGE_FIELDS``, such as ``HloModuleProto``."""
+    """Namespace with a class for each message in ``_MESSAGE_FIELDS``, such as ``HloModuleProto``.
+
+    The single instance is :data:`xla_messages`. A message keeps the fields that ``_MESSAGE_FIELDS``
+    does not define, so it can be parsed, changed and serialized without losing data.
+    """
 
     def __init__(self) -> None:
         file = descriptor_pb2.FileDescriptorProto(name="portable/xla.proto", package="xla", syntax="proto3")
@@ -98,11 +102,11 @@ xla_messages: Any = _MessageClasses()
 
 
 def assign_partitions_to_devices(build_options: Any, device_ids: Sequence[int]) -> None:
-    """Set ``ExecutableBuildOptions`` to one program replica with one partition per device.
+    """Configure build options for one replica of a program, with one partition per device.
 
     Args:
         build_options: ``ExecutableBuildOptions`` message. Modified in place.
-        device_ids: Device IDs.
+        device_ids: Device IDs, in the order of the partitions.
     """
     device_groups = [
         xla_messages.ComputationDevices(replica_device_ids=[device_id]) for device_id in device_ids

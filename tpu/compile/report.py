@@ -40,7 +40,9 @@ _HOST_OPCODES = {"infeed", "outfeed"}
 _HOST_PLACEMENT_TARGETS = {"MoveToHost", "MoveToDevice", "annotate_device_placement"}
 """Custom call targets that move a value between the host and a device."""
 _COMPUTE_OPCODES = {"convolution", "dot", "while", "sort", "scatter", "gather", "reduce", "reduce-window"}
-"""Opcodes that count as computation if a collective is running at the same time."""
+"""Opcodes that are counted as overlapping computation if they run while a collective is in
+progress.
+"""
 _CYCLES = re.compile(rb'"estimated_cycles":"(\d+)"')
 
 
@@ -50,15 +52,19 @@ class ModuleReport:
 
     Attributes:
         collectives: Number, bytes and overlap of collectives, keyed by type.
-        large_values: Values with at least the requested number of elements, the largest first.
-        custom_calls: Number of custom calls, keyed by target.
-        host_transfers: Operations that exchange data with the host.
-        matrix_flops: FLOPs of all matrix products, including all loop iterations.
-        looped_flops: FLOPs of matrix products in loops after the first iteration. They must be added to
-            the compiler's cost analysis, which counts each loop body only once.
-        looped_bytes: Bytes that loops access after the first iteration. They must also be added.
-        loops_of_unknown_length: Number of loops whose trip count is unknown. They are counted as one
+        large_values: Values with at least the requested number of elements, in descending order of
+            their total bytes: the size of the value times its count.
+        custom_calls: Number of custom calls, keyed by target. A call in a loop counts once per
             iteration.
+        host_transfers: Operations that exchange data with the host, without duplicates. Each entry
+            consists of the opcode, the operation's name and the source location.
+        matrix_flops: FLOPs of all matrix products, including all loop iterations.
+        looped_flops: FLOPs of matrix products in loops after the first iteration. These FLOPs must
+            be added to the compiler's cost analysis, which counts each loop body only once.
+        looped_bytes: Bytes that loops access after the first iteration. These bytes must also be
+            added to the cost analysis.
+        loops_of_unknown_length: Number of loops whose trip count is unknown. They are counted as
+            one iteration.
     """
 
     collectives: dict[str, CollectiveStatistics] = field(default_factory=dict)
@@ -73,19 +79,29 @@ class ModuleReport:
 
 @dataclass
 class _MeasuredCollective:
-    """Collective with its bytes, and the computation that has overlapped it so far."""
+    """Statistics of one collective, updated while the compiler's instruction schedule is analyzed.
+
+    Attributes:
+        kind: Type of the collective, for example ``all-gather``.
+        collective: Totals of this collective. The bytes that each device sends are known from the
+            start. The cycles of the computation that overlaps with the collective are added up,
+            from its start instruction to its end instruction.
+    """
 
     kind: str
     collective: CollectiveStatistics
 
 
 def analyze_module(program: bytes, num_devices: int, large_value_elements: int) -> ModuleReport:
-    """Analyze a scheduled module.
+    """Analyze an HLO module that the compiler has scheduled.
+
+    The report contains collectives, large values, custom calls, host transfers, and the FLOPs and
+    bytes in loops. See :class:`ModuleReport`.
 
     Args:
         program: Serialized ``HloModuleProto``.
         num_devices: Number of devices over which the module is partitioned.
-        large_value_elements: Minimum number of elements of reported values.
+        large_value_elements: Minimum number of elements for a value to be reported as large.
     """
     reader = _ModuleAnalyzer(HloModule(program), num_devices, large_value_elements)
     reader.analyze_computation(reader.module.entry, 1)
@@ -93,12 +109,14 @@ def analyze_module(program: bytes, num_devices: int, large_value_elements: int) 
 
 
 class _ModuleAnalyzer:
-    """Module analyzer, which visits one computation at a time and sums up the results.
+    """Analyzer that visits the computations of an HLO module one by one, and sums up the results.
+
+    Call :meth:`analyze_computation` for the entry computation, and then :meth:`build_report`.
 
     Args:
-        module: Scheduled module.
+        module: Scheduled HLO module.
         devices: Number of devices over which the module is partitioned.
-        large: Minimum number of elements of reported values.
+        large: Minimum number of elements for a value to be reported as large.
     """
 
     def __init__(self, module: HloModule, devices: int, large: int) -> None:
@@ -132,13 +150,17 @@ class _ModuleAnalyzer:
         num_runs: int,
         enclosing_collectives: Set[tuple[str, int]] = frozenset(),
     ) -> None:
-        """Analyze a computation in the order of its schedule.
+        """Add the instructions of a computation to the report, in the order of the schedule.
+
+        The computations of calls, conditionals and loop bodies are also added. All branches of a
+        conditional are added, although only one branch runs. The instructions inside fusions are
+        not added, except for collectives.
 
         Args:
             computation: Computation to analyze. It must not be the body of a fusion.
             num_runs: Number of times that the computation runs.
-            enclosing_collectives: Keys of collectives that are in progress when the computation is called.
-                Fusions in the computation may continue them.
+            enclosing_collectives: Keys of the collectives that are in progress when the computation
+                is called. Fusions in the computation may continue these collectives.
         """
         open_collectives: dict[tuple[str, int], _MeasuredCollective] = {}
         for instruction in computation.instructions:
@@ -171,8 +193,15 @@ class _ModuleAnalyzer:
     ) -> None:
         """Analyze the computations that a loop, call or conditional instruction calls.
 
-        Other instructions are ignored. For a loop, the FLOPs and bytes of all iterations after the first
-        are added to the totals.
+        Other instructions are ignored. The compiler's cost analysis counts the body of a loop only
+        once. Therefore, the FLOPs and bytes of all further iterations are added to the totals.
+
+        Args:
+            computation: Computation that contains the instruction.
+            instruction: Instruction to analyze.
+            num_runs: Number of times that the instruction runs.
+            active_collectives: Keys of the collectives that are in progress when the instruction
+                runs.
         """
         if instruction.opcode == "while":
             trips = self.module.find_trip_count(instruction, computation)
@@ -199,11 +228,23 @@ class _ModuleAnalyzer:
     ) -> bool:
         """Record the start or end of a collective, if the instruction is part of one.
 
-        A started collective is added to ``open_collectives``, and removed when it ends.
+        An asynchronous collective is added to ``open_collectives`` when it starts, and removed when
+        it ends.
+
+        Args:
+            computation: Computation that contains the instruction.
+            instruction: Instruction to examine.
+            open_collectives: Collectives that this computation has started and not yet ended, keyed
+                by ``("id", instruction ID)`` or ``("channel", channel ID)``.
+            num_runs: Number of times that the computation runs.
+            enclosing_collectives: Keys of the collectives that were in progress when the
+                computation was called.
 
         Returns:
-            Whether the instruction is part of a collective or an asynchronous operation, and computes
-            nothing else. False for a fusion that continues a collective during its own computation.
+            True if the instruction starts, ends or completely runs a collective. Also True for all
+            other instructions whose opcode is ``async-start`` or ends with ``-done``. False for all
+            other instructions, including a fusion that continues a collective and computes something
+            else at the same time.
         """
         opcode = instruction.opcode
         if opcode.removesuffix("-start") in COLLECTIVE_OPCODES:
@@ -242,13 +283,17 @@ class _ModuleAnalyzer:
         num_runs: int,
         enclosing_collectives: Set[tuple[str, int]],
     ) -> bool:
-        """Track a collective in a fusion. Only TPUs use this form.
+        """Record the start or the end of a collective that the compiler has placed in fusions.
 
-        One fusion starts a collective, other fusions continue it during their computation, and another
-        fusion ends it. All of these fusions have the same channel ID.
+        Only TPUs use this form. One fusion starts the collective, later fusions continue it while
+        they compute, and another fusion ends it. All of these fusions have the same channel ID. A
+        synchronous collective is complete in one fusion. See :meth:`_track_collective` for the
+        arguments.
 
         Returns:
-            Whether the fusion is a collective without other computation.
+            True if ``instruction`` is a fusion that only starts or ends a collective, or runs a
+            synchronous one. False if it contains no collective, or if it computes while the
+            collective is in progress.
         """
         (fused,) = self.module.get_called_computations(instruction)[:1] or (None,)
         inner = [] if fused is None else [i for i in fused.instructions if i.opcode in COLLECTIVE_OPCODES]
@@ -278,7 +323,17 @@ class _ModuleAnalyzer:
     def _measure_collective(
         self, computation: HloComputation, instruction: HloInstruction, kind: str, *, is_async: bool
     ) -> _MeasuredCollective:
-        """Measure the bytes that each device sends in a collective."""
+        """Measure the bytes that each device sends in a collective.
+
+        The bytes are calculated from the operands and the group size, for ring algorithms.
+
+        Args:
+            computation: Computation that contains the instruction.
+            instruction: Instruction of the collective.
+            kind: Type of the collective. It differs from the opcode if a fusion combines an
+                all-reduce with a slice.
+            is_async: Whether separate instructions start and end the collective.
+        """
         group = instruction.get_group_size(self._num_devices)
         size = computation.count_operand_bytes(instruction)
         sent = {
@@ -290,7 +345,12 @@ class _ModuleAnalyzer:
         return _MeasuredCollective(kind, CollectiveStatistics(1, sent, int(is_async)))
 
     def _add_collective(self, measured: _MeasuredCollective, num_runs: int) -> None:
-        """Add a finished collective to the totals."""
+        """Add a finished collective to the totals of its type.
+
+        Args:
+            measured: Statistics of the collective.
+            num_runs: Number of times that the collective runs. Its statistics are multiplied by it.
+        """
         self._collectives[measured.kind] = (
             self._collectives.get(measured.kind, CollectiveStatistics()) + measured.collective * num_runs
         )
@@ -298,7 +358,11 @@ class _ModuleAnalyzer:
     # -- values, calls and the host ------------------------------------------------------------------------
 
     def _add_large_results(self, instruction: HloInstruction, num_runs: int) -> None:
-        """Add an instruction's results in HBM to the large values, if they have enough elements."""
+        """Record the large results that an instruction stores in HBM.
+
+        A result is large if it has at least as many elements as the argument ``large`` of this
+        class. Each result is counted ``num_runs`` times.
+        """
         if instruction.opcode in _OPCODES_WITHOUT_MEMORY or instruction.opcode.endswith("-done"):
             return
         for array in instruction.result_arrays:
@@ -327,9 +391,11 @@ class _ModuleAnalyzer:
     # -- loops ---------------------------------------------------------------------------------------------
 
     def _count_matrix_flops(self, computation: HloComputation) -> float:
-        """Count the FLOPs of matrix products in a computation, including the computations that it calls.
+        """Count the FLOPs of matrix products in a computation and in the computations it calls.
 
-        Loops inside the computation count as one iteration.
+        Only convolutions are counted, because the TPU compiler converts matrix products to
+        convolutions. Matrix products in custom calls are therefore missing. Loops inside the
+        computation count as one iteration, and all branches of a conditional are counted.
         """
         total = 0.0
         for instruction in computation.instructions:
@@ -341,11 +407,12 @@ class _ModuleAnalyzer:
 
 
 def count_convolution_flops(computation: HloComputation, instruction: HloInstruction) -> float:
-    """Count the FLOPs of a convolution. The TPU compiler converts every matrix product to a convolution.
+    """Count the FLOPs of a convolution.
 
-    The compiler represents a batch dim as a dilated window. Only window positions that read an input
-    element are counted, because positions in padding or in the gaps of a dilation require no
-    computation.
+    The TPU compiler converts every matrix product to a convolution. It represents a batch dim of a
+    product as a window dim with dilation. Many window positions are then in padding or in the gaps
+    of the dilation, and require no computation. Only positions that read an input element are
+    counted.
 
     Args:
         computation: Computation that contains the instruction.
@@ -366,11 +433,12 @@ def count_convolution_flops(computation: HloComputation, instruction: HloInstruc
 
 
 def _count_valid_window_positions(window: Any, input_size: int, output_size: int) -> int:
-    """Count the pairs of output and kernel positions that read an input element, along one dim.
+    """Count the multiplications with real input elements along one dim of a convolution.
 
-    The number of FLOPs of a convolution is proportional to the product of these counts over all spatial
-    dims. Pairs that read padding, or a zero that base dilation inserts between input elements, are not
-    counted.
+    Each multiplication belongs to one pair of an output position and a kernel position. A pair is
+    not counted if it reads padding, or a zero that base dilation inserts between input elements.
+    The number of FLOPs of a convolution is proportional to the product of these counts over all
+    spatial dims.
 
     Args:
         window: HLO ``WindowDimension`` for one spatial dim of the convolution.
@@ -382,7 +450,8 @@ def _count_valid_window_positions(window: Any, input_size: int, output_size: int
     extent = (input_size - 1) * gaps + 1
     valid = 0
     for step in range(size):
-        # Output positions o with 0 <= o * stride + step * holes - padding < extent that meet no gap.
+        # Count the output positions o with 0 <= o * stride + step * holes - padding < extent that do not read
+        # a gap.
         offset = step * holes - padding
         if gaps == 1:
             first = max(0, -(offset // stride)) if offset < 0 else 0
@@ -421,6 +490,6 @@ def _classify_fused_collective(fused: HloComputation, collective: HloInstruction
 
 
 def _read_estimated_cycles(instruction: HloInstruction) -> int:
-    """Return the compiler's estimate of an instruction's cycles, or 0 without an estimate."""
+    """Return the compiler's estimate of an instruction's cycles, or 0 if there is no estimate."""
     match = _CYCLES.search(instruction.backend_config)
     return int(match[1]) if match else 0

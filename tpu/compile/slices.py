@@ -20,13 +20,14 @@ _CUBE_SHAPES = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "
 
 @dataclass(frozen=True)
 class SliceFamily:
-    """Slices of one TPU generation. The runtime creates one device per chip.
+    """Slice shapes and compiler options of a TPU generation with one device per chip.
 
     Attributes:
         slice_shapes: Shapes that Google Cloud offers, in ascending order:
             https://docs.cloud.google.com/tpu/docs/system-architecture-tpu-vm
-        usable_hbm_bytes: Memory available to a program in bytes, taken from error messages of libtpu
-            0.0.21. Only used with older libtpu releases, which do not report the limit.
+        usable_hbm_bytes: Number of bytes of device memory that a program can use, taken from error
+            messages of libtpu 0.0.21. Only used with older libtpu releases, which do not report the
+            limit.
         topology_options: Options for libtpu's topology.
         libtpu_flags: Flags that torch_xla adds to LIBTPU_INIT_ARGS for this generation.
     """
@@ -38,20 +39,21 @@ class SliceFamily:
 
     @property
     def num_axes(self) -> int:
-        """Number of axes in the slice shapes."""
+        """Number of axes in the shapes of this generation's TPU slices, such as 3 for ``4x4x8``."""
         return self.slice_shapes[0].count("x") + 1
 
 
 _ASYNC_FLAGS = ("xla_enable_async_all_gather=true", "xla_enable_async_collective_permute=true")
 
 SLICE_FAMILIES: dict[str, SliceFamily] = {
-    # torch_xla makes one device of a v4 chip's two cores by TPU_MEGACORE.
+    # torch_xla sets TPU_MEGACORE, which combines the two cores of a v4 chip into one device.
     "v4": SliceFamily(_CUBE_SHAPES, int(31.75 * GIB), (("chip_config_name", "megacore_dense"),)),
     "v5e": SliceFamily(_SQUARE_SHAPES, int(15.75 * GIB), libtpu_flags=_ASYNC_FLAGS),
     "v5p": SliceFamily((*_CUBE_SHAPES, "16x16x16", "16x16x24"), int(95.74 * GIB), libtpu_flags=_ASYNC_FLAGS),
     "v6e": SliceFamily(_SQUARE_SHAPES, int(31.25 * GIB)),
 }
-# torch_xla sets these in every process that drives TPUs; `tests/tpu/test_compile.py` compares.
+# torch_xla sets these flags in every process that uses a TPU. `tests/tpu/test_compile.py` checks that the two
+# lists are equal.
 _TORCH_XLA_FLAGS = (
     "xla_tpu_use_enhanced_launch_barrier=false",
     "xla_latency_hiding_scheduler_rerun=1",
@@ -84,7 +86,7 @@ class TpuSlice:
 
     @property
     def topology_options(self) -> dict[str, OptionValue]:
-        """Topology options that libtpu requires in addition to the name."""
+        """Options that libtpu requires for the slice's topology, in addition to ``libtpu_name``."""
         options = dict(SLICE_FAMILIES[self.generation].topology_options)
         sides = [*_parse_chip_shape(self.chip_shape), 1, 1][:3]
         if math.prod(sides) < 4:  # libtpu assumes hosts of 2x2 chips
@@ -97,12 +99,13 @@ class TpuSlice:
         return limit if isinstance(limit, int) else SLICE_FAMILIES[self.generation].usable_hbm_bytes
 
     def build_compiler_environment(self, base_environment: dict[str, str]) -> dict[str, str]:
-        """Build environment variables for compiling with libtpu as in a torch_xla run.
+        """Build the environment variables with which libtpu compiles as in a torch_xla run.
 
-        They also prevent libtpu from querying a metadata server.
+        These variables also prevent libtpu from querying a metadata server.
 
         Args:
-            base_environment: Environment variables of the caller. The flags in LIBTPU_INIT_ARGS are kept.
+            base_environment: Environment variables of the caller. The flags in LIBTPU_INIT_ARGS are
+                kept.
 
         Returns:
             All environment variables for the compiler process.
@@ -129,17 +132,18 @@ def select_tpu_slice(device: str | None, num_devices: int, topology: str | None)
     Args:
         device: Generation name from ``--device``. None if the flag is not set.
         num_devices: Number of chips.
-        topology: Number of chips along each axis from ``--topology``, such as ``4x4``. The default is
-            the shape that Google Cloud offers for this number of chips.
+        topology: Number of chips along each axis from ``--topology``, such as ``4x4``. It may be a
+            shape that Google Cloud does not offer. None to use the shape that Google Cloud offers
+            for this number of chips.
 
     Raises:
-        UserError: If the generation is missing or unknown, if no slice has this number of chips, or if
-            the topology does not match the generation and the number of chips.
+        UserError: If the generation is missing or unknown. Without ``topology``, also if Google
+            Cloud offers no slice with this number of chips. With ``topology``, also if it has the
+            wrong number of axes for the generation, or a different number of chips.
     """
     if device is None or device not in SLICE_FAMILIES:
-        raise UserError(
-            f"--compile: does not support device {device or 'none'}; use --device {', '.join(SLICE_FAMILIES)}"
-        )
+        problem = f"{device} is not a TPU that --compile supports" if device else "--compile needs a TPU"
+        raise UserError(f"--device: {problem}; use one of {', '.join(SLICE_FAMILIES)}")
     generation = SLICE_FAMILIES[device]
     if topology is None:
         sizes = {math.prod(_parse_chip_shape(chips)): chips for chips in generation.slice_shapes}

@@ -1,9 +1,10 @@
 """Trace the graphs that a run would compile for a TPU, and write them to files.
 
-This requires neither a TPU nor weights, and no memory for the model. The graphs are traced in a
-child process with one virtual device per device in the slice (:mod:`portable.tpu.xla.tracing`).
-They equal the graphs in a run, including sharding annotations and donated buffers, with one
-difference: torch_xla combines 3200 or more arguments in a tuple, and here they remain separate.
+This requires no TPU, no weights, and no memory for the model. The graphs are traced in a child
+process with one virtual device per device in the slice (:mod:`portable.tpu.xla.tracing`). The
+traced graphs equal the graphs in a run, including sharding annotations and donated buffers, with
+one exception. If a graph has 3200 or more arguments, torch_xla combines them in a tuple in a run.
+Here they remain separate.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ class TracedGraph:
     """Graph of a run before compilation.
 
     Attributes:
-        name: ``step``, or ``micro-batch`` and ``update`` with several micro-batches per step. Also
-            ``evaluation`` or ``generation``.
+        name: Name of the graph. With one micro-batch per step, a step is one graph, ``step``. With
+            several, it consists of the graphs ``micro-batch`` and ``update``. Other graphs are
+            ``evaluation`` and ``generation``.
         hlo_path: File that contains a serialized ``HloModuleProto``, the program for all devices.
         num_devices: Number of devices over which the graph is partitioned.
         num_donated_parameters: Number of parameters whose buffers the results may reuse.
@@ -49,11 +51,12 @@ def trace_graphs(
     """Trace every graph that a run would compile for a TPU slice, in a child process.
 
     Args:
-        config: Config of the run. The data and weights need not exist.
+        config: Config of the run. The data and weights need not exist. The backend is replaced with
+            ``xla``, and the precision ``auto`` with ``bf16`` for a TPU or ``fp32`` for a CPU.
         num_devices: Number of devices in the slice.
         folder: Folder for the files ``<name>.hlo.pb``, which is created if it does not exist.
-        hardware: ``TPU``, or ``CPU`` for virtual devices. torch_xla lowers some operations differently
-            for a TPU.
+        hardware: ``TPU``, or ``CPU`` for virtual devices. torch_xla lowers some operations
+            differently for a TPU.
 
     Raises:
         UserError: If the run does not support the config, or if the model cannot be traced.

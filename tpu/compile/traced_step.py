@@ -40,13 +40,16 @@ class StepInputs(NamedTuple):
 def build_step_inputs(config: RunConfig, backend: Backend, *, sequence_parts: int) -> StepInputs:
     """Build the inputs for a training step of a run.
 
+    The batch also contains zeros for the tensors that a custom loss computes once before training.
+
     Args:
         config: Config of the run.
         backend: Backend of the run.
-        sequence_parts: Number of parts that each sequence is split into. The batch contains one part.
+        sequence_parts: Number of parts that each sequence is split into. The batch contains one
+            part.
 
     Raises:
-        UserError: If the run does not support the config, or if the loss cannot be traced.
+        UserError: If the config is not supported, or if the loss cannot be traced.
     """
     config, model, _ = resolve_and_build_model(config)
     plan = compute_batch_plan_of_rank(config, backend)
@@ -68,11 +71,14 @@ def build_step_inputs(config: RunConfig, backend: Backend, *, sequence_parts: in
 
 
 def _build_precomputed_zeros(loss: TrainingLoss, batch: Batch) -> Mapping[str, torch.Tensor]:
-    """Build zeros with the names and shapes of the values that a loss computes once before training.
+    """Build zeros as placeholders for the tensors that a loss computes once before training.
 
     Args:
         loss: Custom loss that defines a function ``once``, which is called on the meta device.
         batch: Micro-batch that determines the shapes.
+
+    Returns:
+        Tensors with the names, shapes and dtypes of the result of ``once``.
 
     Raises:
         UserError: If ``once`` does not run on the meta device.
@@ -85,9 +91,9 @@ def _build_precomputed_zeros(loss: TrainingLoss, batch: Batch) -> Mapping[str, t
 
     try:
         values = loss.once(build_outputs, shapes)  # type: ignore[misc]
-    except Exception as error:  # custom code may read values or need logits
+    except Exception as error:  # custom code may read tensor values or require logits
         raise UserError(
-            f"--compile: {loss.key}: the values that the loss computes before the training are not "
-            "available; remove --compile"
+            f"--compile: {loss.key}: the values that the loss computes before training are not available; "
+            "remove --compile"
         ) from error
     return {name: torch.zeros(rows.shape, dtype=rows.dtype) for name, rows in values.items()}

@@ -1,8 +1,9 @@
-"""Compile the graphs of a run in a child process.
+"""Main program of the child process that compiles the graphs of a run.
 
-libtpu can terminate its process, uses gigabytes of memory, and reads its flags only once.
-Therefore, graphs are compiled in a child process (:mod:`portable.tpu.compile.child_process`), which
-prints the name of each graph before compiling it.
+Graphs are compiled in a child process because libtpu can terminate its process, uses gigabytes of
+memory, and reads its flags only once. :mod:`portable.tpu.compile.child_process` starts the process
+and reads its answer. The process prints the name of each graph before compiling it. If the process
+crashes, the last printed name therefore identifies the graph that it was compiling.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 DUMP_FOLDER = "dump"
 """Name of the folder next to the answer, into which the compiler writes its schedule."""
 _SCHEDULED_FILES = "*.after_optimizations.hlo.pb"
-# The compiler writes this file after the schedule.
+# The compiler writes this file after the schedule, so its existence means that the schedule is complete.
 _BUFFER_ASSIGNMENT_FILES = "*.after_optimizations_after_buffer_assignment.hlo.pb"
 
 
@@ -44,9 +45,9 @@ class CompileJob:
         libtpu_path: Path of ``libtpu.so``.
         tpu_slice: Slice to compile for.
         graph_paths: Files that contain serialized ``HloModuleProto`` messages, keyed by graph name.
-        large_value_elements: Minimum number of elements of reported values.
-        only_memory: Whether to stop before code generation. In this case, the job must have only one
-            graph.
+        large_value_elements: Minimum number of elements for a value to be reported as large.
+        only_memory: Whether to stop as soon as the memory use is known, without generating code. If
+            so, the job must have only one graph.
     """
 
     libtpu_path: Path
@@ -57,7 +58,15 @@ class CompileJob:
 
 
 def main() -> None:
-    """Run the compile job requested through standard input, and write the answer."""
+    """Run the compile job requested through standard input, and write the answer.
+
+    The first command-line argument is the path of the answer file. For a job with ``only_memory``,
+    the compiler's dump is read from the folder ``dump`` next to this file.
+
+    If libtpu cannot run the job, the answer contains only the key ``error`` and the memory use of
+    this process. After a job with ``only_memory``, the process ends immediately, because otherwise
+    the compiler would continue with code generation.
+    """
     job: CompileJob = read_request()
     try:
         answer = run_compile_job(job, Path(sys.argv[1]).with_name(DUMP_FOLDER) if job.only_memory else None)
@@ -71,16 +80,22 @@ def main() -> None:
 def run_compile_job(job: CompileJob, dump_folder: Path | None) -> dict[str, Any]:
     """Compile every graph in a job.
 
+    The name of each graph is printed before the graph is compiled, so that the parent process can
+    report the graph that crashed the compiler.
+
     Args:
         job: Job to run.
-        dump_folder: Folder for the compiler's schedule if only the memory is requested, otherwise None.
+        dump_folder: Folder to which the compiler writes its schedule, for a job with
+            ``only_memory``. None to compile the graphs completely, including code generation.
 
     Returns:
-        Answer that contains the compiled graphs. A graph that failed to compile has the key ``error``.
+        Answer for the parent process. The key ``graphs`` contains one dict per graph. The dict of a
+        graph that failed to compile has the key ``error``.
 
     Raises:
-        LibtpuError: If libtpu does not support the slice.
-        LibtpuInterfaceError: If the library is not libtpu, or if its interface is not supported.
+        LibtpuError: If libtpu fails to start, or if it does not support the slice.
+        LibtpuInterfaceError: If the file ``job.libtpu_path`` is not libtpu, if its interface is not
+            supported, or if it does not provide the schedule of a graph.
     """
     topology = Libtpu(job.libtpu_path).open_topology(
         job.tpu_slice.libtpu_name, **job.tpu_slice.topology_options
@@ -109,13 +124,13 @@ def run_compile_job(job: CompileJob, dump_folder: Path | None) -> dict[str, Any]
 def compile_graph(
     topology: TpuTopology, name: str, module: bytes, large_value_elements: int
 ) -> CompiledGraph:
-    """Compile a graph, and read its memory and operations.
+    """Compile a graph, and return statistics of its memory and operations.
 
     Args:
         topology: TPU slice to compile for.
         name: Name of the graph.
         module: Serialized ``HloModuleProto``.
-        large_value_elements: Minimum number of elements of reported values.
+        large_value_elements: Minimum number of elements for a value to be reported as large.
 
     Raises:
         LibtpuError: If the graph does not compile, or if it requires too much memory.
@@ -136,13 +151,13 @@ def build_compiled_graph(
     large_value_elements: int,
     compile_seconds: float,
 ) -> CompiledGraph:
-    """Read the memory and operations of a compiled graph.
+    """Build a summary of a compiled graph: its memory usage, cost and notable operations.
 
     Args:
         executable: Executable of the graph.
         name: Name of the graph.
         num_devices: Number of devices over which the graph is partitioned.
-        large_value_elements: Minimum number of elements of reported values.
+        large_value_elements: Minimum number of elements for a value to be reported as large.
         compile_seconds: Compilation time in seconds.
     """
     memory, cost = executable.read_memory_usage(), executable.read_cost_estimate()
@@ -150,7 +165,8 @@ def build_compiled_graph(
     notes = []
     if report.loops_of_unknown_length:
         notes.append(
-            f"loops of unknown length ({report.loops_of_unknown_length}) are counted as one iteration"
+            "each loop of unknown length is counted as one iteration (loops: "
+            f"{report.loops_of_unknown_length})"
         )
     return CompiledGraph(
         name=name,
@@ -175,19 +191,24 @@ def compile_graph_schedule(
 ) -> CompiledGraph:
     """Compile a graph until its schedule and memory assignment are available.
 
-    This is fast, because code generation accounts for most of the compile time. libtpu cannot be
-    stopped before code generation, so it continues in a daemon thread. End the process afterward.
+    The function returns before the end of code generation, which accounts for most of the compile
+    time. libtpu cannot be stopped before code generation, so the compilation continues in a daemon
+    thread. The caller must therefore end the process afterward.
+
+    In the result, the code size and the accessed bytes are 0, and FLOPs include only matrix
+    products.
 
     Args:
         topology: TPU slice to compile for.
         name: Name of the graph.
         module: Serialized ``HloModuleProto``.
-        large_value_elements: Minimum number of elements of reported values.
-        dump_folder: Folder for the compiler's schedule. It must be the same folder as in ``XLA_FLAGS``.
+        large_value_elements: Minimum number of elements for a value to be reported as large.
+        dump_folder: Folder for the compiler's schedule. It must be the same folder as in
+            ``XLA_FLAGS``.
 
     Raises:
-        LibtpuError: If compilation fails before the schedule is written, or if the graph requires too
-            much memory.
+        LibtpuError: If compilation fails before the schedule is written, or if the graph requires
+            too much memory.
         LibtpuInterfaceError: If libtpu does not write a schedule.
     """
     start = time.monotonic()
@@ -239,12 +260,16 @@ def compile_graph_schedule(
 def find_operation_in_message(message: str, module: bytes) -> str:
     """Find the model operation that an error message refers to.
 
+    The operation belongs to the first HLO instruction in the module whose name or custom call
+    target is a word in the message.
+
     Args:
         message: Error message from libtpu.
         module: Serialized ``HloModuleProto`` that failed to compile.
 
     Returns:
-        Name and source location of the operation. Empty if the message contains none.
+        Name and source location of the operation, or the name of the HLO instruction if the
+        compiler did not keep them. Empty if no instruction matches.
     """
     words = set(re.findall(r"[\w.-]+", message))
     for computation in HloModule(module).computations.values():

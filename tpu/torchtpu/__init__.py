@@ -1,4 +1,4 @@
 """Backend based on TorchTPU, PyTorch's native TPU support, with one rank per chip.
 
-It uses the engines of :mod:`portable.engines`.
+The backend uses the engines of :mod:`portable.engines`.
 """

@@ -1,10 +1,13 @@
 """Simulate a TPU chip that compiles programs but does not execute them.
 
-torch_tpu accesses chips through libtpu's function table (PJRT). This module replaces the functions
-that require a chip. libtpu's real compiler compiles each program for the topology of the slice. A
-simulated buffer has a type, a shape and a size, but only small buffers have values. All other
-buffers are read as zeros. The engines therefore run without changes, while the simulated chip
-counts the memory that each program would use.
+torch_tpu accesses chips through libtpu's function table (PJRT). This module replaces the
+functions in the table that require a chip, so the trainer's code runs unchanged. libtpu's real
+compiler compiles each program for the topology of the slice. The simulated chip counts the
+memory that each program would use.
+
+A simulated buffer has a type, a shape and a size. Values are only stored for small buffers that
+are copied from the host. Copies of these buffers, and the results of a collective with a single
+argument, have the same values. All other buffers are read as zeros.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from __future__ import annotations
 import ctypes
 import math
 import os
+import threading
 import time
 import traceback
 from collections import Counter
@@ -34,7 +38,7 @@ _READY_CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)
 _NO_OP_DELETER = _PJRT_FUNCTION(lambda address: None)
 _HOST_ALLOCATOR = 23  # PJRT_Extension_Type_HostMemoryAllocator
 _ALIGNMENT = 64  # bytes
-# Number of bits of an element by PJRT_Buffer_Type, beginning with PRED: xla/pjrt/c/pjrt_c_api.h.
+# Number of bits per element for each PJRT_Buffer_Type, beginning with PRED, as in xla/pjrt/c/pjrt_c_api.h.
 _ELEMENT_BITS = (
     8,
     8,
@@ -66,7 +70,8 @@ _ELEMENT_BITS = (
     8,
     4,
 )
-_MAX_STORED_BYTES = 1 << 16  # size up to which a buffer from the host keeps its values, in bytes
+# Maximum size in bytes of a buffer whose values are kept when they are copied from the host.
+_MAX_STORED_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -109,10 +114,11 @@ class DryProgram:
 
     Attributes:
         graph: Memory and operations of the program.
-        outputs: Templates for the output buffers. Each run of the program adds copies of them to the
-            chip.
-        device_assignment_fields: Fields that torch_tpu reads for the device assignment: its address,
-            its size, its owner, and a function that frees it.
+        outputs: Templates for the output buffers. Each run of the program adds copies of them to
+            the chip.
+        device_assignment_fields: Device assignment in the form in which torch_tpu reads it. The
+            four fields are the address and the size of the serialized assignment, the handle of its
+            owner, and the address of a function that frees the owner.
     """
 
     graph: CompiledGraph
@@ -120,21 +126,66 @@ class DryProgram:
     device_assignment_fields: tuple[int, ...]
 
 
-class DryChip:
-    """Simulated chip. The constructor replaces the functions in libtpu's table that require a chip.
+class DryMemory:
+    """Memory of the simulated chip, which several threads of torch_tpu change at the same time.
 
-    Create this object before torch_tpu reads the table.
+    Each buffer has a handle. Indexing with a handle, as in ``memory[handle]``, returns the buffer.
+
+    Attributes:
+        live_bytes: Size of all existing buffers in bytes.
+        peak_bytes: Peak size of the existing buffers and the running program in bytes.
+    """
+
+    def __init__(self) -> None:
+        self.live_bytes = 0
+        """Size of all existing buffers in bytes."""
+        self.peak_bytes = 0
+        """Peak size of the existing buffers and the running program in bytes."""
+        self._buffer_by_handle: dict[int, DryBuffer] = {}
+        self._handles = count(_ALIGNMENT, _ALIGNMENT)
+        self._lock = threading.Lock()
+
+    def __getitem__(self, handle: int) -> DryBuffer:
+        return self._buffer_by_handle[handle]
+
+    def add(self, buffer: DryBuffer) -> int:
+        """Add a buffer, and return its handle."""
+        with self._lock:
+            handle = next(self._handles)
+            self._buffer_by_handle[handle] = buffer
+            self.live_bytes += buffer.size_bytes
+            self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        return handle
+
+    def remove(self, handle: int) -> None:
+        """Remove a buffer."""
+        with self._lock:
+            self.live_bytes -= self._buffer_by_handle.pop(handle).size_bytes
+
+    def update_peak(self, working_bytes: int) -> None:
+        """Update the peak for a program that needs ``working_bytes`` in addition to the existing buffers."""
+        with self._lock:
+            self.peak_bytes = max(self.peak_bytes, self.live_bytes + working_bytes)
+
+
+class DryChip:
+    """Simulated chip. The constructor replaces the functions of libtpu that require a chip.
+
+    The functions are replaced in libtpu's PJRT function table. Create this object before torch_tpu
+    reads the table. Keep the object alive until the process ends, because it owns the new
+    functions.
 
     Args:
         topology: TPU slice. This process uses its first chip.
-        large_value_elements: Minimum number of elements of reported values.
-        on_compile_error: Callback for the error if a program does not compile. It must end the process.
+        large_value_elements: Minimum number of elements for a value in a program to be reported as
+            large.
+        on_compile_error: Callback that receives the error if a program does not compile. It must
+            end the process.
 
     Attributes:
         programs: Compiled programs, keyed by handle.
         run_counts: Number of runs of each program, keyed by handle.
-        live_bytes: Size of all existing buffers in bytes.
-        peak_bytes: Peak size of the existing buffers and the running program in bytes.
+        memory: Buffers of the chip, and their sizes.
     """
 
     def __init__(
@@ -150,17 +201,13 @@ class DryChip:
         )
         self.programs: dict[int, DryProgram] = {}
         self.run_counts: Counter[int] = Counter()
-        """Number of runs of each program, by its handle."""
-        self._live_buffers: dict[int, DryBuffer] = {}
-        self.live_bytes = 0
-        """Bytes of the existing buffers."""
-        self.peak_bytes = 0
-        """Highest number of bytes of the buffers and of the program that ran at the same time."""
+        """Number of runs of each program, keyed by handle."""
+        self.memory = DryMemory()
+        """Buffers of the chip, and their sizes."""
         self._kept_alive: list[Any] = []
         self._libc = ctypes.CDLL(None)
         self._libc.aligned_alloc.restype = ctypes.c_void_p
-        self._handles = count(_ALIGNMENT, _ALIGNMENT)
-        self._memory, self._event = (self._store_words(*[0] * 8) for _ in range(2))
+        self._memory_handle, self._event = (self._store_words(*[0] * 8) for _ in range(2))
         allocator = self._store_words(
             32, _HOST_ALLOCATOR, 0, self._make_c_function(self._allocate_host_memory)
         )
@@ -171,14 +218,18 @@ class DryChip:
         topology.library.replace_functions(replaced, extension_address=allocator)
 
     def _make_c_function(self, handler: Callable[[Any], Sequence[int] | None]) -> int:
-        """Make a C function for libtpu's table, and return its address.
+        """Make a C function for libtpu's function table, and return its address.
 
-        A PJRT function has one argument, a struct of 64-bit fields. The first two fields are the same in
-        all structs, and are not passed to the handler.
+        A PJRT function has one argument, a struct of 64-bit fields. The first two fields are the
+        same in all structs, and are not passed to the handler.
+
+        If the handler raises a :class:`LibtpuError`, the error is passed to ``on_compile_error``.
+        Any other exception is printed and ends the process with exit code 70.
 
         Args:
-            handler: Python function that receives the remaining fields. Field 0 is an input. The handler
-                either returns new values for the fields from index 1, or sets fields in place and returns
+            handler: Python function that receives the remaining fields as an array. The first field
+                in the array is always an input. The handler either returns new values for the
+                fields that follow this input, or it sets fields of the array in place and returns
                 None.
         """
 
@@ -199,13 +250,17 @@ class DryChip:
         return _get_function_address(function)
 
     def _store_words(self, *values: int) -> int:
-        """Keep 64-bit values in memory while the chip exists, and return their address."""
+        """Store 64-bit values for the lifetime of this object.
+
+        Returns:
+            The address of the first value.
+        """
         array = (ctypes.c_uint64 * len(values))(*values)
         self._kept_alive.append(array)
         return ctypes.addressof(array)
 
     def _store_bytes(self, text: bytes) -> tuple[int, int]:
-        """Keep a byte string in memory while the chip exists, and return its address and length."""
+        """Store a byte string for the lifetime of this object, and return its address and length."""
         buffer = ctypes.create_string_buffer(text)
         self._kept_alive.append(buffer)
         return ctypes.addressof(buffer), len(text)
@@ -216,7 +271,7 @@ class DryChip:
         An index is valid for all releases, because new functions are only appended to the table. The
         structs are defined in pjrt_c_api.h.
         """
-        topology, buffers, memory = self._topology, self._live_buffers, self._memory
+        topology, buffers, memory = self._topology, self.memory, self._memory_handle
         device_numbers = {chip: number for number, chip in topology.device_handles.items()}
         chips = list(device_numbers)
         this_device = _make_constant_handler(self._store_words(chips[0]), 1)
@@ -227,10 +282,10 @@ class DryChip:
             return arguments[1], topology.device_handles[arguments[1] & 0xFFFFFFFF]
 
         def copy_buffer(arguments: Any) -> Sequence[int]:
-            return arguments[1], self._add_buffer(buffers[arguments[0]])
+            return arguments[1], buffers.add(buffers[arguments[0]])
 
         return {
-            # Events, which have all happened.
+            # Events, which are always complete.
             5: _make_constant_handler(),  # Event_Destroy
             6: _make_constant_handler(1),  # Event_IsReady
             7: _make_constant_handler(),  # Event_Error
@@ -321,7 +376,15 @@ class DryChip:
     # -- programs -----------------------------------------------------------------------------------------
 
     def _compile_program(self, arguments: Any) -> None:
-        """Compile a StableHLO program for the first chips in the slice, and add it to :attr:`programs`."""
+        """Compile a StableHLO program, and add it to :attr:`programs`.
+
+        The compile options in ``arguments`` contain the number of partitions. The program is
+        compiled for this many chips, which are the first chips in the slice.
+
+        Args:
+            arguments: Fields of PJRT's struct for the call, as in :meth:`_make_c_function`. The
+                field for the result is set to the handle of the compiled program.
+        """
         program = (ctypes.c_uint64 * 4).from_address(arguments[1] + 16)
         code = ctypes.string_at(program[0], program[1])
         options = xla_messages.CompileOptions.FromString(ctypes.string_at(arguments[2], arguments[3]))
@@ -342,51 +405,48 @@ class DryChip:
         arguments[4] = executable.handle
 
     def _execute_program(self, arguments: Any) -> None:
-        """Count a run of a program, update the peak memory, and create the output buffers.
+        """Simulate the execution of a program, without computing its outputs.
 
-        A collective with one argument copies the first bytes of the argument to its outputs, because the
-        data from all other ranks is assumed to be zero.
+        Counts the run, updates the peak memory, and creates the output buffers. The outputs are
+        zeros, except for a collective program with a single argument. Its outputs begin with the
+        same bytes as the argument, as if all other ranks contributed zeros to the collective.
         """
         program = self.programs[arguments[0]]
         self.run_counts[arguments[0]] += 1
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes + program.graph.working_bytes)
+        self.memory.update_peak(program.graph.working_bytes)
         values = b""
         if program.graph.collectives and arguments[4] == 1:  # the other ranks send zeros
             (argument,) = _read_first_device_row(arguments[2], 1)
-            values = self._live_buffers[argument].first_bytes
+            values = self.memory[argument].first_bytes
         row = _read_first_device_row(arguments[5], len(program.outputs))
         for index, output in enumerate(program.outputs):
-            row[index] = self._add_buffer(replace(output, first_bytes=values))
+            row[index] = self.memory.add(replace(output, first_bytes=values))
         if arguments[6]:
             ctypes.c_uint64.from_address(arguments[6]).value = self._event
 
     # -- buffers ------------------------------------------------------------------------------------------
-
-    def _add_buffer(self, buffer: DryBuffer) -> int:
-        """Add a buffer to the chip's memory, and return its handle."""
-        handle = next(self._handles)
-        self._live_buffers[handle] = buffer
-        self.live_bytes += buffer.size_bytes
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-        return handle
 
     def _copy_buffer_from_host(self, arguments: Any) -> None:
         sizes = (ctypes.c_int64 * arguments[4]).from_address(arguments[3]) if arguments[4] else ()
         buffer = DryBuffer.from_sizes(arguments[2] & 0xFFFFFFFF, sizes)
         if buffer.size_bytes <= _MAX_STORED_BYTES:
             buffer = replace(buffer, first_bytes=ctypes.string_at(arguments[1], buffer.size_bytes))
-        arguments[11], arguments[12] = self._event, self._add_buffer(buffer)
+        arguments[11], arguments[12] = self._event, self.memory.add(buffer)
 
     def _destroy_buffer(self, arguments: Any) -> None:
-        self.live_bytes -= self._live_buffers.pop(arguments[0]).size_bytes
+        self.memory.remove(arguments[0])
 
     def _get_buffer_shape(self, arguments: Any) -> Sequence[int]:
-        buffer = self._live_buffers[arguments[0]]
+        buffer = self.memory[arguments[0]]
         return ctypes.addressof(buffer.shape), buffer.num_dims
 
     def _copy_buffer_to_host(self, arguments: Any) -> None:
-        """Copy the content of a buffer to host memory. Without a host address, only set the size in bytes."""
-        buffer = self._live_buffers[arguments[0]]
+        """Copy the content of a buffer to host memory, or report the size of the buffer.
+
+        If the caller passes no host address in ``arguments``, nothing is copied. Only the size of
+        the buffer in bytes is then stored in ``arguments``.
+        """
+        buffer = self.memory[arguments[0]]
         if arguments[2]:
             ctypes.memset(arguments[2], 0, arguments[3])
             ctypes.memmove(arguments[2], buffer.first_bytes, min(arguments[3], len(buffer.first_bytes)))
@@ -405,7 +465,10 @@ def _get_function_address(function: Any) -> int:
 
 
 def _read_first_device_row(addresses: int, length: int) -> Any:
-    """Return the handles for the first device from a C array with one array of handles per device.
+    """Return the first device's handles from a C array that contains one array of handles per device.
+
+    The result is a view of the C memory. Assignments to its elements change the array of the
+    caller.
 
     Args:
         addresses: Address of an array of pointers to the arrays of handles.

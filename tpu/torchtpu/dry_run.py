@@ -53,31 +53,38 @@ _NOTE = (
 
 
 class DryRunRequest(NamedTuple):
-    """Request that :func:`compile_torchtpu_step` sends to :func:`main` in the child process."""
+    """Request to compile the programs of a training step for a TPU slice.
+
+    :func:`compile_torchtpu_step` sends the request to :func:`main` in the child process.
+    """
 
     config: RunConfig
     tpu_slice: TpuSlice
     libtpu_path: Path
     large_value_elements: int
-    """Minimum number of elements of a value of a program that is reported."""
+    """Minimum number of elements of reported values."""
 
 
 def compile_torchtpu_step(config: RunConfig, target: CompileTarget) -> CompiledRun:
     """Compile the programs of a training step in a child process.
 
-    See :meth:`portable.registry.BackendPackage.compile_graphs` for the arguments. The result describes
-    all programs in the step as one graph.
+    The child process runs the step on a simulated chip. See
+    :meth:`portable.registry.BackendPackage.compile_graphs` for the arguments. The result describes
+    all programs in the step as one graph. If a program does not fit into device memory, the result
+    contains no graph, and its ``problems`` give the reason.
 
     Raises:
-        UserError: If the run or the simulation does not support the config, or if the step does not
-            compile.
+        UserError: If the backend or the simulated chip does not support a setting, or if the step
+            does not compile for a reason other than memory. The option ``--only-memory`` is not
+            supported. With several devices, only the optimizers ``adamw``, ``adafactor`` and
+            ``sgd`` are supported.
     """
-    # The other optimizers send parts of different sizes, which torch_tpu's ranks exchange before each
-    # collective.
+    # The other optimizers send parts of different sizes. torch_tpu's ranks exchange these sizes before each
+    # collective, but the simulation has no other ranks.
     require(
         config.train.optimizer in ("adamw", "adafactor", "sgd") or target.num_devices == 1,
         f"--compile: train.optimizer {config.train.optimizer} cannot be simulated without the other ranks; "
-        "remove --compile",
+        "use adamw, adafactor or sgd, or remove --compile",
     )
     require(
         not target.stops_after_memory_report,
@@ -107,7 +114,7 @@ def compile_torchtpu_step(config: RunConfig, target: CompileTarget) -> CompiledR
 
 
 def _build_launch_environment(tpu_slice: TpuSlice) -> dict[str, str]:
-    """Build the environment variables that torch_tpu requires from rank 0's launcher."""
+    """Build the environment variables that torch_tpu expects a launcher to set for rank 0."""
     topology_sides = [*tpu_slice.chip_shape.split("x"), "1", "1"][:3]
     addresses = [f"localhost:{8000 + rank}" for rank in range(tpu_slice.num_devices)]
     return {
@@ -126,7 +133,11 @@ def _build_launch_environment(tpu_slice: TpuSlice) -> dict[str, str]:
 
 
 def main() -> None:
-    """Run the requested step in this child process, and write a graph or an error message as the answer."""
+    """Run training steps on the simulated chip, and write the answer for the parent process.
+
+    This is the main function of the child process. The answer contains either the statistics of one
+    step or an error message. The statistics combine all programs of the step into one graph.
+    """
     request: DryRunRequest = read_request()
     config, tpu_slice = request.config, request.tpu_slice
     os.environ["TPU_LIBRARY_PATH"] = str(request.libtpu_path)
@@ -156,7 +167,12 @@ class DryDevice(TorchDevice):
     name = "tpu"
 
     def open_device(self, local_rank: int, local_world_size: int) -> torch.device:
-        """Register and return torch's device ``tpu``, and make torch_tpu release the GIL while it waits."""
+        """Register torch's device ``tpu``, and return it.
+
+        This also makes torch_tpu release the GIL while it waits for the device. Otherwise, it would
+        wait forever, because the threads that complete the device's work need the GIL. Both
+        arguments are ignored, because the index of the device is always 0.
+        """
         torch_tpu_internals.register_tpu_device()
         torch_tpu_internals.wait_without_gil()
         return torch.device("tpu", 0)
@@ -165,13 +181,17 @@ class DryDevice(TorchDevice):
 def run_dry_step(config: RunConfig, topology: TpuTopology, chip: DryChip) -> CompiledGraph:
     """Run the first rank's training steps on the simulated chip.
 
-    The number of runs per program is measured with one and with two micro-batches, and extrapolated to
-    the number of micro-batches per step.
+    Four steps are run, with 1, 1, 1 and 2 micro-batches. The first two steps create the optimizer
+    state and DDP's buckets. In the last two steps, the chip counts the runs of each program. The
+    difference between the two counts is the work of one micro-batch, and is used to extrapolate to
+    all micro-batches of a complete step. If a complete step has one micro-batch, the last step also
+    has one micro-batch.
 
     Args:
         config: Config of the run.
         topology: TPU slice with one device per rank.
-        chip: Simulated chip, which has already replaced functions in libtpu's table.
+        chip: Simulated chip. It must already have replaced the functions in libtpu's function table
+            that require a real chip.
 
     Returns:
         All programs in one step, combined into one graph.
@@ -221,12 +241,14 @@ def run_dry_step(config: RunConfig, topology: TpuTopology, chip: DryChip) -> Com
 def _combine_programs_into_graph(chip: DryChip, run_counts: Counter[int], seconds: float) -> CompiledGraph:
     """Combine all programs in a step into one graph.
 
-    The memory of the graph is the peak memory of the chip. FLOPs, accessed bytes and collectives are
-    summed over all program runs.
+    The memory of the graph is the peak memory of the chip. FLOPs, accessed bytes and collectives
+    are summed over all program runs in the step. Code sizes and custom calls are summed once per
+    program, including programs that do not run in the step.
 
     Args:
         chip: Simulated chip that ran the programs.
-        run_counts: Number of runs per step of each program, keyed by program handle.
+        run_counts: Number of runs per step of each program, keyed by program handle. Programs that
+            are missing have no runs.
         seconds: Tracing and compilation time in seconds.
     """
     graphs = [(program.graph, run_counts[handle]) for handle, program in chip.programs.items()]
@@ -239,10 +261,10 @@ def _combine_programs_into_graph(chip: DryChip, run_counts: Counter[int], second
             collectives[kind] = collectives.get(kind, CollectiveStatistics()) + collective * times
     return CompiledGraph(
         name="step",
-        argument_bytes=chip.live_bytes,
+        argument_bytes=chip.memory.live_bytes,
         output_bytes=0,
         alias_bytes=0,
-        temporary_bytes=chip.peak_bytes - chip.live_bytes,
+        temporary_bytes=chip.memory.peak_bytes - chip.memory.live_bytes,
         code_bytes=sum(graph.code_bytes for graph, _ in graphs),
         flops=sum(graph.flops * times for graph, times in graphs),
         bytes_accessed=sum(graph.bytes_accessed * times for graph, times in graphs),

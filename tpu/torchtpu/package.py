@@ -41,7 +41,7 @@ class TorchTpuPackage(TorchPackage):
         """Check that torch_tpu is installed and that this machine has one TPU chip per rank."""
         chips = device_specs.count_tpu_chips()
         require(chips > 0, _NO_TPU)  # otherwise torch_tpu would end the process
-        torch_tpu_internals.PACKAGE.check_installed("backend: tpu", "torchtpu")
+        torch_tpu_internals.PACKAGE.check_installed("backend", "torchtpu")
         require(
             ranks <= chips,
             f"--nproc: {ranks} ranks need one TPU chip per rank, but this machine has {chips}; start at "
@@ -53,13 +53,14 @@ class TorchTpuPackage(TorchPackage):
         return "bf16"
 
     def list_devices(self) -> tuple[Device, ...]:
-        """Return the TPUs that the planner supports by name."""
+        """Return the TPU types that ``portable-plan --device`` accepts for this backend."""
         return tuple(device_specs.list_accelerators())
 
     def adopt_engine_file(self, config: RunConfig, world: World) -> RunConfig:
         """Replace the default of ``compile_backend`` with TorchTPU's compiler.
 
-        The config is returned unchanged if ``compile`` is not set, or if ``compile_backend`` is not the
+        TorchTPU does not have an engine file, such as a DeepSpeed JSON, so no file is read. The
+        config is returned unchanged if ``compile`` is not set, or if ``compile_backend`` is not the
         default.
         """
         # torch_tpu refuses inductor, which is the default of the setting, so use the compiler of torch_tpu.

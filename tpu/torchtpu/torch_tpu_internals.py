@@ -36,11 +36,12 @@ def register_tpu_device() -> None:
 
 @PACKAGE.explain_missing_names(_FEATURE)
 def write_launch_environment() -> None:
-    """Write the environment variables shared by this host's ranks as the answer of this process.
+    """Compute the environment variables that this host's ranks share, and send them to the parent.
 
     The variables contain the rank ports and the chip topology. This is the main function of a child
-    process, which :func:`portable.tpu.compile.child_process.run_in_child_process` starts. The request
-    is the number of ranks.
+    process, which :func:`portable.tpu.compile.child_process.run_in_child_process` starts. The
+    parent process sends the number of ranks on this host as the request, and receives the variables
+    as the answer.
     """
     register_tpu_device()
     import torch
@@ -52,11 +53,12 @@ def write_launch_environment() -> None:
 
 @PACKAGE.explain_missing_names("--compile on backend tpu")
 def wait_without_gil() -> None:
-    """Make torch_tpu use a single stream, and wait for it without holding the GIL.
+    """Patch torch_tpu to use a single stream, and to wait for it without holding the GIL.
 
-    When the stream is changed or an event is recorded, torch_tpu waits for the stream while holding the
-    GIL. In a simulated run, other threads need the GIL to complete the work, so torch_tpu would wait
-    forever.
+    When the stream is changed or an event is recorded, torch_tpu waits for the stream while holding
+    the GIL. In a simulated run, other threads need the GIL to complete the work, so torch_tpu would
+    wait forever. This function therefore replaces torch_tpu's functions ``_set_current_stream_id``
+    and ``TpuEvent.record`` for the entire process.
     """
     import torch
     from torch_tpu._internal.device import _device_ops_backend
@@ -72,12 +74,18 @@ def wait_without_gil() -> None:
 
 @PACKAGE.explain_missing_names("--compile on backend tpu")
 def start_simulated_process_group(topology: TpuTopology) -> None:
-    """Start the process group of a slice in rank 0, without the other ranks.
+    """Start the process group of a slice in a single process, which acts as rank 0.
 
-    torch_tpu's ranks exchange their locations through a store. This function writes the other ranks'
-    entries to the store. When FSDP or DDP creates a subgroup, all ranks in the slice report which
-    subgroup they belong to. The entries assume that the ranks in a subgroup are equally spaced, and
-    that the other subgroups are shifted copies of it.
+    This initializes the default process group of torch.distributed. For tensors on the CPU, the
+    group uses torch's ``fake`` backend, which does not communicate.
+
+    torch_tpu's ranks exchange their locations through a store. The other ranks do not run, so this
+    function writes their entries to the store.
+
+    When FSDP or DDP creates a subgroup, each rank in the slice writes another entry, which names
+    its subgroup. This function derives the entries of the other ranks from the subgroup of rank 0.
+    It assumes that the ranks in this subgroup are equally spaced. All other subgroups are assumed
+    to have the same spacing, but different first ranks.
 
     Args:
         topology: TPU slice. Rank r has the r-th device.
@@ -90,12 +98,15 @@ def start_simulated_process_group(topology: TpuTopology) -> None:
     def write_entries_of_other_ranks(
         group_store: Any, key: str, build_answer: Callable[[int], tuple[Any, ...]]
     ) -> None:
-        """Write the other ranks' entries to a list in the store, as if these ranks had joined.
+        """Add an entry for every other rank to a list in the store.
+
+        Only rank 0 exists, but torch_tpu waits for the entries of all ranks before it starts the
+        group.
 
         Args:
             group_store: Store of the group.
             key: Name of the list.
-            build_answer: Function that returns the values in a rank's entry.
+            build_answer: Function that takes a rank and returns the values in its entry.
         """
         for rank in range(1, ranks):
             name, answer_text = f"{key}:{rank}", ",".join(map(str, build_answer(rank)))
@@ -104,17 +115,38 @@ def start_simulated_process_group(topology: TpuTopology) -> None:
             group_store.add(f"nlag:{key}:0:{ranks}:count", 1)
 
     def describe_rank_location(rank: int) -> tuple[Any, ...]:
-        """Return the location of a rank's device in the slice, in the form that torch_tpu exchanges."""
+        """Return a rank's entry of the list ``world_topo``, which is the location of its device.
+
+        The location includes the rank, the coordinates of the chip in the TPU slice, the core on
+        the chip, and the type of the device.
+        """
         attributes: Any = topology.read_device_attributes(rank)
         return rank, rank, *attributes["coords"], attributes["core_on_chip"], -1, topology.device_kind
 
     def create_process_group(options: Any, _: Any) -> Any:
-        """Create torch_tpu's process group, after writing the other ranks' entries."""
+        """Create torch_tpu's process group in a single process, without the other ranks.
+
+        torch_tpu's ranks exchange entries through the store. The other ranks do not run, so this
+        function first writes their entries. For the group of all ranks, an entry contains the
+        location of the rank's device. For a subgroup, an entry contains the subgroup to which the
+        rank belongs.
+        """
         members = options.global_ranks_in_group or range(ranks)
         step = members[1] - members[0] if len(members) > 1 else 1
 
         def describe_group_position(rank: int) -> tuple[Any, ...]:
-            """Return the position of a rank in its group, and the group's key."""
+            """Return the values that a rank writes to the store when a subgroup is created.
+
+            torch_tpu's ranks exchange these entries. Only rank 0 runs here, so the entries of the
+            other ranks must be computed.
+
+            Args:
+                rank: Global rank.
+
+            Returns:
+                Position of the rank in its subgroup, and a string that contains the rank and
+                identifies the subgroup.
+            """
             block, offset_in_block = divmod(rank, step * len(members))
             group = block * step + offset_in_block % step
             return offset_in_block // step, f"{rank}:0//{options.group_id}//tpu/{group or ''}"
@@ -128,7 +160,7 @@ def start_simulated_process_group(topology: TpuTopology) -> None:
         )
 
     dist.Backend.register_backend("tpu_dist", create_process_group, extended_api=True, devices=["tpu"])
-    # torch keeps one backend per type, and "fake" and "tpu_dist" have the same type. Register "fake" as gloo,
-    # whose ranks would otherwise have to meet.
+    # torch keeps one backend per type, and "fake" and "tpu_dist" have the same type. Therefore, register
+    # "fake" with the type of gloo. A real gloo backend would wait for the other ranks.
     dist.Backend.backend_type_map["fake"] = dist.ProcessGroup.BackendType.GLOO
     dist.init_process_group("cpu:fake,tpu:tpu_dist", store=store, rank=0, world_size=ranks)

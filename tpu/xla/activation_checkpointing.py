@@ -1,8 +1,9 @@
 """Recompute layers in the backward pass on XLA (activation checkpointing).
 
-The compiler would undo torch's checkpointing: it would merge both computations and keep the
-activations. Optimization barriers prevent this. They also delay the recomputation until the
-gradient of the layer's output is available, and make the compiler gather sharded weights again.
+The compiler would undo torch's checkpointing: it would merge the recomputation with the forward
+pass and keep the activations. Optimization barriers prevent this. The barriers also delay the
+recomputation until the gradient of the layer's output is available, and make the compiler gather
+sharded weights again.
 """
 
 from __future__ import annotations
@@ -22,9 +23,12 @@ if TYPE_CHECKING:
 
 
 def enable_layer_recompute(layer: nn.Module) -> None:
-    """Make a layer save only its inputs, and run it again in the backward pass.
+    """Enable activation checkpointing for a layer.
 
-    The layer's arguments and result may be nested containers of tensors.
+    The forward pass of the layer then saves only its inputs. The backward pass recomputes the rest,
+    with the same dropout masks. An XLA optimization barrier prevents the compiler from merging the
+    recomputation with the forward pass. While gradients are disabled, the layer runs as before. The
+    layer's arguments and result may be nested containers of tensors.
 
     Args:
         layer: Layer to modify. Its ``forward`` is replaced.
@@ -64,19 +68,36 @@ _TENSOR_PLACEHOLDER = object()
 
 
 def _split_tensors_from_leaves(leaves: list[Any]) -> tuple[list[Any], list[Tensor]]:
-    """Replace each tensor in the leaves with a placeholder, and return the leaves and the tensors."""
+    """Separate the tensors from the other leaves of a pytree.
+
+    Returns:
+        The leaves, with a placeholder for each tensor, and the tensors in the order of the leaves.
+    """
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     return [_TENSOR_PLACEHOLDER if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], tensors
 
 
 def _merge_tensors_into_leaves(others: list[Any], tensors: Sequence[Tensor]) -> list[Any]:
-    """Replace the placeholders with tensors, in order. Inverse of :func:`_split_tensors_from_leaves`."""
+    """Return ``others`` with each placeholder replaced by the next tensor.
+
+    This is the inverse of :func:`_split_tensors_from_leaves`.
+
+    Args:
+        others: Leaves of a pytree, with a placeholder for each tensor.
+        tensors: One tensor per placeholder, in the order of the leaves.
+    """
     remaining_tensors = iter(tensors)
     return [next(remaining_tensors) if leaf is _TENSOR_PLACEHOLDER else leaf for leaf in others]
 
 
 class _RecomputeFunction(torch.autograd.Function):
-    """Autograd function that saves its inputs, and recomputes its outputs in the backward pass."""
+    """Autograd function that saves its inputs, and recomputes its outputs in the backward pass.
+
+    The recomputation uses the random seed of the forward pass, so dropout masks are the same. It
+    follows an optimization barrier on the saved inputs, the output gradients and the layer's
+    parameters and buffers. The unnamed third argument is an empty tensor. If it requires a
+    gradient, autograd calls the backward pass even if no input requires a gradient.
+    """
 
     @staticmethod
     def forward(
@@ -93,8 +114,7 @@ class _RecomputeFunction(torch.autograd.Function):
         inputs = [tensor.detach() for tensor in ctx.saved_tensors]
         present_gradients = [gradient for gradient in gradients if gradient is not None]
         weights = [*ctx.layer.parameters(), *ctx.layer.buffers()]
-        # The barrier works in place on the lazy values, so from now on the saved inputs are behind the
-        # barrier, too.
+        # The barrier changes the lazy values in place, so the saved inputs also depend on it from now on.
         xla.barrier_([*inputs, *present_gradients, *weights])
         for tensor, saved in zip(inputs, ctx.saved_tensors, strict=True):
             tensor.requires_grad_(saved.requires_grad)

@@ -1,4 +1,4 @@
-"""Keep activations and logits sharded along the batch and token dims.
+"""Annotate activations and logits so that they stay sharded along the batch and token dims.
 
 Without these annotations, the compiler would propagate the sharding of the parameters to the
 activations. With a tied embedding table, each device would then have the logits for all tokens.
@@ -27,11 +27,16 @@ if TYPE_CHECKING:
 def shard_activations(model: nn.Module, layout: MeshLayout, segments: Iterable[LayerSegment]) -> None:
     """Annotate the inputs and outputs of a model's modules with their sharding.
 
+    Hooks annotate the first input of each layer. They also annotate the first output of each layer,
+    of each module with a 2-D ``weight`` inside a layer, and of the input and output embeddings. The
+    output embeddings also get the hook :func:`_prevent_loss_fusion`.
+
     Args:
         model: Transformers model. Hooks are added to its modules.
         layout: Placement of tensors on the devices.
-        segments: Segments whose layers run in a loop. The loop annotates the layers' inputs and outputs
-            itself.
+        segments: Segments whose layers run in a loop. These layers get no hooks for their own
+            inputs and outputs, because the loop annotates them. Modules inside these layers still
+            get hooks.
     """
     untyped_model: Any = model
     input_hook, output_hook = partial(_shard_first_input, layout), partial(_shard_first_output, layout)
@@ -52,9 +57,12 @@ def shard_activations(model: nn.Module, layout: MeshLayout, segments: Iterable[L
 
 
 def shard_batch_and_tokens(layout: MeshLayout, tensor: Any) -> Any:
-    """Return a copy of a tensor that is sharded along the batch and token dims. Its gradient is also sharded.
+    """Return a copy of a tensor that is sharded along the batch and token dims.
 
-    Values that are not tensors, and tensors with fewer than two dims, are returned unchanged.
+    The gradient is sharded in the same way. A 2-D tensor contains the tokens of all sequences, and
+    is sharded along its first dim. See
+    :meth:`portable.tpu.xla.layout.MeshLayout.get_activation_spec`. Values that are not tensors, and
+    tensors with fewer than two dims, are returned unchanged.
     """
     if not isinstance(tensor, torch.Tensor) or tensor.dim() < 2:
         return tensor
@@ -73,10 +81,11 @@ def _shard_first_output(layout: MeshLayout, _: nn.Module, __: Any, output: Any) 
 
 
 def _prevent_loss_fusion(_: nn.Module, __: Any, logits: Any) -> None:
-    """Prevent the compiler from fusing the matrix product that computes the logits with the loss.
+    """Prevent the compiler from fusing the logits' matrix product with the loss.
 
-    The compiler only lets the gradients overwrite the logits if the logits are not the result of such a
-    fusion. Without this forward hook, both would exist at the same time.
+    This saves a buffer of the size of the logits: without the fusion, the compiler can write the
+    gradients of the logits into the buffer of the logits. The function is a forward hook of the LM
+    head. If gradients are enabled, it adds an XLA optimization barrier to the logits.
     """
     if torch.is_grad_enabled() and isinstance(logits, torch.Tensor):
         xla.barrier_([logits])

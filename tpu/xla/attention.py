@@ -1,14 +1,18 @@
-"""Reduce the memory of attention on TPUs, and compute attention over sequences that devices share.
+"""Reduce the memory of attention on TPUs, and support sequences that are split over devices.
 
-torch_xla implements ``scaled_dot_product_attention`` with plain matrix products, and the scores and
-probabilities of a layer have the shape ``[batch, heads, tokens, tokens]``. With
+torch_xla implements ``scaled_dot_product_attention`` with plain matrix products. The scores and
+probabilities of a layer then have the shape ``[batch, heads, tokens, tokens]``. With
 ``xla.attention_rows``, a loop iterates over chunks of queries instead, and the backward pass
-recomputes their scores. The results are the same, because each softmax row is complete. Masks are
-not materialized either: causal attention, even within a window, a chunk or a document, only needs
-the first and the last visible key of each query.
+recomputes the scores of each chunk. A chunk attends to all keys of its queries, so each softmax row
+is complete and the results are the same.
 
-With context parallelism, annotations before and after the attention make the compiler exchange
-tokens for heads. Each device then attends over complete sequences, with its share of the heads.
+Causal masks are not materialized for all queries either. They are described by the first and the
+last visible key of each query. This also works if attention is limited to a window, a chunk or a
+document.
+
+With context parallelism, each device holds all heads for a part of the tokens. Sharding annotations
+before and after the attention make the compiler exchange data between the devices. During the
+attention, each device then has complete sequences, but only its share of the heads.
 """
 
 from __future__ import annotations
@@ -47,16 +51,19 @@ if TYPE_CHECKING:
 
 
 class _AttentionState:
-    """Attention settings of this process, which the replacement functions read.
+    """Attention settings of this process, set by :func:`configure_attention` for the latest engine.
 
-    :func:`configure_attention` sets them for the most recent engine.
+    The functions that replace torch's attention and transformers' mask function read these
+    settings.
 
     Attributes:
         query_rows: Number of queries to process at a time. None to process all queries at once.
-        uses_spans: Whether mask functions return spans instead of masks.
+        uses_spans: Whether mask functions return spans instead of masks. A span is the first and
+            the last visible key of a query.
         pads_last: Whether padding is always after the tokens of a sequence.
         layout: Placement of tensors on the devices. None before the first engine.
-        scans_by_options: Loops over queries, keyed by attention options.
+        scans_by_options: Loops over chunks of queries, each compiled for certain attention options,
+            such as the dropout probability. Keyed by these options.
     """
 
     query_rows: int | None = None
@@ -69,7 +76,11 @@ class _AttentionState:
 def configure_attention(
     model: Any, query_rows: int | None, layout: MeshLayout, *, pads_last: bool = False
 ) -> None:
-    """Configure how attention is computed in this process, and replace torch's attention function.
+    """Configure how attention is computed in this process.
+
+    The first call replaces ``torch.nn.functional.scaled_dot_product_attention`` and transformers'
+    mask function for ``sdpa``. Both replacements apply to all models in the process. Each call
+    overwrites the settings of the previous call.
 
     Args:
         model: Transformers model.
@@ -85,15 +96,16 @@ def configure_attention(
     used = get_attention_kernel(model.config)
     require(
         query_rows is None or used == "sdpa",
-        f"xla.attention_rows: {model.config.model_type} uses another attention implementation "
-        f"({used}); remove xla.attention_rows",
+        f"xla.attention_rows: needs the attention implementation sdpa, but {model.config.model_type} uses "
+        f"{used}; remove xla.attention_rows",
     )
     _AttentionState.query_rows, _AttentionState.layout, _AttentionState.scans_by_options = (
         query_rows,
         layout,
         {},
     )
-    # Models of these types pass the mask to the attention unchanged. Other models compute with the mask.
+    # Models of these types pass the mask to the attention unchanged. Other models compute with the mask, so
+    # they cannot use spans.
     _AttentionState.uses_spans = (
         query_rows is not None
         and model.config.model_type in DOCUMENT_SEPARATING_TYPES - {*MASK_READING_TYPES}
@@ -104,7 +116,14 @@ def configure_attention(
 
 @cache  # once per process
 def _replace_attention_functions() -> None:
-    """Replace torch's attention and transformers' mask function in this process."""
+    """Replace torch's attention and transformers' mask function in this process.
+
+    The new ``torch.nn.functional.scaled_dot_product_attention`` loops over chunks of queries and
+    supports context parallelism. The new mask function for ``sdpa`` can return the first and the
+    last visible key of each query instead of a mask. The settings in :class:`_AttentionState`
+    control both. This function also sets the environment variable ``TRANSFORMERS_SDPA_FORCE_GQA``,
+    unless it is already set. Only the first call has an effect.
+    """
     torch_internals.wrap_attention(lambda whole: _wrap_with_head_exchange(_wrap_with_query_chunks(whole)))
     enable_sdpa_grouped_queries()
     functions = get_mask_functions()
@@ -112,11 +131,17 @@ def _replace_attention_functions() -> None:
 
 
 def _wrap_mask_builder(make_mask: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a transformers mask function so that it returns causal masks as spans.
+    """Wrap a transformers mask function so that it describes causal masks by spans if possible.
 
-    Spans are an int32 tensor ``[batch or 1, 1, tokens, 2]`` with the first and the last visible key of
-    each query. If the mask may have a different form, the wrapped function returns an ordinary mask. If
-    the mask is plain causal, it returns None.
+    Spans are an int32 tensor ``[batch or 1, 1, tokens, 2]`` with the first and the last visible key
+    of each query. The wrapped function returns None for a plain causal mask. It returns spans for a
+    causal mask with a further limit, such as a sliding window or the boundaries of documents. In
+    both cases, a padding mask is ignored, because padding is then always after the tokens.
+
+    It returns the result of ``make_mask`` if spans are not enabled, or if the device is not an XLA
+    device. It also does so for masks that spans might not describe correctly: if padding may be on
+    the left, if the numbers of queries and keys differ, if the position of the first query is a
+    tensor, or if the mask is bidirectional or is built with ``vmap``.
     """
 
     def build_mask(
@@ -170,7 +195,16 @@ def _find_first_visible_key(mask_function: Callable[..., Any], query_positions: 
 
 
 def _expand_spans_to_mask(spans: Tensor, num_keys: int) -> Tensor:
-    """Expand spans ``[batch or 1, 1, rows, 2]`` to a bool mask ``[batch or 1, 1, rows, num_keys]``."""
+    """Expand spans of keys to a bool mask that is True for visible keys.
+
+    Args:
+        spans: First and last visible key of each query, both inclusive, ``[batch or 1, 1, rows,
+            2]``.
+        num_keys: Number of keys.
+
+    Returns:
+        The mask, ``[batch or 1, 1, rows, num_keys]``.
+    """
     keys = torch.arange(num_keys, device=spans.device, dtype=torch.int32)
     return (spans[..., :1] <= keys) & (keys <= spans[..., 1:])
 
@@ -178,9 +212,13 @@ def _expand_spans_to_mask(spans: Tensor, num_keys: int) -> Tensor:
 def _wrap_with_head_exchange(inner: Any) -> Any:
     """Wrap an attention function for context parallelism.
 
-    Each device initially has all heads for some tokens. Before the attention, the devices exchange data
-    so that each has some heads for all tokens. After the attention, the exchange is reversed. If
-    devices do not share sequences, the function is called directly.
+    Each device initially has all heads for some tokens. Before the attention, the devices exchange
+    data so that each device has some heads for all tokens. After the attention, the exchange is
+    reversed. Sharding annotations make the compiler insert these exchanges. If a group of devices
+    has several sequences, its sequences are processed one after the other.
+
+    The wrapped function calls ``inner`` directly if devices do not share sequences, if the query is
+    not 4-D, or if it is not on an XLA device.
     """
 
     def attend(
@@ -191,8 +229,8 @@ def _wrap_with_head_exchange(inner: Any) -> Any:
             result: Tensor = inner(query, key, value, attn_mask, *rest, **options)
             return result
         if len(query) > layout.num_batch_shards and len(query) % layout.num_batch_shards == 0:
-            # Process one sequence of each group at a time. Products flatten batch and heads, and if both are
-            # sharded, the compiler would gather the heads.
+            # Process one sequence of each group at a time, because matrix products flatten batch and heads.
+            # If both were sharded, the compiler would gather the heads.
             inputs = [query, key, value, attn_mask]
             split_inputs = [
                 [tensor] * (len(query) // layout.num_batch_shards)
@@ -222,7 +260,11 @@ def _wrap_with_head_exchange(inner: Any) -> Any:
 def _wrap_with_query_chunks(kernel: Any) -> Any:
     """Wrap an attention kernel so that it processes chunks of queries in a loop.
 
-    This only applies if ``xla.attention_rows`` is set.
+    The loop is used if ``xla.attention_rows`` is set to less than the number of queries, and if the
+    query is a 4-D tensor on an XLA device. Without ``xla.attention_rows``,
+    :func:`_attend_with_trainable_bias` handles a mask that requires a gradient, except in fp32 and
+    with the option ``enable_gqa``. All other calls go to the kernel. If the mask consists of spans,
+    they are expanded to a bool mask for the kernel.
     """
 
     def attend(
@@ -236,8 +278,8 @@ def _wrap_with_query_chunks(kernel: Any) -> Any:
     ) -> Tensor:
         rows, layout = _AttentionState.query_rows, _AttentionState.layout
         supported = query.device.type == "xla" and query.dim() == 4
-        # Not in fp32, because the compiler would then write the probabilities, which takes more memory than
-        # it saves.
+        # Do not use the short formula in fp32, because the compiler would then write the probabilities, which
+        # takes more memory than it saves.
         uses_short_formula = supported and query.dtype != torch.float32 and options.keys() <= {"scale"}
         if uses_short_formula and rows is None and attn_mask is not None and attn_mask.requires_grad:
             return _attend_with_trainable_bias(query, key, value, attn_mask, dropout_p, **options)
@@ -281,8 +323,9 @@ def _attend_with_trainable_bias(
 ) -> Tensor:
     """Compute attention with plain matrix products, and with a bias that requires a gradient.
 
-    A barrier follows the sum of scores and bias. Without it, the compiler would recompute the sum for
-    the gradient, and would keep both the sum and the scores without the bias.
+    An optimization barrier follows the addition of the bias to the scores. Without the barrier, the
+    compiler would recompute this sum in the backward pass. It would then store the scores without
+    the bias in addition to the sum.
     """
     root = (query.shape[-1] ** -0.5 if scale is None else scale) ** 0.5
     scores = (query * root) @ (key * root).transpose(-2, -1) + bias

@@ -1,4 +1,4 @@
-"""Backend on torch_xla: one process per host, and all devices of the run as one device with SPMD."""
+"""Backend on torch_xla. Each host runs one process, and SPMD presents all devices as one."""
 
 from __future__ import annotations
 
@@ -41,6 +41,9 @@ HOST_COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)  # one host may wait wh
 class XlaBackend:
     """Backend that uses all devices on all hosts. Implements :class:`portable.backend.Backend`.
 
+    A rank is the process of one host. The constructor starts the XLA runtime in SPMD mode, and
+    replaces ``aten::dropout`` and ``aten::histc`` for XLA tensors in this process.
+
     Args:
         name: Name of the backend.
 
@@ -68,7 +71,7 @@ class XlaBackend:
 
     @property
     def devices_per_rank(self) -> int:
-        """Number of devices that this host controls."""
+        """Number of devices per rank. A host runs one rank, which controls all devices of the host."""
         return int(xr.addressable_runtime_device_count())
 
     def start(self) -> None:
@@ -77,7 +80,8 @@ class XlaBackend:
         Without a TPU, rank 0 prints a note that the run uses virtual CPU devices.
         """
         if self.world_size > 1:
-            # For host-side collectives: flags, counts, checkpoint paths.
+            # This import registers xla:// for collectives between hosts, which exchange flags, counts and
+            # checkpoint paths.
             import torch_xla.distributed.xla_backend  # noqa: F401  (registers xla://)
 
             dist.init_process_group("gloo", init_method="xla://", timeout=HOST_COLLECTIVE_TIMEOUT)
@@ -96,10 +100,12 @@ class XlaBackend:
     def build_engine(self, model: nn.Module, config: RunConfig) -> Engine:
         """Place a model on the device mesh, and build its optimizer.
 
-        This also enables the graph cache of ``xla.compilation_cache``, and replaces mixtures of experts in
-        the model with an implementation that has fixed shapes.
+        This also enables the graph cache of ``xla.compilation_cache``, and replaces mixtures of
+        experts in the model with an implementation that has fixed shapes. For the entire process,
+        it sets the precision of fp32 matrix products to ``highest``. Pending operations of earlier
+        runs are executed first.
         """
-        # By default a TPU multiplies fp32 tensors in one bf16 pass, even if a bf16 model casts to fp32
+        # By default, a TPU multiplies fp32 tensors in one bf16 pass, even if a bf16 model casts to fp32
         # explicitly.
         xla.set_matmul_precision("highest")
         if (folder := _choose_compilation_cache(config.xla.compilation_cache)) is not None:
@@ -135,7 +141,10 @@ class XlaBackend:
         return isinstance(error, RuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
 
     def abandon_process_group(self) -> None:
-        """Do nothing, because this backend has no memory trials."""
+        """Do nothing.
+
+        A process group is only abandoned before memory trials, and this backend does not run any.
+        """
 
     def seed_device_generator(self, value: int) -> None:
         """Seed the random number generator of the devices."""
@@ -151,23 +160,34 @@ class XlaBackend:
     def sum_host_numbers(self, count: float, *, stop: bool = False) -> Tensor:
         """Sum a number over the hosts, and replicate the sum to all devices.
 
+        If there are several hosts, all of them must call this method. The same collective also
+        exchanges their stop requests. After the call, :meth:`is_stop_requested` returns whether any
+        host requested a stop. If there is a single host, ``stop`` is ignored.
+
         Args:
-            count: Value from this host, such as its number of tokens. Hosts that share sequences must pass
-                the same value, which counts once.
-            stop: Whether this host requests a stop. :meth:`is_stop_requested` returns whether any host
-                requested one.
+            count: Value from this host, such as its number of tokens. Hosts that share sequences
+                must pass the same value. The sum includes this value only once.
+            stop: Whether this host requests a stop.
         """
         if self.world_size > 1:
             # Sum over the hosts, because a sum on the devices could be read only after they have completed
             # the step.
             total, stops = sum_over_ranks([count, stop])
             self._stop_requested = stops > 0
-            # Hosts that share a sequence have counted the same tokens.
+            # Hosts that share a sequence have counted the same tokens, so count them only once.
             count = type(count)(total / max(1, self._layout.sequence // self.devices_per_rank))
         return self._layout.replicate(torch.tensor(count))
 
     def is_stop_requested(self, requested_by_rank: bool) -> bool:
-        """Return whether any host requested a stop in the most recent :meth:`sum_host_numbers`."""
+        """Return whether any host has requested a stop.
+
+        With several processes, the result is the answer of the latest :meth:`sum_host_numbers`
+        call, in which the hosts exchange their requests.
+
+        Args:
+            requested_by_rank: Whether this process requests a stop. With a single process, this is
+                the result. Otherwise, it is ignored.
+        """
         return self._stop_requested if self.world_size > 1 else requested_by_rank
 
     def sum_tensor_over_ranks(self, value: Tensor) -> Tensor:
@@ -192,9 +212,10 @@ class XlaBackend:
         self.reduce_any(False)
 
     def measure_memory(self) -> MemoryUsage:
-        """Return the current and peak memory of a device in bytes.
+        """Return the current and peak memory of this host's first device in bytes.
 
-        With virtual devices, this is the resident memory of the process.
+        If the runtime does not report a peak, the current memory is also returned as the peak. With
+        virtual devices, the result is the resident memory of the process.
         """
         if not runtime.is_on_tpu():
             return measure_host_memory()

@@ -25,14 +25,15 @@ def find_problems(config: RunConfig, *, late: bool) -> Iterator[SettingProblem]:
 
     Args:
         config: Config of a run on XLA.
-        late: Whether the config is resolved. Some checks require a resolved config or user code. They
-            only run if this is True.
+        late: Whether the config is resolved. If True, the checks that need a resolved config or
+            load the user's code also run.
     """
     yield from check_cuda_only_settings(config, is_resolved=late)
     if config.model.experts is not None:
         yield SettingProblem(
             ("model.experts",),
-            "model.experts: XLA computes experts in only one way, with fixed shapes; remove model.experts",
+            "model.experts: has no effect on backend xla, which has only one implementation of experts; "
+            "remove model.experts",
         )
     yield from check_strategy_without_zero(config)
     chunk = config.memory.loss_chunk_tokens
@@ -59,35 +60,42 @@ def check_text_metrics(config: RunConfig, *, num_hosts: int) -> None:
         num_hosts: Number of hosts.
 
     Raises:
-        UserError: If such a metric is set, and if there are several hosts.
+        UserError: If there are several hosts and the config sets a metric of generated text.
     """
-    from portable.evaluation.generation import TEXT_METRICS  # which imports torch
+    from portable.evaluation.generation import TEXT_METRICS  # imports torch
 
     names = [name for name in config.train.metrics or () if name in TEXT_METRICS]
     if names and num_hosts > 1:
         raise UserError(
-            f"train.metrics: on several hosts, XLA does not generate texts; remove {' and '.join(names)}"
+            "train.metrics: XLA does not generate text on several hosts, so metrics of generated text are "
+            f"not available; remove {' and '.join(names)}"
         )
 
 
 def check_optimizer(config: RunConfig) -> Iterator[SettingProblem]:
-    """Yield problems with the optimizer and the precision. This loads a custom optimizer's code."""
+    """Yield problems with the optimizer and the precision.
+
+    This function loads the code of a custom optimizer. A built-in optimizer must be in
+    :data:`XLA_OPTIMIZERS`. A custom optimizer must not initialize its state from the first
+    gradient. It must be elementwise if ``xla.scan_layers`` is set. The precision must be ``fp32``,
+    ``bf16`` or ``auto``.
+    """
     key, optimizer = "train.optimizer", config.train.optimizer
     if is_plugin_name(optimizer):
-        from portable.optim import custom_optimizer  # which imports torch
+        from portable.optim import custom_optimizer  # imports torch
 
         if not custom_optimizer.has_neutral_initial_state(config.train):
-            reason = (
-                "creates state from the first gradient, which XLA does not support; initialize the state "
-                "with zeros"
+            yield SettingProblem(
+                (key,),
+                f"{key}: {optimizer} creates state from the first gradient, which XLA does not support; "
+                "initialize the state with zeros",
             )
-            yield SettingProblem((key,), f"{key}: {optimizer}: {reason}")
         if config.xla.scan_layers and not custom_optimizer.is_elementwise(config.train):
-            reason = (
-                "is not elementwise, but xla.scan_layers stacks the parameters of layers; set "
-                "xla.scan_layers to false"
+            yield SettingProblem(
+                (key, "xla.scan_layers"),
+                f"{key}: {optimizer} is not elementwise, but xla.scan_layers stacks the parameters of "
+                "layers; set xla.scan_layers to false",
             )
-            yield SettingProblem((key, "xla.scan_layers"), f"{key}: {optimizer}: {reason}")
     if config.precision not in ("fp32", "bf16", "auto"):
         yield SettingProblem(
             ("precision",), f"precision: {config.precision} is not supported on backend xla; use bf16 or fp32"
@@ -98,7 +106,11 @@ def check_optimizer(config: RunConfig) -> Iterator[SettingProblem]:
 
 
 def check_memory(config: RunConfig) -> Iterator[SettingProblem]:
-    """Yield a problem for each memory setting that only works on other backends."""
+    """Yield a problem for each memory setting that only works on other backends.
+
+    Unsupported settings are quantized base weights (``adapter.base``), the micro-batch size
+    ``auto``, selective activation checkpointing, and offloading of parameters or optimizer state.
+    """
     if config.adapter.base in ("nf4", "int8"):
         yield SettingProblem(
             ("adapter.base",),
@@ -114,8 +126,9 @@ def check_memory(config: RunConfig) -> Iterator[SettingProblem]:
     if config.memory.activation_checkpointing == "selective":
         yield SettingProblem(
             ("memory.activation_checkpointing",),
-            "memory.activation_checkpointing: selective works on operations of eager torch, but xla "
-            "compiles complete layers; use full, or none to leave the choice to the compiler",
+            "memory.activation_checkpointing: selective works on operations of eager torch, but backend xla "
+            "compiles complete layers; set memory.activation_checkpointing to full, or to none to leave the "
+            "choice to the compiler",
         )
     for key in ("memory.offload_optimizer", "memory.offload_params"):
         if config.get(key) != "none":
@@ -123,7 +136,11 @@ def check_memory(config: RunConfig) -> Iterator[SettingProblem]:
 
 
 def check_sharding(config: RunConfig) -> Iterator[SettingProblem]:
-    """Yield a problem for each setting in the sections ``fsdp`` and ``xla`` that has no effect on XLA."""
+    """Yield a problem for each setting in the sections ``fsdp`` and ``xla`` that has no effect.
+
+    In the section ``fsdp``, only ``shard_group_size`` is supported. ``xla.sharding`` and
+    ``xla.shard_param_on_dim_0`` have no effect with the strategy ``no_shard``.
+    """
     for name, value in config.fsdp:
         if value is not None and name != "shard_group_size":
             key = f"fsdp.{name}"

@@ -68,7 +68,7 @@ class XlaCustomOptimizer:
                     }
                 )
                 == 1,
-                f"train.parameter_groups: {first} is in a different group than the same parameter of the "
+                f"train.parameter_groups: {first} is in a different group from the same parameter of the "
                 "next layer, but xla.scan_layers runs both in one loop; set xla.scan_layers to false",
             )
         groups = build_parameter_groups(self._parameters, named_groups, settings.learning_rate)
@@ -85,7 +85,17 @@ class XlaCustomOptimizer:
         return {name: state[p] for name, p in self._parameters.items() if p in state}
 
     def initialize_state(self) -> None:
-        """Create the initial state on the devices, using a trial step on copied parameters."""
+        """Create the initial optimizer state on the devices, and wait until it is created.
+
+        A trial step on copies of the parameters makes the optimizer create its state. The
+        parameters are not changed. Call this method after loading the weights, because the averages
+        of ``train.ema`` begin with the current weights. Call it before :meth:`step` and
+        :meth:`load_state`.
+
+        Raises:
+            UserError: If the optimizer fails in the trial step, or if a checkpoint cannot contain
+                its state.
+        """
         state, initial_states = self._optimizer.state, {}
         for name, parameter in self._parameters.items():
             saved_data, parameter.data = parameter.data, parameter.data.clone()
@@ -108,7 +118,8 @@ class XlaCustomOptimizer:
     def _get_state_spec(self, name: str, value: Tensor) -> Spec:
         """Return the spec of a state tensor.
 
-        It is sharded like the parameter if it has the same shape, otherwise it is replicated.
+        The state tensor is sharded like the parameter if both have the same shape. Otherwise, it is
+        replicated.
         """
         has_parameter_shape = value.shape == self._parameters[name].shape
         return (
@@ -119,7 +130,7 @@ class XlaCustomOptimizer:
 
     @torch.no_grad()
     def step(self, gradients: Mapping[str, Tensor], learning_rate: Tensor, is_allowed: Tensor) -> None:
-        """Trace the update. See :meth:`portable.tpu.xla.optim.XlaOptimizer.step`.
+        """Trace the update of the parameters. See :meth:`portable.tpu.xla.optim.XlaOptimizer.step`.
 
         Args:
             gradients: Gradients, keyed by parameter name.
@@ -127,7 +138,9 @@ class XlaCustomOptimizer:
             is_allowed: Whether to apply the update, as a bool scalar on the device.
 
         Raises:
-            UserError: If the optimizer fails, or if its step would be compiled again each time.
+            UserError: If the optimizer fails, or if its state would make XLA compile the graph
+                again. This is the case if a state tensor is created after the first step, or if
+                state changes on the host.
         """
         state = self._state_by_name
         values_before = {
@@ -154,7 +167,18 @@ class XlaCustomOptimizer:
                     state[name][key] = buffer.copy_(torch.where(is_allowed, value, values))
 
     def _check_state_entry(self, name: str, key: str, value: Any, previous_state: Mapping[str, Any]) -> None:
-        """Raise UserError if a state entry was created after the first step, or is modified on the host."""
+        """Raise UserError if a change of a state entry would make XLA compile the graph again.
+
+        This is the case if the entry is on the device and was created after the first step, or if
+        it is on the host and its value changes.
+
+        Args:
+            name: Name of the parameter.
+            key: Name of the state entry.
+            value: Value of the entry after the step.
+            previous_state: State entries of the parameter that were on the device before the step,
+                keyed by name. Only the names are used.
+        """
         if _is_on_device(value):
             require(
                 key in previous_state,
@@ -169,13 +193,14 @@ class XlaCustomOptimizer:
         require(
             is_unchanged,
             f"{self._key}: the state {key!r} of {name} changes on the host, so XLA would compile every "
-            "step again; use a tensor on parameter.device",
+            "step again; store the state in a tensor on parameter.device",
         )
 
     def get_state_tensors(self) -> dict[str, dict[str, Tensor]]:
-        """Return the state tensors, keyed by the name of the parameter or stack and then by state name.
+        """Return the state tensors, keyed by tensor name and then by state name.
 
-        Scalars are not included. See :meth:`read_state_scalars`.
+        The tensor name is the name of a parameter or of a stack, which is one tensor that holds the
+        same parameter of several layers. Scalars are not included. See :meth:`read_state_scalars`.
         """
         return {
             name: {key: v for key, v in values.items() if _is_on_device(v) and v.dim()}
@@ -228,12 +253,20 @@ class XlaCustomOptimizer:
     ) -> None:
         """Restore the optimizer state from a checkpoint.
 
-        Parameters without state in the checkpoint keep their initial state.
+        Parameters without state in the checkpoint keep their initial state. If the same parameter
+        of several layers is stored in one tensor, its state is only restored if the checkpoint has
+        state for all these layers. Numbers are then restored from the first layer. If the
+        checkpoint has no weight averages for ``train.ema``, the initial averages are kept.
 
         Args:
             stored: Stored state, keyed by parameter name and then by state name.
-            stored_groups: Optimizer state with parameter groups. The values in the groups are also
-                restored.
+            stored_groups: Stored parameter groups, from which numbers such as a step count are
+                restored. Settings of the run, such as the learning rate, are not restored. None to
+                leave the groups unchanged.
+
+        Raises:
+            CheckpointError: If a state entry other than an average is missing, or if an entry has a
+                different shape.
         """
         restore_custom_group_values(self._optimizer.param_groups, stored_groups)
         for name, state in self._state_by_name.items():
@@ -272,14 +305,15 @@ def build_xla_optimizer(
 ) -> XlaOptimizer | XlaCustomOptimizer:
     """Build the optimizer of a run.
 
-    This is a custom optimizer if ``train.optimizer`` refers to code, otherwise a built-in one.
+    The result is an :class:`XlaCustomOptimizer` if ``train.optimizer`` has the form
+    ``package.module:name``. Otherwise, it is an ``XlaOptimizer`` for a built-in optimizer.
 
     Args:
         settings: Section ``train`` of the config.
         model: Model on the meta device.
         layout: Placement of tensors on the devices.
         device_parameters: Parameters to update.
-        compute: Dtype of Muon's matrix products.
+        compute: Dtype of Muon's matrix products. Ignored for a custom optimizer.
     """
     if is_plugin_name(settings.optimizer):
         return XlaCustomOptimizer(settings, model, layout, device_parameters)
@@ -299,10 +333,17 @@ def _copy_device_tensors(state: Mapping[str, Any]) -> dict[str, tuple[Tensor, Te
 
 
 class _TensorScaleMode(TorchFunctionMode):
-    """Torch function mode that supports tensors as the arguments ``alpha`` and ``value``.
+    """Torch function mode that supports tensors as ``alpha`` and ``value``.
 
-    torch would read the value of such a tensor, for example the learning rate, on the host. This mode
-    multiplies by the tensor on the device instead.
+    These keyword arguments scale an operand of functions such as ``torch.add`` and
+    ``torch.addcdiv``. torch would read the value of such a tensor, for example the learning rate,
+    on the host. This mode multiplies the second positional argument by the tensor on the device
+    instead. If this argument is a list, as in ``torch._foreach_add_``, each of its tensors is
+    multiplied.
+
+    The mode applies this rule to every torch function. An optimizer must therefore not pass a
+    tensor as ``value`` to a function in which this argument is not a scale, such as
+    ``torch.masked_fill``.
     """
 
     def __torch_function__(

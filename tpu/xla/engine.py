@@ -68,15 +68,26 @@ class XlaEngine:
     """Training engine on torch_xla. Implements :class:`portable.backend.Engine`.
 
     With one micro-batch per step, the complete step is one graph. With several, one graph runs the
-    forward and backward passes of a micro-batch and accumulates gradients on the devices, and another
-    graph updates the parameters. Therefore, the compile time does not depend on the number of
-    micro-batches.
+    forward and backward passes of a micro-batch and accumulates gradients on the devices, and
+    another graph updates the parameters. Therefore, the compile time does not depend on the number
+    of micro-batches.
+
+    The constructor replaces the parameters and buffers of the model with device tensors. Parameters
+    of layers in a loop stay on the meta device, and their values are stacked in
+    ``device_parameters``. All parameters are zeros until :meth:`load_weights` or
+    :meth:`load_checkpoint` is called. The constructor also replaces forward methods, adds hooks,
+    and calls :func:`portable.tpu.xla.attention.configure_attention`, which affects the entire
+    process.
 
     Args:
-        model: Model on the meta device.
+        model: Model on the meta device. Modified in place.
         config: Config of the run.
         layout: Placement of tensors on the devices.
         graphs: Runner of the compiled graphs.
+
+    Raises:
+        UserError: If the config cannot be combined with this model. For example, a router loss does
+            not work with ``xla.scan_layers``.
     """
 
     def __init__(self, model: nn.Module, config: RunConfig, layout: MeshLayout, graphs: GraphRunner) -> None:
@@ -128,13 +139,19 @@ class XlaEngine:
     # -- setting up --------------------------------------------------------------------------------------
 
     def _find_head_to_gather(self, head: nn.Module | None) -> Tensor | None:
-        """Replace the forward of the LM head, or return its weight if this is not possible.
+        """Make the LM head gather its weight, or return the weight if this is not possible.
 
-        The caller must gather a returned weight for each step, as with the strategy ``shard_grad_op``.
+        If the head is a plain linear layer and there are several devices,
+        :func:`shard_head_gradient` replaces its forward method. The head then gathers its weight
+        itself. Otherwise, the engine must gather the returned weight in each step, as it does for
+        all parameters with a strategy such as ``shard_grad_op``.
+
+        Args:
+            head: LM head of the model. None if the model has no head.
 
         Returns:
-            The weight of the head. None if :func:`shard_head_gradient` has replaced the forward, if the
-            model has no head, or if nothing is sharded.
+            The weight of the head. None if the forward method was replaced, if the model has no head
+            with a weight, or if nothing is sharded.
         """
         weight = getattr(head, "weight", None)
         if weight is None:
@@ -144,7 +161,19 @@ class XlaEngine:
         return None if shard_head_gradient(head, self.layout, spec) or not self.layout.is_sharded else weight
 
     def _build_layer_loop(self, model: nn.Module, segment: LayerSegment, *, recompute: bool) -> None:
-        """Replace the forward of a segment's layers with a loop over the stacks of their parameters."""
+        """Replace the forward of a segment's layers with a loop.
+
+        A segment is a sequence of consecutive layers with a repeating pattern. For example, layers
+        with local attention and layers with global attention take turns. The values of a parameter
+        in all repetitions are stored in one tensor, called a stack. The stacks must already exist.
+        Each iteration of the loop runs one repetition with one slice of each stack. The complete
+        slice is gathered, so that the compiler does not gather it separately for each product.
+
+        Args:
+            model: Model that contains the layers.
+            segment: Layers to run in the loop.
+            recompute: Whether to recompute the activations of each iteration in the backward pass.
+        """
         layout, stacks = self.layout, []
         for names in segment.list_parameter_names(model):
             stack = self._parameters[names[0]]
@@ -171,17 +200,19 @@ class XlaEngine:
     ) -> StepSums:
         """Trace the forward and backward pass of a micro-batch.
 
-        With several micro-batches per step, this also starts the micro-batch's graph, and adds the
-        gradients to the accumulated gradients. Token metrics are always computed, so that only one graph is
-        compiled.
+        With one micro-batch per step, the traced operations become part of the graph of the
+        complete step. With several, the gradients are added to the accumulated gradients, and the
+        micro-batch's graph starts to run. ``with_token_metrics`` is ignored: token metrics are
+        always computed, so that only one graph is compiled.
         """
 
         def run_passes() -> StepSums:
             # The gradients of embedding tables gather tokens. The compiler would fuse this gather with the
             # product that computes the logits. The result of such a fusion is not overwritten, so the logits
-            # and their gradients would both exist. Therefore the tokens wait for the loss. If layers are
-            # recomputed, tokens are gathered late anyway. Leave out the document lengths, because they would
-            # become an input of the graph, and masks already separate the documents.
+            # and their gradients would both exist. Therefore, make the tokens wait for the loss. This is not
+            # necessary if layers are recomputed, because tokens are then gathered late anyway. Leave out the
+            # document lengths, because they would become an input of the graph, and masks already separate
+            # the documents.
             waits = {} if self._recomputes_layers else batch
             waiting = {
                 name: copy_without_sharding(rows)
@@ -245,7 +276,18 @@ class XlaEngine:
     def take_optimizer_step(self, learning_rate: float, max_grad_norm: float, loss: Tensor) -> Tensor:
         """Trace the update of the parameters, start executing it, and return the gradient norm.
 
-        With one micro-batch per step, this starts the graph of the complete step.
+        If a step has a single micro-batch, its forward and backward passes have been traced but not
+        executed. This call then executes the passes and the update as one graph. If a step has
+        several micro-batches, the update is a separate graph.
+
+        Args:
+            learning_rate: Learning rate for this step.
+            max_grad_norm: Maximum global gradient norm for gradient clipping. 0 disables clipping.
+            loss: Global loss of this step, a device scalar. If the loss or the gradient norm is not
+                finite, the graph skips the update.
+
+        Returns:
+            Gradient norm before clipping, as a device scalar.
         """
         self._learning_rate = learning_rate
         norm = self._trace_update_and_clear_gradients(
@@ -299,10 +341,14 @@ class XlaEngine:
             return torch.func.functional_call(self._caller, copies, (function,))
 
     def _iter_compute_copies(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield a copy of each tensor that must be replaced during the forward and backward passes.
+        """Yield the copies that replace tensors of the model in a forward and backward pass.
+
+        A parameter is copied if it must be cast to the compute dtype, or gathered before the
+        forward pass. If ``xla.buffer_dtype`` is set, each floating-point buffer is cast to this
+        dtype. Otherwise, buffers are not copied.
 
         Yields:
-            The tensor's name for ``functional_call``, and the copy.
+            The tensor's name for ``functional_call``, and the copy that replaces it.
         """
         for name, parameter in self._parameters.items():
             copy: Tensor = parameter
@@ -357,12 +403,15 @@ class XlaEngine:
 
     @torch.no_grad()
     def find_nonfinite_state(self) -> list[str]:
-        """Return the names of trained parameters with non-finite weights or optimizer state on this host.
+        """Find trained parameters whose weights or optimizer state on this host are not finite.
 
-        A stack of layers is reported under the name of its first parameter.
+        The result contains the names of these parameters. If the same parameter of several layers
+        is stacked in one tensor, only the name from the first of these layers is returned. The
+        state of a custom optimizer is not checked.
         """
         # Check the shards on the host, because a reduction on the devices would be another graph to compile,
-        # and a save copies them to the host anyway. The state of a custom optimizer may start from infinity.
+        # and a save copies them to the host anyway. Ignore the state of a custom optimizer, because its
+        # initial values may be infinite.
         nonfinite: list[str] = []
         for name, state in self._optimizer.get_state_tensors().items():
             values = [self._parameters[name], *([] if self._custom_optimizer else state.values())]
@@ -375,10 +424,19 @@ class XlaEngine:
     def evaluate_batch(
         self, batch: Batch, metric_accumulator: MicroBatchMeasure, totals: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
-        """Start the forward pass of an evaluation micro-batch.
+        """Start the evaluation of a micro-batch, and add its metric sums to the totals.
+
+        This method does not wait for the devices, except when the evaluation graph runs for the
+        first time.
+
+        Args:
+            batch: Micro-batch on the devices.
+            metric_accumulator: Function that computes the metric sums of a micro-batch.
+            totals: Totals of the previous micro-batches, keyed by metric name. Empty for the first
+                micro-batch.
 
         Returns:
-            Sum of ``totals`` and the metrics of the micro-batch, as tensors on the devices.
+            The new totals, keyed by metric name, as tensors on the devices.
         """
         self.model.eval()
         sums: dict[str, Tensor] = self._call_with_compute_copies(
@@ -402,11 +460,12 @@ class XlaEngine:
     ) -> Tensor:
         """Sample a continuation of a prompt.
 
-        Each token is computed from the full length of the prompt and its continuation, so that only one
-        graph is compiled.
+        The prompt is first padded to the length of the result. Each token then needs a forward pass
+        over the full padded length, but only one graph is compiled. Tokens are sampled with
+        temperature 0.8 and top-k 50. Sampling does not stop at an end-of-sequence token.
 
         Args:
-            prompt: Token ids ``[1, length]``.
+            prompt: Token ids ``[1, length]`` on the CPU.
             max_new_tokens: Number of tokens to sample.
             seed: Random seed for sampling.
             image_columns: Always None, because this backend does not support images.
@@ -430,7 +489,11 @@ class XlaEngine:
     # -- weights and checkpoints -------------------------------------------------------------------------
 
     def swap_ema_weights(self) -> None:
-        """Swap the weights with their exponential moving averages. A second call swaps them back."""
+        """Swap the weights with their exponential moving averages.
+
+        A second call swaps them back. This method waits until the devices have completed the swap.
+        Parameters without an average are not changed.
+        """
         state = self._optimizer.get_state_tensors()
         swap_weights_and_averages((self._parameters[name], values) for name, values in state.items())
         self.layout.cut_graph(wait=True)
@@ -466,9 +529,17 @@ class XlaEngine:
 
 
 class _EngineCaller(FunctionalCaller):
-    """Wrapper around a model and the stacks of its looped layers, for ``torch.func.functional_call``.
+    """Module that lets the engine replace parameters and stacks during a function call.
 
-    The tensors of the model and the stacks can be replaced during a call.
+    The tensors are replaced by ``torch.func.functional_call``, with the names from
+    :meth:`get_call_name`. A stack is one tensor that holds the values of a parameter in all
+    repetitions of the layer pattern, if a compiled loop runs several layers. For example, one stack
+    contains the weights of the first norm of each layer, if all layers have the same structure.
+    Stacks are parameters of this module, and :meth:`get_stack` returns their current values.
+
+    Args:
+        model: Model that the functions call.
+        device_parameters: Parameters of the model on the devices, including the stacks.
     """
 
     def __init__(self, model: nn.Module, device_parameters: DeviceParameters) -> None:
@@ -484,22 +555,32 @@ class _EngineCaller(FunctionalCaller):
         return self._stack_attributes.get(name, f"module.{name}")
 
     def get_stack(self, name: str) -> Tensor:
-        """Return the current value of a stack. During a call, this is the replacement if one was passed."""
+        """Return the current value of a stack.
+
+        A stack is one tensor that holds the same parameter of several layers. During a
+        ``torch.func.functional_call`` that replaces the stack, this method returns the replacement.
+
+        Args:
+            name: Name of the stack, which is the name of its first parameter.
+        """
         value: Tensor = getattr(self, self._stack_attributes[name])
         return value
 
 
 def _check_router_loss_support(segments: list[LayerSegment], *, recomputed: bool) -> None:
-    """Raise UserError if a router loss would have no gradient with the current settings.
+    """Raise UserError if the engine does not support a router loss with the current settings.
+
+    Recomputed layers would not pass on the gradient of a router loss. Layers in a loop do not
+    return the outputs of their routers. Call this function only if the model has a router loss.
 
     Args:
-        segments: Segments whose layers run in a loop.
-        recomputed: Whether layers are recomputed in the backward pass.
+        segments: Segments whose layers run in a loop. Must be empty.
+        recomputed: Whether layers are recomputed in the backward pass. Must be False.
     """
     require(
         not recomputed,
         "memory.activation_checkpointing: on XLA, the router loss has no gradient through recomputed "
-        "layers; set memory.activation_checkpointing to none, or model.config.output_router_logits to "
+        "layers; set memory.activation_checkpointing to none, or set model.config.output_router_logits to "
         "false",
     )
     require(

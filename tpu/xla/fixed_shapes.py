@@ -18,11 +18,16 @@ if TYPE_CHECKING:
 
 
 def use_fixed_shape_experts(model: Any, shard_along_tokens: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Make mixtures of experts compute every expert for every token. See :func:`compute_every_expert`.
+    """Make mixtures of experts compute every expert for every token.
+
+    See :func:`compute_every_expert`. This applies to modules whose class name ends with
+    ``Experts``. The experts implementation :data:`EVERY_EXPERT` is registered in transformers, and
+    selected for the model. Models without such modules are left unchanged.
 
     Args:
         model: Model. Modified in place.
-        shard_along_tokens: Function that shards a tensor ``[experts, tokens, ...]`` along its tokens.
+        shard_along_tokens: Function that shards a tensor ``[experts, tokens, ...]`` along its
+            tokens. It is stored in the attribute ``along_tokens`` of the modules.
     """
     experts = [module for module in model.modules() if type(module).__name__.endswith("Experts")]
     for module in experts:
@@ -38,21 +43,24 @@ EVERY_EXPERT = "every_expert"
 def compute_every_expert(
     experts: Any, hidden: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
-    """Compute all experts for all tokens, and sum their outputs with weights.
+    """Compute all experts for all tokens, and return the weighted sums of their outputs.
 
     The weight of an expert that was not chosen is 0.
 
-    transformers has two other implementations. One sorts tokens into groups by expert. The group sizes
-    depend on the data, so the shapes are not fixed. The other gathers a copy of the chosen experts'
-    matrices for each token. It requires ``hidden size x experts per token / experts`` times the memory
-    of this implementation, and a TPU would spend more time reading this memory than on the products
-    here.
+    transformers has two other implementations:
+
+    - The first sorts tokens into groups by expert. The group sizes depend on the data, so the
+      shapes are not fixed.
+    - The second gathers a copy of the chosen experts' matrices for each token. Compared with
+      this implementation, it requires ``hidden size * experts per token / experts`` times as much
+      memory. On a TPU, reading these copies would take longer than the matrix products of this
+      implementation.
 
     Args:
         experts: Module that contains a layer's experts.
         hidden: Hidden states ``[tokens, hidden size]``.
-        expert_ids: IDs of the chosen experts for each token, int64 ``[tokens, experts per token]``. IDs
-            that are out of range are ignored.
+        expert_ids: IDs of the chosen experts for each token, int64 ``[tokens, experts per token]``.
+            IDs that are out of range are ignored.
         weights: Weights of the chosen experts, with the shape of ``expert_ids``.
 
     Returns:
@@ -97,10 +105,13 @@ def _multiply_by_expert_weights(experts: Any, weight_name: str, inputs: torch.Te
 
 @cache  # once per process
 def run_histc_on_device() -> None:
-    """Make ``torch.histc`` count integers on the device. Models use it to count the tokens per expert.
+    """Make ``torch.histc`` count integers on the device.
 
-    This replaces torch_xla's implementation, which runs on the CPU and fails because torch's CPU kernel
-    does not support integers.
+    Models use ``torch.histc`` to count the tokens per expert. The function replaces torch_xla's
+    implementation of ``aten::histc`` in this process. The old implementation runs on the CPU and
+    fails because torch's CPU kernel does not support integers. The new implementation requires that
+    ``bins`` equals ``max - min``. It does not count the value ``max``. Other calls, and calls with
+    floating-point values, still run on the CPU.
     """
     library.impl("aten::histc", "XLA", _compute_histogram)
 

@@ -1,8 +1,10 @@
-"""Compute the memory and traffic of SPMD on XLA from the shapes of a model.
+"""Memory and communication of SPMD training on XLA, computed from the shapes of a model.
 
-``tests/tpu/test_footprint.py`` compares the resident sizes with live shards. For some steps, it
-also compares the temporary sizes with a TPU compiler's reports. The numbers are only valid for
-TPUs, because XLA's CPU compiler writes more temporary values.
+``tests/tpu/test_footprint.py`` compares the computed sizes of the parameters and the optimizer
+state with the shards of a run on virtual CPU devices. ``tests/tpu/test_planned_steps.py``
+compares the computed memory of training steps with the memory that a TPU compiler reported for
+them. The computed values are only valid for TPUs, because XLA's CPU compiler writes more
+temporary values.
 """
 
 from __future__ import annotations
@@ -29,13 +31,26 @@ if TYPE_CHECKING:
 
 
 def resolve_config(config: RunConfig, cluster: Cluster) -> RunConfig:
-    """Check the config for XLA. See :class:`portable.planner.memory_model.FootprintModule`."""
+    """Check that XLA supports a config, and return the config unchanged.
+
+    Backends that run DeepSpeed replace defaults with values from a DeepSpeed JSON. XLA does not
+    have such a file. This function is part of the interface
+    :class:`portable.planner.memory_model.FootprintModule`.
+
+    Raises:
+        UserError: If XLA does not support the config.
+    """
     check_config(config.replaced({"backend": "xla"}), is_resolved=True)
     return config
 
 
 def iter_settings(config: RunConfig, cluster: Cluster) -> Iterator[StrategySetting]:
-    """Yield the strategies to compare on XLA. See :class:`portable.planner.memory_model.FootprintModule`."""
+    """Yield the values of ``strategy`` that the planner compares for this backend.
+
+    The hybrid strategies are included if the cluster has several nodes with equally many devices.
+    No setting includes offloading, because this backend does not support it. For the arguments, see
+    :meth:`portable.planner.memory_model.FootprintModule.iter_settings`.
+    """
     strategies = ["no_shard", "shard_grad_op", "full_shard"]
     if cluster.nodes > 1 and cluster.devices % cluster.per_node == 0:
         strategies += ["hybrid_shard_zero2", "hybrid_shard"]
@@ -51,9 +66,10 @@ def find_gathered_units(model: nn.Module, config: RunConfig) -> list[nn.Module]:
 
 
 OVERLAPPED_SCATTER_GROUPS = range(8, 33)
-"""Group sizes for which the compiler splits the product of a gradient, and sends one piece after the other.
+"""Group sizes for which the compiler splits the matrix product that computes a gradient into
+pieces, and sends one piece after the other.
 """
-# Matrix products. The compiler writes their results, after the elementwise operations that follow.
+# Matrix products. The compiler applies the elementwise operations that follow before it writes their results.
 _PRODUCT_OPERATIONS = {"mm", "bmm", "addmm", "baddbmm", "convolution", "_grouped_mm"}
 # Reductions whose results are as large as their operand. The compiler stores the small sums of the rows, and
 # reads the operand again to compute the results.
@@ -111,23 +127,28 @@ def classify_result(operation: str, *, elementwise: bool) -> ResultKind:
 
 
 def compute_every_expert_in(model: Any) -> None:
-    """Make all mixtures of experts in a model compute every expert for every token, as in the engine."""
+    """Make each mixture-of-experts layer compute all experts for every token, as the XLA engine does."""
     from portable.tpu.xla.fixed_shapes import use_fixed_shape_experts  # imports torch
 
     use_fixed_shape_experts(model, lambda tensor: tensor)
 
 
 class _WeightTotals(NamedTuple):
-    """Totals over all weights: memory per device in bytes, and communicated elements.
+    """Totals over all weights: memory per device in bytes, and numbers of communicated elements.
+
+    A pass is the forward and backward pass of one micro-batch.
 
     Attributes:
         parameter_bytes: Size of the parameter shards.
         gradient_bytes: Size of the fp32 gradient shards.
         moment_bytes: Size of the optimizer state shards.
         sharded_trained_elements: Number of elements that are trained and sharded.
-        gathered_elements: Number of elements that are gathered in a pass.
+        gathered_elements: Number of elements that are gathered in a pass. An element that is
+            gathered again for the backward pass counts twice.
         scattered_elements: Number of gradient elements that are reduce-scattered in a pass.
-        copy_bytes: Size of copies in the compute dtype and of transposed tables.
+        copy_bytes: Size of the temporary copies of shards. A parameter is copied if it is cast to
+            the compute dtype, or if it is gathered again for the backward pass. A tied embedding
+            table and its optimizer state are copied if the update changes their layout.
     """
 
     parameter_bytes: int
@@ -143,6 +164,9 @@ def _sum_weights(
     model: ModelInventory, config: RunConfig, rules: ShardingRules, group: int, *, keeps_gathered: bool
 ) -> _WeightTotals:
     """Sum up memory and traffic over all weights.
+
+    Memory is in bytes per device. Traffic is in elements of the unsharded weights. An embedding
+    table is neither gathered nor reduce-scattered, except if it is also the output head.
 
     Args:
         model: Inventory of the model's weights.
@@ -164,7 +188,7 @@ def _sum_weights(
             shape[dim] //= group
         size = weight.num_elements // group if dim is not None else weight.num_elements
         parameters += weight.itemsize * size
-        # A cast creates a copy. Weights that are not cast are copied by the barriers, which make the compiler
+        # A cast creates a copy. Weights that are not cast are copied by the barriers that make the compiler
         # gather them again.
         is_gathered_again = (
             weight.is_trained and not keeps_gathered and (weight.is_output_head or not weight.is_embedding)
@@ -191,7 +215,10 @@ def _sum_weights(
 
 
 def compute_footprint(model: ModelInventory, config: RunConfig, cluster: Cluster) -> Footprint:
-    """Compute the footprint of a run. See :class:`portable.planner.memory_model.FootprintModule`."""
+    """Compute the device memory and the communication of a run with this engine.
+
+    See :meth:`portable.planner.memory_model.FootprintModule.compute_footprint` for the arguments.
+    """
     group = cluster.devices
     if config.strategy in HYBRID_STRATEGIES:
         group = config.fsdp.shard_group_size or min(cluster.per_node, cluster.devices)
@@ -262,7 +289,7 @@ def compute_footprint(model: ModelInventory, config: RunConfig, cluster: Cluster
 
 
 class _OrthogonalizationCost(NamedTuple):
-    """Additional memory for Muon's update in bytes, and the number of bytes that a device sends."""
+    """Cost of Muon's update on one device: additional memory and sent data, both in bytes."""
 
     memory_bytes: int
     sent_bytes: float
@@ -271,10 +298,16 @@ class _OrthogonalizationCost(NamedTuple):
 def _compute_orthogonalization_cost(
     model: ModelInventory, compute: int, group: int
 ) -> _OrthogonalizationCost:
-    """Compute the cost of Muon's update, which is 0 for other optimizers.
+    """Compute the memory and communication of Muon's update. Both are 0 for other optimizers.
 
-    Matrices with the same shape are distributed over the devices. Each device's memory contains its
-    share of the complete matrices, which are operands and results of the products.
+    Muon orthogonalizes complete matrices by matrix products. Matrices with the same shape are
+    distributed over the devices. Each device holds its share of the matrices, together with the
+    intermediate results of the products.
+
+    Args:
+        model: Inventory of the model, with the shapes of its weights.
+        compute: Bytes per element in the compute dtype.
+        group: Number of devices over which the parameters are sharded.
     """
     matrices_by_shape: Counter[tuple[int, ...]] = Counter()
     for weight in model.trained_weights:

@@ -11,13 +11,15 @@ if TYPE_CHECKING:
 
 
 class FunctionalCaller(nn.Module):
-    """Module wrapper for ``torch.func.functional_call`` whose forward calls any function.
+    """Module wrapper that lets ``torch.func.functional_call`` run any function.
 
-    The function may call parts of the wrapped module. The hooks of the wrapped module itself only run
-    if the function calls the module.
+    ``functional_call`` can only call a module. This module's forward method calls the function that
+    it receives as its argument. The function may call parts of the wrapped module. The hooks of the
+    wrapped module itself only run if the function calls the module.
 
     Args:
-        module: Module whose tensors can be replaced during the call, under the names ``module.<name>``.
+        module: Module whose tensors can be replaced during the call, under the names
+            ``module.<name>``.
     """
 
     def __init__(self, module: nn.Module) -> None:

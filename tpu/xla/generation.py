@@ -25,10 +25,12 @@ def sample_continuation(
     layout: MeshLayout,
     graphs: GraphRunner,
 ) -> Tensor:
-    """Sample tokens after a prompt.
+    """Sample tokens after a prompt, with temperature 0.8 and top-k 50.
+
+    Sampling does not stop at an end-of-sequence token.
 
     Args:
-        prompt: Token ids ``[1, length]``.
+        prompt: Token ids ``[1, length]`` on the CPU.
         max_new_tokens: Number of tokens to sample.
         seed: Random seed for sampling.
         compute_logits: Function that computes logits ``[rows, length, vocabulary]`` from token IDs
@@ -37,8 +39,8 @@ def sample_continuation(
         graphs: Runner of the compiled graphs.
 
     Returns:
-        Token IDs ``[rows, length + max_new_tokens]``, int64 on the devices. There is one row per batch
-        shard, because activations are sharded along the batch dim. All rows are equal.
+        Token IDs ``[rows, length + max_new_tokens]``, int64 on the devices. There is one row per
+        batch shard, because activations are sharded along the batch dim. All rows are equal.
     """
     start = prompt.shape[1]
     padded = torch.nn.functional.pad(prompt, (0, max_new_tokens))

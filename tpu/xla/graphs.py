@@ -16,11 +16,14 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-MAX_COMPARED_CHARS = 16 << 20  # longer texts of graphs are cut to this number of characters
+MAX_COMPARED_CHARS = 16 << 20  # graph texts are cut to this number of characters before they are compared
 
 
 class GraphRunner:
-    """Graph runner that reports if a second graph with the same name is compiled.
+    """Graph runner that reports unexpected compilations.
+
+    Each graph has a name, such as ``step``, and should be compiled only once. If a second graph
+    with the same name is compiled, the runner reports it with the probable cause.
 
     Args:
         report: Callback that receives a line about an unexpected graph.
@@ -36,7 +39,9 @@ class GraphRunner:
     def warn_about_value_reads(self) -> Iterator[None]:
         """Return a context manager that warns if code reads the value of a tensor.
 
-        Reading a value would execute a part of the graph too early.
+        Reading a value would execute a part of the graph too early. At exit, the context manager
+        calls the ``report`` callback if XLA has compiled a graph or transferred data from a device
+        since entry. Each runner reports this at most once.
         """
         counters_before = read_xla_counters()
         yield
@@ -50,11 +55,14 @@ class GraphRunner:
     def run(self, kind: str, results: Sequence[Tensor]) -> None:
         """Start executing the traced operations as one graph.
 
-        Only waits for the results when the graph runs for the first time.
+        Executes all pending operations, even if their results are not in ``results``. Returns
+        without waiting for the results, except when the graph runs for the first time.
 
         Args:
-            kind: Name of the graph, such as ``step``.
-            results: Tensors that the graph computes. Their hash identifies the graph.
+            kind: Name of the graph, such as ``step``. Only one graph with this name is expected, so
+                the runner reports any further one.
+            results: Tensors that the graph computes. A hash of their traced operations shows
+                whether the graph has run before.
         """
         texts = self._texts_by_hash.setdefault(kind, {})
         fingerprint = xla.graph_hash(list(results))
@@ -73,7 +81,9 @@ class GraphRunner:
         if _count_metric_samples("CompileTime") > compilations_before:
             self._extra_graphs[kind] += 1
             self._report_extra_graph(
-                kind, "the loss is the same, but the update has a new constant: a rate, decay or beta"
+                kind,
+                "the loss is the same, but the update has a new constant, such as a learning rate, weight "
+                "decay or beta",
             )
 
     def _report_extra_graph(self, graph_name: str, cause: str) -> None:
@@ -84,12 +94,20 @@ class GraphRunner:
 
     @property
     def graph_counts(self) -> dict[str, int]:
-        """Number of different compiled graphs, keyed by graph name."""
+        """Number of different graphs that were compiled under each name, keyed by that name.
+
+        A number greater than 1 means that a graph such as ``step`` was compiled again with a
+        change.
+        """
         return {kind: len(texts) + self._extra_graphs[kind] for kind, texts in self._texts_by_hash.items()}
 
 
 def _find_most_similar_text(text: str, texts: Iterable[str]) -> str:
-    """Return the graph text with the fewest lines that differ from ``text``."""
+    """Return the graph in ``texts`` that differs from ``text`` in the fewest lines.
+
+    Each graph is given in text form. The comparison ignores the order of the lines, and the numbers
+    in value names such as ``%12``.
+    """
     lines = Counter(_strip_value_numbers(line) for line in text.splitlines())
 
     def compute_distance(other: str) -> int:
@@ -120,12 +138,19 @@ def describe_graph_difference(old_text: str, new_text: str) -> str:
 
 
 def _strip_value_numbers(line: str) -> str:
-    """Remove value numbers from a line, because every additional operation shifts them."""
+    """Remove the numbers of values, such as the 12 in ``%12``, from a line of a graph's text.
+
+    Lines are compared without these numbers, because every additional operation shifts them.
+    """
     return re.sub(r"%\d+", "%", line).strip()
 
 
 def read_xla_counters() -> dict[str, float]:
-    """Return this process's number of compiled graphs, and its number of transfers from the devices."""
+    """Return how many graphs this process has compiled, and how often it has read from the devices.
+
+    The numbers have the keys ``graphs_compiled`` and ``transfers_from_device``. A read is a
+    transfer from a device to the host.
+    """
     return {
         "graphs_compiled": _count_metric_samples("CompileTime"),
         "transfers_from_device": _count_metric_samples("TransferFromDeviceTime"),

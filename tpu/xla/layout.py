@@ -1,8 +1,8 @@
-"""Define the device mesh, and shard parameters, batches and activations over it.
+"""Device mesh, and the sharding of parameters, batches and activations over it.
 
 Under SPMD, a sharded tensor is one logical tensor. The program is written as if for one device, and
-the compiler inserts the collectives. The compiler requires the sharding of parameters, batches and
-activations, and propagates it to other tensors.
+the compiler inserts the collectives. This module specifies the sharding of parameters, batches and
+activations. The compiler derives the sharding of all other tensors from it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 REPLICA, FSDP, SEQUENCE = "replica", "fsdp", "sequence"
 
 Spec = tuple[str | tuple[str, ...] | None, ...]
-"""Mesh axes that each dim of a tensor is sharded over. None if a dim is not sharded."""
+"""For each dim of a tensor, the mesh axes that it is sharded over, or None if it is not sharded."""
 
 
 @dataclass(frozen=True)
@@ -50,12 +50,20 @@ class LocalShard:
 class MeshLayout:
     """Device mesh, and the placement of tensors on it.
 
+    The mesh has the axes ``replica``, ``fsdp`` and ``sequence``, in this order. Parameters are
+    sharded over ``fsdp`` and ``sequence``, batches over ``replica`` and ``fsdp``, and the tokens of
+    a sequence over ``sequence``. The axes ``replica`` and ``sequence`` are omitted if they have
+    size 1.
+
     Args:
         config: Config of the run. The layout depends on ``strategy``, ``fsdp.shard_group_size``,
             ``context_parallel_size``, ``xla.sharding`` and ``xla.shard_param_on_dim_0``.
         num_devices: Number of devices in the run.
 
     Attributes:
+        device: XLA device of all tensors. In SPMD mode, it represents all devices.
+        num_devices: Number of devices in the run.
+        mesh: Mesh object of torch_xla.
         sequence: Number of consecutive devices that share each sequence.
         num_batch_shards: Number of shards of a batch. Each shard belongs to a group of devices that
             share sequences.
@@ -65,7 +73,8 @@ class MeshLayout:
     Raises:
         UserError: If the number of devices is not a multiple of the shard group size, if the shard
             group size is not a multiple of ``context_parallel_size``, or if a pattern in
-            ``xla.sharding`` is not a valid regular expression.
+            ``xla.sharding`` is not a valid regular expression. Also raised if a hybrid strategy
+            needs ``fsdp.shard_group_size``, because all devices are in one slice.
     """
 
     def __init__(self, config: RunConfig, num_devices: int) -> None:
@@ -111,22 +120,34 @@ class MeshLayout:
         return tuple(self.shard_axes if d == dim else None for d in range(len(shape)))
 
     def check_sharding_rules(self) -> None:
-        """Raise UserError if a pattern in ``xla.sharding`` has not matched any parameter so far."""
+        """Raise UserError if a pattern in ``xla.sharding`` has matched no parameter so far.
+
+        :meth:`get_parameter_spec` matches the patterns, so call it for all parameters first. For
+        each parameter, only the first matching pattern counts.
+        """
         self._sharding_rules.check_unused_patterns()
 
     @property
     def is_sharded(self) -> bool:
-        """Whether any parameter may be sharded."""
+        """Whether any parameter may be sharded.
+
+        This is True for every strategy except ``no_shard``, even if there is only one device.
+        """
         return self._sharding_rules.is_sharding
 
     @property
     def reduces_gradients_unsharded(self) -> bool:
-        """Whether the TPU compiler sums up unsharded gradients before sharding the sum."""
+        """Whether the TPU compiler sums complete gradients over the devices, and shards only the sum.
+
+        Each device then has to store a complete gradient until it is sharded. This applies to shard
+        groups of more than 32 devices.
+        """
         return self.shard_group_size > 32
 
     def get_batch_spec(self, num_dims: int) -> Spec:
-        """Return the spec of a batch tensor. Dim 0 is sharded over groups of devices that share sequences.
+        """Return the spec of a batch tensor, whose dim 0 is sharded over the data-parallel groups.
 
+        With context parallelism, the devices in a group process parts of the same sequences.
         Without context parallelism, a group is a single device.
 
         Args:
@@ -137,10 +158,12 @@ class MeshLayout:
     def get_activation_spec(self, num_dims: int) -> Spec:
         """Return the spec of activations ``[batch, tokens, ...]``.
 
-        2-D activations have the shape ``[tokens of all sequences, ...]``.
+        The batch dim is sharded over the data-parallel groups. With context parallelism, the token
+        dim is sharded over the devices that share a sequence. 2-D activations have the shape
+        ``[tokens of all sequences, ...]``. Their first dim is sharded over all devices.
 
         Args:
-            num_dims: Number of dims in the tensor.
+            num_dims: Number of dims in the tensor, at least 2.
         """
         if num_dims == 2:
             return (self._axes, None)
@@ -165,7 +188,10 @@ class MeshLayout:
         return self.mesh.get_op_sharding(spec)
 
     def shard_along_tokens(self, tensor: Tensor) -> Tensor:
-        """Shard a tensor ``[experts, tokens, ...]`` and its gradient along the token dim."""
+        """Shard a tensor ``[experts, tokens, width]`` and its gradient along the token dim.
+
+        The tokens are sharded over all devices. A tensor on the meta device is returned unchanged.
+        """
         if tensor.is_meta:  # in a trial pass, there are no devices
             return tensor
         sharding = self.to_op_sharding((None, *self.get_activation_spec(tensor.dim() - 1)))
@@ -176,10 +202,12 @@ class MeshLayout:
     def place_batch_tensor(self, tensor: Tensor) -> Tensor:
         """Copy this host's part of a batch tensor to its devices, and return the global tensor.
 
-        Hosts that share sequences must all pass the same part.
+        If sequences are split over several hosts, each of these hosts must pass the same complete
+        sequences.
 
         Args:
-            tensor: This host's part, on the CPU.
+            tensor: This host's part, on the CPU. The first dim must have the same size on all
+                hosts, and be divisible by the number of batch shards on this host.
 
         Returns:
             The global batch tensor.
@@ -192,9 +220,10 @@ class MeshLayout:
         return self._assemble_from_shards(shards, self.get_batch_spec(tensor.dim()), shape)
 
     def create_zeros(self, shape: Sequence[int], dtype: torch.dtype, spec: Spec) -> Tensor:
-        """Create a sharded tensor of zeros.
+        """Create a tensor of zeros that is sharded like a parameter.
 
-        The host allocates only one shard, which is copied to each of its devices.
+        The host allocates only one shard, which is copied to each of its devices. In ``spec``, each
+        dim must be either unsharded or sharded over :attr:`shard_axes`.
         """
         shard_shape = [
             size // self.shard_group_size if axis == self.shard_axes else size
@@ -246,7 +275,7 @@ class MeshLayout:
         If several devices have copies of a shard, only the first device saves it.
         """
         _wait_for_device_ops()
-        # Copy one tensor at a time, because replicas are copied as well.
+        # Copy one tensor at a time to limit memory, because replicas are copied as well.
         return [self._copy_tensor_shards(tensor) for tensor in tensors]
 
     def _copy_tensor_shards(self, tensor: Tensor) -> list[LocalShard]:
@@ -269,7 +298,8 @@ class MeshLayout:
         """Execute the pending operations on all tensors.
 
         Args:
-            wait: Whether to wait for the results, after which tensors can be copied or filled.
+            wait: Whether to block until the operations are complete. The tensors can then be
+                copied or filled. If False, the operations continue to run after this call.
         """
         torch_xla.sync()
         if wait:
@@ -364,9 +394,13 @@ def _read_slice_indices() -> list[int]:
 def _compute_shard_group_size(config: RunConfig, num_devices: int) -> int:
     """Compute the number of devices over which one copy of the parameters is sharded.
 
+    A hybrid strategy shards over ``fsdp.shard_group_size`` devices, by default over the devices in
+    a slice. Any other strategy shards over all devices.
+
     Raises:
-        UserError: If a hybrid strategy requires ``fsdp.shard_group_size``, or if the devices cannot be
-            divided into groups of this size.
+        UserError: If a hybrid strategy requires ``fsdp.shard_group_size`` because there is only one
+            slice, and the setting is missing. Also raised if the devices cannot be divided into
+            groups of this size.
     """
     if config.strategy not in HYBRID_STRATEGIES:
         return num_devices
@@ -375,11 +409,12 @@ def _compute_shard_group_size(config: RunConfig, num_devices: int) -> int:
     if slices == 1 and config.fsdp.shard_group_size is None:
         raise UserError(
             f"strategy: {config.strategy} shards within a slice, but there is only one slice; set "
-            "fsdp.shard_group_size, or use full_shard"
+            "fsdp.shard_group_size to the number of devices that share one copy of the parameters, or set "
+            "strategy to full_shard"
         )
     if size > num_devices or num_devices % size:
         raise UserError(
-            f"fsdp.shard_group_size: {num_devices} devices cannot be divided into groups of {size}; use a "
-            f"divisor of {num_devices}"
+            f"fsdp.shard_group_size: {num_devices} devices cannot be divided evenly into groups of {size}; "
+            f"use a divisor of {num_devices}"
         )
     return size

@@ -1,10 +1,12 @@
-"""Compute the logits and the weight gradient of the LM head under SPMD.
+"""Logits and weight gradient of the LM head under SPMD.
 
-The weight is gathered, because with a shard of it, a device would need the activations of all
-tokens. Each device computes a product with the gradients of its logits. The weight gradient is the
-sum of these products over all devices, and each device keeps its shard of the sum. The compiler
-only overlaps the product with this reduction if the sharding annotation directly follows the
-product.
+The weight is gathered. Otherwise, each device would have only a shard of the weight, and would need
+the activations of all tokens.
+
+For the weight gradient, each device multiplies the gradients of its logits by its hidden states. A
+reduction then sums these products over all devices, and each device keeps its shard of the sum. The
+compiler overlaps the reduction with the product only if the sharding annotation directly follows
+the product.
 """
 
 from __future__ import annotations
@@ -25,7 +27,12 @@ if TYPE_CHECKING:
 
 
 def shard_head_gradient(head: nn.Module | None, layout: MeshLayout, weight_spec: Spec) -> bool:
-    """Replace the forward of the LM head so that its weight gradient is reduced to shards.
+    """Replace the forward of the LM head to shard its weight gradient over the devices.
+
+    The new forward gathers the weight. The weight gradients of all devices are summed, and the sum
+    is sharded like the weight. The gradient sharding only applies to 3-D hidden states whose batch
+    size is divisible by the number of batch shards. For other hidden states, the compiler chooses
+    the sharding of the gradient.
 
     Args:
         head: LM head of a model, or None.
@@ -63,8 +70,9 @@ def shard_head_gradient(head: nn.Module | None, layout: MeshLayout, weight_spec:
 class _HeadFunction(torch.autograd.Function):
     """Autograd function that multiplies hidden states by the gathered weight of the LM head.
 
-    The weight gradient is annotated with ``gradient_sharding``. If ``transposes`` is set, the gradient
-    is computed transposed, and the sharding applies to the transposed gradient.
+    The argument ``unsharded`` is the sharding of the gathered weight, and ``gradient_sharding`` is
+    the sharding of the weight gradient. If the argument ``transposes`` is set, the gradient is
+    computed as ``[hidden size, vocabulary]``, and ``gradient_sharding`` applies to this shape.
     """
 
     @staticmethod

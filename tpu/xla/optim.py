@@ -1,4 +1,4 @@
-"""Implement optimizers with formulas on lazy tensors, so that the update is part of the compiled step.
+"""Optimizers that compute their updates on lazy tensors, as part of the compiled training step.
 
 Names, hyperparameters and state match torch's classes, so that runs can move between backends.
 torch's code would cause a transfer or a compilation in each step, because it reads step counts on
@@ -74,17 +74,19 @@ class UpdateRule(Protocol):
     """Protocol for optimizer formulas, which update one parameter or a stack of parameters.
 
     Attributes:
-        counts_steps: Whether the state contains a step count.
+        counts_steps: Whether a checkpoint contains a step count for each parameter with this rule.
+            During a run, :class:`XlaOptimizer` counts the steps of all parameters, and stores the
+            counts separately from the state tensors.
     """
 
     counts_steps: bool
 
     def get_state_layouts(self, parameter: Tensor, spec: Spec, *, is_stacked: bool) -> StateLayouts:
-        """Return the shape and spec of each state tensor. State tensors are initialized with zeros.
+        """Return the shape and the sharding of each state tensor. State tensors begin as zeros.
 
         Args:
-            parameter: Parameter or stack of parameters.
-            spec: Spec of the parameter.
+            parameter: One parameter, or a stack of the same parameter of several layers.
+            spec: Sharding of ``parameter``: for each dim, the mesh axes that it is sharded over.
             is_stacked: Whether the first dim stacks several parameters.
         """
 
@@ -106,7 +108,10 @@ class XlaAdamW:
         self._betas, self._eps = betas, eps
 
     def get_state_layouts(self, parameter: Tensor, spec: Spec, *, is_stacked: bool) -> StateLayouts:
-        """Return the layouts of the two moments."""
+        """Return the shapes and specs of the two moments, ``exp_avg`` and ``exp_avg_sq``.
+
+        Both moments have the shape and spec of the parameter, whether it is stacked or not.
+        """
         return {name: (tuple(parameter.shape), spec) for name in ("exp_avg", "exp_avg_sq")}
 
     def compute_update(self, inputs: UpdateInputs) -> UpdateResult:
@@ -171,7 +176,15 @@ class XlaAdafactor:
         self._rule = rule
 
     def get_state_layouts(self, parameter: Tensor, spec: Spec, *, is_stacked: bool) -> StateLayouts:
-        """Return the layouts of the second moments, which are factored for parameters with several dims."""
+        """Return the shapes and specs of a parameter's second moments.
+
+        If the parameter has two or more dims, its second moments are factored into ``row_var`` with
+        shape ``[..., rows, 1]`` and ``col_var`` with shape ``[..., 1, columns]``. Otherwise, they
+        are one tensor ``variance`` with the shape of the parameter. If ``is_stacked`` is set, the
+        first dim enumerates the parameters of a stack. It is not included in the number of dims,
+        but in all shapes. The moments are sharded like the parameter, except that dims of size 1
+        that replace rows or columns are not sharded.
+        """
         shapes = adafactor.get_moment_shapes(parameter.shape, is_stacked)
         specs = {"variance": spec, "row_var": (*spec[:-1], None), "col_var": (*spec[:-2], None, *spec[-1:])}
         return {name: (shape, specs[name]) for name, shape in shapes.items()}
@@ -202,7 +215,13 @@ class XlaAdafactor:
 
 
 def _compute_rms(tensor: Tensor, is_stacked: bool) -> Tensor:
-    """Compute the root mean square of a parameter-shaped tensor.
+    """Compute the root mean square of a tensor that has the shape of a parameter.
+
+    Args:
+        tensor: Tensor with the shape of one parameter, or of several parameters that are stacked
+            along the first dim.
+        is_stacked: Whether ``tensor`` belongs to stacked parameters. The root mean square is then
+            computed for each of them.
 
     Returns:
         A scalar. For stacked parameters, a tensor ``[parameters, 1, ...]``.
@@ -222,6 +241,9 @@ class MuonUpdates(NamedTuple):
 class XlaMuon:
     """Muon for matrices and stacks of matrices, like :class:`portable.optim.muon.Muon`.
 
+    An update has two parts. First, call :meth:`orthogonalize_updates` once per step with the
+    gradients of all matrices. Then call :meth:`compute_update` for each parameter.
+
     Args:
         settings: Section ``train`` of the config.
         layout: Placement of tensors on the devices.
@@ -239,10 +261,10 @@ class XlaMuon:
         return {"momentum_buffer": (tuple(parameter.shape), spec)}
 
     def compute_update(self, inputs: UpdateInputs) -> UpdateResult:
-        """Apply an update that :meth:`orthogonalize_updates` has computed.
+        """Compute the new parameter from an update that :meth:`orthogonalize_updates` has computed.
 
-        The caller passes the orthogonalized update as ``inputs.gradient``. ``inputs.state`` must already be
-        the new state, and is returned unchanged.
+        The caller passes the orthogonalized update as ``inputs.gradient``, and the state after this
+        update as ``inputs.state``. The state is returned unchanged.
         """
         adjusted = inputs.learning_rate * compute_learning_rate_factor(
             self._rate_rule, inputs.parameter.shape
@@ -255,16 +277,19 @@ class XlaMuon:
     ) -> MuonUpdates:
         """Compute the orthogonalized updates and the new momentum buffers.
 
-        Matrices with the same shape and spec are concatenated and distributed over the devices, so that
-        each device orthogonalizes a share of the complete matrices.
+        Matrices with the same shape and sharding are concatenated and distributed over the devices
+        of a shard group, so that each device orthogonalizes a share of the complete matrices. If a
+        parameter has more than two dims, the last two dims are the dims of its matrices.
 
         Args:
-            gradients: Gradients, keyed by parameter name.
-            states: State tensors, keyed by parameter name.
-            specs: Specs, keyed by parameter name.
+            gradients: Gradients in fp32, keyed by parameter name.
+            states: State tensors, keyed by parameter name. They are not modified.
+            specs: Sharding of each parameter, keyed by parameter name. A spec contains, for each
+                dim, the mesh axes over which it is sharded, or None.
 
         Returns:
-            The updates in fp32, and the new state.
+            The updates in fp32, with the shapes of the gradients, and the new state. Both contain
+            only the parameters in ``gradients``.
         """
         new_states: dict[str, State] = {}
         matrices_by_shape: dict[tuple[tuple[int, ...], Spec | None], dict[str, Tensor]] = {}
@@ -273,7 +298,8 @@ class XlaMuon:
             update = compute_nesterov_update(gradient, buffer, self._momentum, self._compute_dtype)
             shape = tuple(update.shape[-2:])
             *leading_dims, rows, columns = specs[name]
-            # Experts may already be sharded along their first dim.
+            # Do not annotate experts that are sharded along their first dim, because one device already has
+            # each complete matrix.
             matrix_spec: Spec | None = None if any(leading_dims) else (None, rows, columns)
             matrices_by_shape.setdefault((shape, matrix_spec), {})[name] = update.reshape(-1, *shape)
             new_states[name] = {"momentum_buffer": buffer}
@@ -292,8 +318,8 @@ class XlaMuon:
                 copy_with_sharding(stacked_matrices, spread_sharding), self._compute_dtype
             )
             if matrix_spec is not None:
-                # Annotate both shardings, so that one all-to-all leads back. Otherwise the compiler would
-                # send four times the bytes.
+                # Annotate both shardings, so that one all-to-all restores the original sharding. Otherwise,
+                # the compiler would send four times the bytes.
                 orthogonal = copy_with_sharding(
                     copy_with_sharding(orthogonal, spread_sharding), self._layout.to_op_sharding(matrix_spec)
                 )
@@ -303,9 +329,9 @@ class XlaMuon:
 
 
 def build_update_rule(settings: TrainConfig) -> UpdateRule:
-    """Build the update rule for ``train.optimizer``.
+    """Build the update rule for the built-in optimizer ``train.optimizer``.
 
-    With Muon, this is the rule for parameters that are not matrices.
+    With Muon, this is AdamW, for the parameters that Muon does not update.
     """
     beta1, beta2 = settings.betas
     if settings.optimizer in ("adamw", "muon"):
@@ -316,10 +342,12 @@ def build_update_rule(settings: TrainConfig) -> UpdateRule:
 
 
 class _GroupFactors(NamedTuple):
-    """Hyperparameters of a tensor, from the parameter groups of its parameters.
+    """Optimizer hyperparameters of a parameter or a stack.
 
-    Each value is a number, or a tensor ``[layers, 1, ...]`` for a stack whose layers have different
-    values.
+    A stack is one tensor that holds the same parameter of several layers. The values come from the
+    parameter groups. Both values are numbers if all layers of the tensor have the same
+    hyperparameters. If the layers differ in at least one of them, both values are tensors
+    ``[layers, 1, ...]``.
     """
 
     rate_share: Tensor | float
@@ -328,17 +356,20 @@ class _GroupFactors(NamedTuple):
 
 
 class XlaOptimizer:
-    """Built-in optimizer, which applies an update rule to each parameter.
+    """Built-in optimizer, which applies an update rule to each trained parameter.
 
-    The state of a parameter is sharded like the parameter. The step counts of all parameters are stored
-    in one fp32 vector ``[parameters]``, so that the compiled step has a single argument for them
-    instead of hundreds.
+    The state of a parameter is sharded like the parameter. Dims of size 1 in the factored moments
+    of Adafactor are an exception: they are not sharded. If ``train.ema`` is set, the state also
+    contains the average of the weights, under the name ``ema``. The step counts of all parameters
+    are stored in one fp32 vector ``[parameters]``, so that the compiled step has a single argument
+    for all step counts instead of hundreds of arguments.
 
     Args:
         settings: Section ``train`` of the config.
-        model: Model on the meta device. Its parameter names and shapes determine the parameter groups.
+        model: Model whose parameter names and shapes determine the parameter groups. Its stacked
+            parameters are on the meta device.
         layout: Placement of tensors on the devices.
-        device_parameters: Parameters to update.
+        device_parameters: Parameters to update, and frozen parameters, which are ignored.
         compute: Dtype of Muon's matrix products.
     """
 
@@ -383,8 +414,12 @@ class XlaOptimizer:
     def _compute_group_factors(self, name: str, groups: Mapping[str, OptimizerGroup]) -> _GroupFactors:
         """Compute the learning rate factor and the weight decay for a parameter or a stack.
 
+        A stack is one tensor that holds the same parameter of several layers. If the learning rate
+        or the weight decay differs between these layers, both results are tensors with one entry
+        per layer. Otherwise, both are numbers.
+
         Args:
-            name: Name of the tensor.
+            name: Name of the parameter or stack.
             groups: Parameter group of each parameter, keyed by parameter name.
         """
         member_groups = [groups[member] for member in self._device_parameters.get_parameter_names(name)]
@@ -401,9 +436,14 @@ class XlaOptimizer:
     def step(self, gradients: Mapping[str, Tensor], learning_rate: Tensor, is_allowed: Tensor) -> None:
         """Trace the update of every parameter that has a gradient.
 
+        When the graph is executed, parameters, state and step counts are updated in place. If
+        ``is_allowed`` is False, all of them keep their values. Parameters without a gradient are
+        not updated, and their steps are not counted.
+
         Args:
             gradients: Gradients, keyed by parameter name.
-            learning_rate: Learning rate, as an fp32 scalar on the device.
+            learning_rate: Learning rate of the run at this step, as an fp32 scalar on the device.
+                It is scaled for parameter groups with a different learning rate.
             is_allowed: Whether to apply the update, as a bool scalar on the device.
         """
         with torch.no_grad():
@@ -442,9 +482,12 @@ class XlaOptimizer:
             self._step_counts.copy_(torch.where(is_allowed, new_step_counts, self._step_counts))
 
     def get_state_tensors(self) -> dict[str, State]:
-        """Return the state tensors, keyed by the name of the parameter or stack and then by state name.
+        """Return the optimizer's state tensors, including weight averages but not step counts.
 
-        Step counts are not included.
+        Returns:
+            The tensors, keyed by parameter name and then by state name. They are not copies. If the
+            same parameter of several layers is stacked in one tensor, for example all norm weights,
+            the state of the stack is keyed by the name of the first of these parameters.
         """
         return self._state
 
@@ -455,7 +498,10 @@ class XlaOptimizer:
                 state[AVERAGE_KEY].copy_(self._parameters[name].detach())
 
     def read_state_scalars(self) -> dict[str, dict[str, Tensor]]:
-        """Read the step count of each parameter whose rule counts steps.
+        """Read the step counts of the parameters.
+
+        Only some optimizer algorithms count steps. AdamW and Adafactor do, for example, but SGD and
+        Muon do not. Parameters without a step count are omitted.
 
         Returns:
             For each parameter name, a dict that maps ``step`` to an fp32 scalar on the CPU.
@@ -473,8 +519,11 @@ class XlaOptimizer:
     def build_param_groups(self, learning_rate: float) -> list[dict[str, Any]]:
         """Build parameter groups with their hyperparameters, in the format of torch optimizers.
 
+        The groups contain parameter names instead of parameters.
+
         Args:
-            learning_rate: Learning rate of the last step.
+            learning_rate: Learning rate of the run at the last step. ``lr`` of each group is
+                computed from it.
         """
         return [
             {**group, "lr": compute_group_learning_rate(group, learning_rate, self._settings)}
@@ -488,12 +537,18 @@ class XlaOptimizer:
     ) -> None:
         """Restore the optimizer state from a checkpoint.
 
-        Parameters without state in the checkpoint keep their initial state.
+        Parameters without state in the checkpoint keep their initial state. If only the weight
+        average of a parameter is missing, its current value is kept. All layers of a stack share
+        one step count, which is read from the last layer.
 
         Args:
             stored: Stored state, keyed by parameter name and then by state name.
-            stored_groups: Optimizer state with parameter groups. Ignored, because only custom optimizers
-                have state in their groups.
+            stored_groups: Optimizer state with parameter groups. Ignored, because only custom
+                optimizers have state in their groups.
+
+        Raises:
+            CheckpointError: If the state of a parameter in ``stored`` is incomplete, or if a tensor
+                has the wrong shape.
         """
         steps = torch.zeros(len(self._names))
         for index, name in enumerate(self._names):
@@ -525,7 +580,7 @@ def _build_torch_groups(
 ) -> list[dict[str, Any]]:
     """Build the ``param_groups`` of the corresponding torch optimizer, for checkpoints in torch's format.
 
-    The parameters in the groups are replaced with their names.
+    The groups contain parameter names instead of parameters.
     """
     names = {id(parameter): name for name, parameter in trained.items()}
     groups = build_parameter_groups(trained, named_groups, settings.learning_rate)

@@ -23,9 +23,11 @@ if TYPE_CHECKING:
     from portable.registry import CompileTarget
 
 _ATTENTION_ROWS = 512
-"""Number of query tokens that attention processes at a time.
+"""Suggested value of ``xla.attention_rows``, the number of query tokens that attention processes at
+a time.
 
-The scores of up to 2 x this number of tokens may fit into the vector memory of a core.
+It is only suggested for sequences with more than twice this number of tokens. The scores of shorter
+sequences may fit into the vector memory of a core.
 """
 
 
@@ -38,7 +40,12 @@ class XlaPackage(BackendPackage):
     runs_cuda = runs_zero = False
 
     def is_available(self) -> bool:
-        """Return whether the runtime would use a TPU on this host."""
+        """Return whether the runtime would use a TPU on this host.
+
+        If ``PJRT_DEVICE`` is set, the result is True if its value is ``TPU``. Otherwise, the result
+        is True if the host has a TPU among its PCI devices. Whether torch_xla is installed is not
+        checked.
+        """
         from portable.tpu.device_specs import is_tpu_selected
 
         return is_tpu_selected()
@@ -59,9 +66,13 @@ class XlaPackage(BackendPackage):
         return {}
 
     def get_world(self, ranks: int) -> World:
-        """Return the number of ranks (one per host in the slice) and the number of devices per host.
+        """Return the number of ranks (one per host in the slice) and of devices per host.
 
         This starts torch_xla's runtime.
+
+        Args:
+            ranks: Number of ranks that this process will start. Ignored, because only the runtime
+                can count the hosts of a slice.
         """
         from portable.tpu.xla import runtime
 
@@ -69,13 +80,24 @@ class XlaPackage(BackendPackage):
         return World(runtime.count_hosts(), runtime.count_local_devices())
 
     def choose_default_precision(self, *, in_rank: bool) -> str | None:
-        """Return ``bf16`` on a TPU, and ``fp32`` on virtual CPU devices. This imports torch_xla."""
+        """Return ``bf16`` on a TPU, and ``fp32`` on virtual CPU devices. This imports torch_xla.
+
+        Args:
+            in_rank: Whether this process is a rank. Ignored, because the precision does not depend
+                on it.
+        """
         from portable.tpu.xla import runtime
 
         return "bf16" if runtime.is_on_tpu() else "fp32"
 
     def find_problems(self, config: RunConfig, *, late: bool) -> Iterator[SettingProblem]:
-        """Yield a problem for each setting that XLA does not support."""
+        """Yield a problem for each setting that XLA does not support.
+
+        Args:
+            config: Config of a run on XLA.
+            late: Whether all defaults of the config, such as ``auto``, have been replaced with
+                their final values. If False, the checks that need these values are skipped.
+        """
         from portable.tpu.xla import checks
 
         return checks.find_problems(config, late=late)
@@ -88,19 +110,27 @@ class XlaPackage(BackendPackage):
         return config
 
     def check_config(self, config: RunConfig, world: World) -> None:
-        """Check the graph cache, the metrics, and the sharding of parameters over the devices.
+        """Check the graph cache, the metrics, and the division of the devices into groups.
+
+        The dims of the parameters are not checked.
 
         Raises:
-            UserError: If a graph cache is used with virtual devices, if metrics of generated text are used
-                with several hosts, or if the parameters cannot be sharded over the devices.
+            UserError: In the following cases:
+
+                - A graph cache is used with virtual devices.
+                - Metrics of generated text are used with several hosts.
+                - The devices cannot be divided into shard groups, a shard group cannot be divided
+                  into groups of ``context_parallel_size`` devices, or a hybrid strategy needs
+                  ``fsdp.shard_group_size``.
+                - A pattern in ``xla.sharding`` is not a valid regular expression.
         """
         from portable.tpu.xla import checks, runtime
         from portable.tpu.xla.layout import MeshLayout
 
         require(
             config.xla.compilation_cache in ("auto", "none") or runtime.is_on_tpu(),
-            "xla.compilation_cache: graphs for virtual devices cannot be cached; set xla.compilation_cache "
-            "to none",
+            "xla.compilation_cache: graphs for virtual CPU devices cannot be cached; set "
+            "xla.compilation_cache to none",
         )
         checks.check_text_metrics(config, num_hosts=world.ranks)
         MeshLayout(config, world.devices)
@@ -109,12 +139,16 @@ class XlaPackage(BackendPackage):
         """Return a note if the config sets a DeepSpeed JSON, which has no effect."""
         if config.deepspeed.config is None:
             return []
-        return ["deepspeed.config has no effect: DeepSpeed does not run on backend xla"]
+        return ["deepspeed.config: has no effect, because DeepSpeed does not run on backend xla"]
 
     def iter_memory_remedies(self, config: RunConfig, ranks: int) -> Iterator[str]:
-        """Yield settings that would reduce the device memory of a run."""
-        # XLA does not offload, and the logits exist only once, in the compute dtype, so a chunked loss would
-        # not help.
+        """Yield settings that would reduce the device memory of a run.
+
+        Each result is a setting and its value, like ``memory.activation_checkpointing full``.
+        Settings that are already used, or that would not help, are omitted.
+        """
+        # Do not suggest offloading, which XLA does not support, or a chunked loss. The latter would not help,
+        # because the logits exist only once, in the compute dtype.
         if config.memory.activation_checkpointing != "full":
             yield "memory.activation_checkpointing full"
         by_rows = config.xla.attention_rows is not None or config.model.attention == "eager"
@@ -122,17 +156,20 @@ class XlaPackage(BackendPackage):
             yield f"xla.attention_rows {_ATTENTION_ROWS}"
 
     def get_host_memory_advice(self, config: RunConfig) -> str:
-        """Return one sentence that names the settings that reduce host memory."""
-        return "to use less, set data.num_workers or train.micro_batch_size lower"
+        """Return advice for an error message: which settings to lower to use less host memory."""
+        return "to use less, lower data.num_workers or train.micro_batch_size"
 
     def load_footprint(self) -> FootprintModule:
-        """Import the module that computes memory and traffic. This does not import torch_xla."""
+        """Import and return the module that estimates a run's device memory and communication.
+
+        This does not import torch_xla.
+        """
         from portable.tpu.xla import footprint
 
         return footprint
 
     def list_devices(self) -> tuple[Device, ...]:
-        """Return the TPUs that the planner supports by name."""
+        """Return the TPU devices that ``portable-plan --device`` accepts, one per generation."""
         from portable.tpu.device_specs import list_accelerators
 
         return tuple(list_accelerators())
@@ -144,7 +181,11 @@ class XlaPackage(BackendPackage):
         return compile_xla_graphs(config, target)
 
     def create_backend(self) -> Backend:
-        """Create the backend of this process. This imports torch_xla."""
+        """Create the backend of this process.
+
+        This imports torch_xla, starts its runtime, and registers kernels for ``aten::dropout`` and
+        ``aten::histc`` on XLA in this process.
+        """
         from portable.tpu.xla.backend import XlaBackend
 
         return XlaBackend(self.name)

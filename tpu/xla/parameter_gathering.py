@@ -29,9 +29,11 @@ if TYPE_CHECKING:
 def gather_layer_parameters(
     layer: nn.Module, layer_name: str, get_spec: Callable[[str, Tensor], Spec], layout: MeshLayout
 ) -> None:
-    """Make a layer use copies of its sharded parameters, which are gathered once per pass.
+    """Make a layer gather its sharded parameters once, when its forward pass begins.
 
-    Embedding tables are not gathered. The layer is not changed if it has no other sharded parameters.
+    The layer then computes with the gathered copies. Their gradients are sharded like the
+    parameters. Embedding tables are not gathered. The layer is not changed if it has no other
+    sharded parameters.
 
     Args:
         layer: Layer to modify. Its ``forward`` is replaced.
@@ -54,7 +56,8 @@ def gather_layer_parameters(
 
     @functools.wraps(forward)
     def gather_and_forward(*args: Any, **kwargs: Any) -> Any:
-        # An adapter on stacked experts renames parameters during its computation. The compiler gathers these.
+        # An adapter on stacked experts renames parameters during its computation, so they are missing here.
+        # The compiler gathers them.
         parameters = dict(layer.named_parameters())
         present_shardings = {name: to for name, to in op_shardings.items() if name in parameters}
         copies = {

@@ -1,4 +1,8 @@
-"""Store parameters on the devices, with the parameters of looped layers stacked into one tensor."""
+"""Storage of a model's parameters on the devices.
+
+If several layers run in a compiled loop, the same parameter from all these layers is stored as one
+stacked tensor.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +28,15 @@ if TYPE_CHECKING:
 class DeviceParameters:
     """Parameters of a model on the device mesh.
 
-    If layers run in a loop, the same parameter from all these layers is stored as one tensor ``[layers,
-    ...]``, called a stack. Therefore, neither the loop nor the update has to stack the parameters. A
-    stack is named after its first parameter. In the model itself, the stacked parameters stay on the
-    meta device. A checkpoint contains them separately, with their original names.
+    If layers run in a loop, the same parameter from all these layers is stored as one tensor
+    ``[layers, ...]``, called a stack. Therefore, neither the loop nor the update has to stack the
+    parameters. A stack is named after its first parameter. In the model itself, the stacked
+    parameters stay on the meta device. A checkpoint contains them separately, with their original
+    names. Parameters and stacks are zero until :meth:`fill_tensor` is called.
 
     Args:
-        model: Model on the meta device. Its parameters and buffers are replaced with device tensors,
-            except for stacked parameters.
+        model: Model on the meta device. Its parameters and buffers are replaced with device
+            tensors, except for stacked parameters.
         layout: Placement of tensors on the devices.
         stacks: Names of the parameters to stack, in layer order, keyed by the first name.
 
@@ -40,7 +45,9 @@ class DeviceParameters:
         by_name: Parameters and stacks, keyed by name.
 
     Raises:
-        UserError: If ``xla.sharding`` specifies different shardings for the layers in a stack.
+        UserError: If ``xla.sharding`` specifies different shardings for the layers in a stack,
+            specifies a dim that cannot be sharded, or contains a pattern that determines no
+            parameter's sharding.
     """
 
     def __init__(self, model: nn.Module, layout: MeshLayout, stacks: Mapping[str, Sequence[str]]) -> None:
@@ -74,14 +81,26 @@ class DeviceParameters:
             self.by_name[first] = nn.Parameter(placed, requires_grad=meta.requires_grad)
 
     def get_parameter_names(self, tensor_name: str) -> list[str]:
-        """Return the names of the parameters in a tensor. Only a stack contains several parameters."""
+        """Return the names of the parameters that are stored in a tensor.
+
+        A stack is one tensor that stores the same parameter of several layers, for example all
+        their norm weights. Any other tensor stores a single parameter, so the result contains only
+        its own name.
+
+        Args:
+            tensor_name: Name of a parameter or a stack. A stack has the name of its first
+                parameter.
+        """
         return list(self.stacks.get(tensor_name, [tensor_name]))
 
     def get_tensor_spec(self, name: str, shape: Sequence[int]) -> Spec:
-        """Return the spec of a parameter or stack, and of gradients and state with the same shape.
+        """Return the spec of a tensor: the mesh axes over which each of its dims is sharded.
+
+        The tensor is a parameter or a stack, which contains the same parameter of several layers.
+        Gradients and optimizer state with the same shape have the same spec.
 
         Args:
-            name: Name of the tensor.
+            name: Name of the parameter or stack. A stack has the name of its first parameter.
             shape: Shape of the tensor.
         """
         if name in self.stacks:
@@ -89,12 +108,21 @@ class DeviceParameters:
         return self._layout.get_parameter_spec(name, shape)
 
     def get_state_tensors(self) -> dict[str, Tensor]:
-        """Return parameters, stacks and persistent buffers, keyed by name."""
+        """Return parameters, stacks and persistent buffers, keyed by name.
+
+        A stack is one tensor that holds the same parameter of several layers. It replaces these
+        parameters in the result, and has the name of its first parameter.
+        """
         unstacked = {n: t for n, t in get_state_tensors(self._model).items() if n not in self._stacked_names}
         return {**unstacked, **{name: self.by_name[name] for name in self.stacks}}
 
     def get_stored_tensors(self) -> dict[str, Tensor]:
-        """Return the parameters, stacks and buffers that are saved in checkpoints, keyed by name."""
+        """Return the tensors that are saved in checkpoints, keyed by name.
+
+        With a peft adapter, the tensors are only the trained parameters and stacks. Otherwise, they
+        are all parameters, stacks and persistent buffers. A stack contains the same parameter from
+        several layers, and is named after the first one.
+        """
         stored = get_checkpointed_tensors(self._model).keys()
         return {name: tensor for name, tensor in self.get_state_tensors().items() if name in stored}
 
@@ -102,13 +130,18 @@ class DeviceParameters:
     def fill_tensor(
         self, name: str, tensor: Tensor, spec: Spec, sources: Mapping[str, ReadableTensor]
     ) -> None:
-        """Fill a parameter or stack, or a state tensor with the same shape, with stored values.
+        """Fill a device tensor with stored values. Only this host's shards are read.
+
+        The tensor is a parameter, a buffer, a stack, or an optimizer state tensor of a parameter or
+        stack. A stack is one tensor that holds the same parameter of several layers. It is filled
+        one layer at a time, and all pending operations are executed after each layer.
 
         Args:
-            name: Name of the parameter or stack.
+            name: Name of the parameter, buffer or stack.
             tensor: Device tensor to fill.
-            spec: Spec of the tensor.
-            sources: Stored tensors, keyed by parameter name. Missing parameters keep their values.
+            spec: Mesh axes over which each dim of the tensor is sharded.
+            sources: Stored tensors, keyed by parameter or buffer name. If a name is missing, the
+                values on the device are kept.
         """
         if name not in self.stacks:
             if name in sources:
@@ -128,6 +161,9 @@ class DeviceParameters:
 
     def split_stack_shards(self, name: str, shards: Sequence[LocalShard]) -> dict[str, list[LocalShard]]:
         """Split the shards of a stack into shards of its parameters.
+
+        A stack is one tensor that holds the same parameter of several layers. The shards of a
+        parameter that is not in a stack are returned unchanged.
 
         Args:
             name: Name of the parameter or stack.

@@ -24,8 +24,13 @@ INSTALL_COMMAND = "pip install 'portable-trainer[xla]' (on a TPU VM: 'portable-t
 def _import_torch_xla() -> Any:
     """Set the environment variables that torch_xla reads, and import torch_xla.
 
+    ``PJRT_DEVICE`` is set to ``TPU`` or ``CPU`` if it is not set. If its value is ``TPU``, the
+    flags in ``ADDED_LIBTPU_FLAGS`` are added to ``LIBTPU_INIT_ARGS``, except flags that are already
+    set.
+
     Raises:
-        UserError: If torch_xla is missing, or was built for a different torch release.
+        UserError: If torch_xla is missing, has a different minor release than torch, or cannot be
+            imported.
     """
     try:
         torch_version, torch_xla_version = metadata.version("torch"), metadata.version("torch_xla")
@@ -36,7 +41,7 @@ def _import_torch_xla() -> Any:
     if _get_minor_release(torch_version) != _get_minor_release(torch_xla_version):
         raise UserError(
             f"backend: xla needs torch and torch_xla of the same release, not torch {torch_version} and "
-            f"torch_xla {torch_xla_version}; install a pair with: {INSTALL_COMMAND}"
+            f"torch_xla {torch_xla_version}; install matching releases with: {INSTALL_COMMAND}"
         )
     os.environ.setdefault("PJRT_DEVICE", "TPU" if devices.is_tpu_selected() else "CPU")
     if os.environ["PJRT_DEVICE"] == "TPU":
@@ -51,7 +56,9 @@ def _import_torch_xla() -> Any:
         import torch_xla.runtime
     except ImportError as error:
         reason = f"torch_xla cannot be imported ({to_one_line(error)})"
-        raise UserError(f"backend: xla: {reason}; install a matching pair with: {INSTALL_COMMAND}") from error
+        raise UserError(
+            f"backend: xla: {reason}; install matching releases with: {INSTALL_COMMAND}"
+        ) from error
     return torch_xla
 
 

@@ -27,9 +27,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StagedTensor:
-    """Logical tensor, with CPU copies of the shards that this host saves.
+    """Sharded tensor that is ready to be saved, with CPU copies of the shards that this host saves.
 
-    The list of shards is empty if other hosts save all of them.
+    ``shape`` is the shape of the complete tensor. The list of shards is empty if other hosts save
+    all shards.
     """
 
     shape: torch.Size
@@ -43,7 +44,10 @@ def stage_checkpoint_state(
     optimizer: XlaOptimizer | XlaCustomOptimizer,
     learning_rate: float,
 ) -> dict[str, Any]:
-    """Build a state dict with CPU copies of the weights and optimizer state that this host saves.
+    """Build a state dict with CPU copies of the weights and optimizer state to save.
+
+    The copies contain only the shards that this host saves. The function waits until pending
+    computations on the devices are complete.
 
     Args:
         layout: Placement of tensors on the devices.
@@ -52,7 +56,10 @@ def stage_checkpoint_state(
         learning_rate: Learning rate of the last step.
 
     Returns:
-        State dict with the original parameter names. Stacks are split into the parameters of each
+        State dict with the original parameter names. ``model`` contains the weights, and ``optim``
+        contains the optimizer's ``state`` and ``param_groups``. Weights and state tensors, except
+        scalars such as step counts, are :class:`StagedTensor` objects. If several layers store a
+        parameter in one tensor, called a stack, the copy of the stack is split into one tensor per
         layer.
     """
     scalars = optimizer.read_state_scalars()
@@ -77,6 +84,9 @@ def stage_checkpoint_state(
 def copy_local_shards_to_host(layout: MeshLayout, tensors: Mapping[str, Tensor]) -> dict[str, StagedTensor]:
     """Return CPU copies of the shards that this host saves.
 
+    If several devices have copies of a shard, only the first device saves it. The function waits
+    until pending computations on the devices are complete.
+
     Args:
         layout: Placement of tensors on the devices.
         tensors: Device tensors, keyed by name.
@@ -96,9 +106,11 @@ def copy_local_shards_to_host(layout: MeshLayout, tensors: Mapping[str, Tensor])
 def _split_staged_stack(
     device_parameters: DeviceParameters, name: str, staged: StagedTensor
 ) -> dict[str, StagedTensor]:
-    """Split a staged stack into its parameters, keyed by parameter name.
+    """Split the staged copy of a stack into its parameters, keyed by parameter name.
 
-    A tensor that is not a stack is returned unchanged, under its name.
+    A stack is one tensor that holds the same parameter of several layers. Its staged copy is on the
+    CPU, and contains only the shards that this host saves. If the tensor is not a stack, the result
+    contains only the tensor itself, keyed by its name.
     """
     shape = staged.shape[1:] if name in device_parameters.stacks else staged.shape
     return {
@@ -110,8 +122,9 @@ def _split_staged_stack(
 class StagedPlanner(DefaultSavePlanner):
     """DCP save planner that also supports :class:`StagedTensor`.
 
-    Staging has already dropped replicas, so each chunk is in only one host's plan, and DCP does not
-    need to deduplicate them.
+    Staging has already dropped replicas, so each staged shard is in the plan of only one host. All
+    other values, such as step counts, are in the plan of every host, and DCP removes the
+    duplicates.
     """
 
     def create_local_plan(self) -> SavePlan:
@@ -126,7 +139,14 @@ class StagedPlanner(DefaultSavePlanner):
         return self.plan
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        """Return the tensor to write for an item in the plan."""
+        """Return the value to write for an item in this host's save plan.
+
+        For a staged tensor, the value is the shard on the CPU.
+
+        Args:
+            index: Index of the item: the name of the value in the state dict and, for a staged
+                tensor, the offset of the shard.
+        """
         value = self.state_dict[index.fqn]
         if not isinstance(value, StagedTensor):
             return super().lookup_object(index)

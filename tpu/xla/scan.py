@@ -1,10 +1,11 @@
-"""Loop over the leading dim of tensors with a single compiled XLA ``While``, and compute its gradient.
+"""Loop over the leading dim of tensors in one compiled XLA ``While``, with support for gradients.
 
-torch_xla's scan cannot be used here. Its backward pass imports JAX under SPMD, and it stacks values
-that AOTAutograd derives from the weights. This module instead lets autograd record the loop body
-once, on placeholders. The tensors that autograd saves are stacked over the iterations, each storage
-once. Saved views and saved loop inputs are not stacked, but taken from existing tensors. The
-gradient is computed by a second loop, which runs backwards.
+torch_xla's scan cannot be used here. Its backward pass imports JAX under SPMD. It also stacks
+values that AOTAutograd derives from the weights, which takes additional memory. This module instead
+lets autograd record the loop body once, on placeholders. The tensors that autograd saves are
+stacked over the iterations. Tensors that share a storage are stacked only once. Saved views and
+saved loop inputs are not stacked, but taken from existing tensors. A second loop computes the
+gradient in reverse order.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ Shardings = tuple[Any, Any] | None
 
 _DEVICE = "xla:0"
 _TRACING_SEED = 12345
-"""Seed while a body is recorded. It is not 0 or 1, because these would become constants of the graph.
+"""Seed that is set while a body is recorded. It is neither 0 nor 1, because these would become
+constants in the graph.
 
 When the loop runs, each iteration gets a different seed.
 """
@@ -49,7 +51,7 @@ class ScanResult(NamedTuple):
 
 
 class _InputCounts(NamedTuple):
-    """Number of carry, stacked, and shared inputs of a loop."""
+    """Numbers of carry, stacked, and shared inputs of a loop."""
 
     carry: int
     stacked: int
@@ -57,15 +59,22 @@ class _InputCounts(NamedTuple):
 
 
 class Scan:
-    """Loop over a body function, which is traced once per combination of input shapes, dtypes and keys.
+    """Loop over slices of stacked tensors, like ``jax.lax.scan``.
+
+    The body function is traced separately for each combination of input shapes, input dtypes,
+    inputs that require gradients, and the argument ``key`` of the call. Calls with and without
+    gradients are also traced separately.
 
     Args:
-        body: Function of the carry, one slice of each stacked tensor, and the shared tensors. It
-            returns the new carry, with the same shapes and dtypes, and results to stack. It must not
-            read any other values that change. Its autograd functions must save tensors with
+        body: Function for one iteration. Its arguments are the carry (the tensors that each
+            iteration passes to the next one), one slice of each stacked tensor, and the shared
+            tensors. It returns the new carry, with the same shapes and dtypes, and results to
+            stack. If it depends on other values that change between calls, the argument ``key``
+            must change with these values. It may draw random numbers, which differ between
+            iterations. If ``recompute`` is False, its autograd functions must save tensors with
             ``save_for_backward``.
         recompute: Whether to save only the carry of each iteration and recompute the body in the
-            backward pass.
+            backward pass. The recomputation draws the same random numbers.
     """
 
     def __init__(self, body: Any, *, recompute: bool) -> None:
@@ -88,11 +97,14 @@ class Scan:
 
         Args:
             carry: Initial carry.
-            stacked: One or more tensors ``[iterations, ...]``. Each iteration receives one slice of each
-                tensor.
+            stacked: One or more tensors ``[iterations, ...]``. Each iteration receives one slice of
+                each tensor.
             shared: Tensors that are passed unchanged to every iteration.
-            shardings: Shardings for the slices of ``stacked``, in the same order.
-            key: Other values that the body depends on, such as its training mode.
+            shardings: Shardings for the slices of ``stacked``, in the same order. If empty, no
+                slice is annotated. Only the call that traces the body reads the shardings, so later
+                calls must pass the same values.
+            key: Other values that the body function depends on, such as its training mode. The
+                function is traced again for each new key.
 
         Returns:
             The final carry, and the stacked results.
@@ -126,7 +138,10 @@ class Scan:
 
 
 class _ScanFunction(torch.autograd.Function):
-    """Autograd function whose forward and backward passes run the corresponding loops."""
+    """Autograd function that runs the forward loop and, in its backward pass, the backward loop.
+
+    :class:`_TracedLoops` contains both compiled loops.
+    """
 
     @staticmethod
     def forward(ctx: Any, traced: _TracedLoops, counts: _InputCounts, *inputs: Tensor) -> Tensors:
@@ -164,18 +179,26 @@ class _ScanFunction(torch.autograd.Function):
 
 @dataclass
 class _TracedLoops:
-    """Forward and backward loops for one combination of input shapes, dtypes and keys.
+    """Compiled forward and backward loops of a :class:`Scan`.
+
+    Each combination of input shapes, dtypes, required gradients and ``key`` has its own loops. Both
+    loops also take the stacked seeds of the body's random numbers.
 
     Attributes:
-        forward: Loop that computes the carry, the results and the saved tensors from the carry, stacked
-            and shared inputs.
+        forward: Loop that takes the initial carry, the stacked tensors and the shared tensors. It
+            returns the final carry, the stacked results, and the tensors that are saved for the
+            backward loop.
         backward: Loop that computes gradients. Its carry consists of the carry gradient and the
             accumulated gradients of the shared tensors. Its stacked inputs are the gradients of the
-            results, the stacked tensors and the saved tensors. None if no input requires a gradient.
+            results, the stacked tensors and the saved tensors. Its stacked results are the
+            gradients of the stacked tensors. None if gradients are disabled, or if no input
+            requires a gradient.
         num_saved: Number of tensors that are saved for the backward loop.
-        output_types: Shape and dtype of the carry and of the stacked results.
-        trained_stacked_indices: Indices of the stacked tensors with gradients.
-        trained_shared_indices: Indices of the shared tensors with gradients.
+        output_types: Shape and dtype of each tensor in the final carry, and of each stacked result.
+        trained_stacked_indices: Indices of the stacked tensors for which the backward loop computes
+            gradients. A tensor that the body does not use is not included.
+        trained_shared_indices: Indices of the shared tensors for which the backward loop computes
+            gradients.
         num_seeds: Number of seeds per iteration. 0 if the body draws no random numbers.
     """
 
@@ -189,13 +212,17 @@ class _TracedLoops:
 
 
 class _BodyTracer:
-    """Tracer that calls a loop body on placeholders, and builds the loops from the recorded operations.
+    """Tracer that calls a loop body on placeholders, and builds loops from the recorded operations.
+
+    It builds the forward loop and, if a gradient is needed, the backward loop.
 
     Args:
-        body: Body of the loop.
-        counts: Numbers of carry, stacked, and shared inputs.
+        body: Body of the loop, as in :class:`Scan`.
+        counts: Number of tensors of each kind in ``inputs``: carry, stacked and shared.
         inputs: Inputs of the loop, which determine the shapes and dtypes of the placeholders.
-        shardings: Shardings for each stacked input.
+        shardings: Pair of shardings for each stacked input. The first applies to a slice of the
+            input, and the second to the gradient of the slice. An input has None instead of a pair
+            if it is not annotated.
     """
 
     def __init__(self, body: Any, counts: _InputCounts, inputs: Sequence[Tensor], shardings: Any) -> None:
@@ -209,7 +236,13 @@ class _BodyTracer:
         ]
 
     def build_loops(self, needs_gradient: bool, recompute: bool) -> _TracedLoops:
-        """Trace the body and build the forward loop. Also build the backward loop if it is needed."""
+        """Trace the loop body, and build the forward loop and, if needed, the backward loop.
+
+        Args:
+            needs_gradient: Whether to build the backward loop.
+            recompute: Whether the backward loop recomputes the body. If not, the forward loop saves
+                the tensors that the backward loop needs.
+        """
         if not needs_gradient:
             with torch.no_grad():
                 outputs, _ = self._call_body(placeholders := self._create_placeholders())
@@ -226,8 +259,8 @@ class _BodyTracer:
     def _constrain_placeholders(self, placeholders: Sequence[Tensor]) -> list[Tensor]:
         """Copy the placeholders, and annotate the copies with their shardings.
 
-        The body is called on copies, because an annotation would replace the placeholder with a tensor that
-        is not an input of the computation.
+        The loop body is called on copies, because an annotation would replace the placeholder with
+        a tensor that is not an input of the computation.
         """
         carry, stacked, shared = _split_by_lengths(placeholders, *self._counts[:2])
         slices = [
@@ -239,14 +272,18 @@ class _BodyTracer:
     def _call_body(
         self, placeholders: Sequence[Tensor], on_inputs: Callable[[Sequence[Tensor]], None] = lambda _: None
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Call the body on copies of the placeholders.
+        """Call the loop body on copies of the placeholders.
+
+        The random seeds that the body uses are stored in ``_body_seeds``. Loops that are built
+        before the next call of this method read this attribute.
 
         Args:
             placeholders: Placeholders of all inputs.
             on_inputs: Callback that receives the copies before the body runs.
 
         Returns:
-            The outputs of the body, and the copies of the placeholders.
+            Copies of the body's outputs (the new carry and the results), and the copies of the
+            placeholders.
         """
         _recorded_seeds.append([])
         try:
@@ -261,7 +298,11 @@ class _BodyTracer:
         return [copy_without_sharding(t) for t in (*carried, *results)], body_inputs
 
     def _trace_with_recompute(self) -> _TracedLoops:
-        """Build a forward loop that only saves its carries, and a backward loop that recomputes the body."""
+        """Build a forward loop that saves only carries, and a backward loop that recomputes the rest.
+
+        The forward loop saves the carry at the start of each iteration. From this carry, the
+        backward loop computes the loop body of the iteration again.
+        """
         with torch.no_grad():
             outputs, body_inputs = self._call_body(placeholders := self._create_placeholders())
         forward = self._build_loop(placeholders, [*outputs, *body_inputs[: self._counts[0]]])
@@ -274,11 +315,17 @@ class _BodyTracer:
         )
 
     def _trace_with_saving(self) -> _TracedLoops:
-        """Build a forward loop that stacks autograd's saved tensors, and a backward loop that uses them."""
+        """Build a forward loop that saves tensors, and a backward loop that reads them.
+
+        Autograd determines which tensors are needed. The tensors that an iteration saves are
+        stacked along a new leading dim, with one slice per iteration. There are two exceptions:
+        stacked and shared inputs are passed to the backward loop again, and views are recreated
+        from their base tensors.
+        """
         placeholders = self._create_placeholders()
         input_indices: dict[int, int] = {}
         roots: dict[int, tuple[Tensor, int]] = {}
-        backward_values: list[Tensor] = []  # tensors of the backward loop with the same indices
+        backward_values: list[Tensor] = []  # values for the indices that `pack` returns
 
         def note_inputs(body_inputs: Sequence[Tensor]) -> None:
             for index, tensor in enumerate(body_inputs):
@@ -325,14 +372,20 @@ class _BodyTracer:
         placeholders: Sequence[Tensor],
         saved: Sequence[Tensor],
     ) -> _TracedLoops:
-        """Record the gradient of ``outputs`` with respect to ``leaves``, and build the backward loop.
+        """Trace the gradient of the loop body, and build the backward loop from it.
+
+        Computes the gradient of ``outputs`` with respect to ``leaves``. The backward loop passes
+        the gradients of the carry from each iteration to the next, sums the gradients of shared
+        inputs over the iterations, and stacks the gradients of stacked inputs.
 
         Args:
             forward: Forward loop.
-            outputs: Outputs of the traced body.
-            leaves: Placeholders that the outputs were computed from.
-            placeholders: Placeholders for the inputs of the backward loop.
-            saved: Placeholders for the saved tensors.
+            outputs: Outputs of the traced loop body.
+            leaves: Placeholders for the inputs of the traced loop body. Gradients are computed for
+                the placeholders that require them.
+            placeholders: Placeholders for the loop body's inputs in the backward loop, in the order
+                of ``leaves``. They may be the same tensors as ``leaves``.
+            saved: Placeholders for the tensors that the forward loop saves for the backward loop.
         """
         carries, stacks, _ = self._counts
         incoming_gradients = [xb.create_placeholder_tensor(tensor.shape, tensor.dtype) for tensor in outputs]
@@ -430,7 +483,7 @@ class _CompiledLoop:
         self._lowered = lowered = lowering_context("scan")
         lowered.set_name_string("scan")
         lowered.build(list(outputs))
-        # Constants that the body creates are arguments of its computation as well, and so are the seeds.
+        # The arguments of the computation also include constants that the body creates, and the seeds.
         constants = dict(lowered.device_parameter_id_tensor_mapping())
         self.num_seeds = len(seeds) if self.reads(seeds) else 0
         arguments: dict[int, tuple[str, int]] = {}
@@ -452,7 +505,13 @@ class _CompiledLoop:
         )
 
     def reads(self, tensors: Sequence[Tensor]) -> bool:
-        """Return whether the body depends on any of ``tensors``."""
+        """Return whether the loop's body depends on any of ``tensors``.
+
+        The loop's body is the traced computation of one iteration.
+
+        Args:
+            tensors: Inputs of a traced body, such as placeholders or random seeds.
+        """
         return any(self._lowered.tensor_parameter_id(tensor) != -1 for tensor in tensors)
 
     def _build_computation(
@@ -464,7 +523,29 @@ class _CompiledLoop:
         iterations: int,
         reverse: bool,
     ) -> Any:
-        """Build the XLA computation of the loop from the computation of its body."""
+        """Build the XLA computation of the loop from the computation of its body.
+
+        The loop has five groups of inputs, in this order:
+
+        - ``carry``: Initial values of the tensors that each iteration passes to the next one.
+        - ``slices``: Stacked tensors, with one slice per iteration.
+        - ``shared``: Tensors that are the same in all iterations.
+        - ``seeds``: Tensors of random seeds, with one seed per iteration.
+        - ``constants``: Constants that the body creates.
+
+        Args:
+            body: XLA computation of one iteration.
+            arguments: Input group and index in this group, for each argument of the body.
+            groups: Tensors that one iteration receives, keyed by input group, without ``seeds``.
+                They determine the shapes and dtypes of the loop's inputs.
+            results: Results of the body other than the carry. The loop stacks the results of all
+                iterations.
+            iterations: Number of iterations.
+            reverse: Whether to iterate from the last slice to the first.
+
+        Returns:
+            The computation. Its outputs are the final carry and the stacked results.
+        """
         builder = xb.create_builder("scan")
         state: list[Any] = []
 
@@ -529,10 +610,10 @@ class _CompiledLoop:
 
 
 def _set_seed_and_record(seed: int) -> None:
-    """Set the seed of the random number generator.
+    """Set the seed of the device's random number generator.
 
-    While a body is being traced, the seed is also added to the seeds of the innermost body. These seeds
-    become inputs of the loop's body.
+    If the body of a loop is being traced, the seed is also recorded, so that it becomes an input of
+    the body. If loops are nested, the seed becomes an input of only the innermost of these bodies.
     """
     xla.set_rng_seed(seed, _DEVICE)
     if _recorded_seeds:

@@ -1,8 +1,9 @@
-"""Compile equal layers once, and run them in a loop (``xla.scan_layers``).
+"""Compile layers with the same structure once, and run them in a loop (``xla.scan_layers``).
 
-The model's code still calls its layers one after the other, and does not need to be changed. Except
-for the last layer, the layers in a segment only record their arguments and return their input. The
-last layer runs the loop.
+A segment is a sequence of layers in which a group of layers repeats. All layers of a segment run in
+one loop. The model's code still calls them one after the other, and does not need to be changed.
+All layers except the last one only record their arguments and return their input. The last layer
+runs the loop.
 """
 
 from __future__ import annotations
@@ -37,11 +38,14 @@ DISABLE_REMEDY = "set xla.scan_layers: false"
 
 @dataclass(frozen=True)
 class LayerSegment:
-    """Consecutive layers that repeat with a period. The layers within one period may differ.
+    """Consecutive layers whose structure repeats every ``period`` layers.
+
+    The layers within one period may differ.
 
     Attributes:
         layer_names: Names of the layers, in order. The number of names is a multiple of ``period``.
-        period: Number of layers per repetition.
+        period: Number of layers after which the structure repeats. It is 1 if all layers have the
+            same structure.
         return_forms: Structure of the result of each layer in the period.
     """
 
@@ -52,12 +56,16 @@ class LayerSegment:
     def list_parameter_names(self, model: nn.Module) -> list[list[str]]:
         """List the names of the parameters in each stack.
 
+        A stack is one tensor that combines the values of a parameter from several layers. A segment
+        is a sequence of layers in which a pattern of ``period`` layers repeats. Each parameter of
+        the pattern has one stack, over all repetitions.
+
         Args:
             model: Model that contains the layers.
 
         Returns:
-            One list per parameter in the period. It contains the names of this parameter in all
-            repetitions, in order.
+            One list per stack, with the names of its parameters in order. For two layers with a
+            period of 1, a list is for example ``["layers.0.norm.weight", "layers.1.norm.weight"]``.
         """
         return [
             [f"{name}.{suffix}" for name in self.layer_names[phase :: self.period]]
@@ -68,10 +76,12 @@ class LayerSegment:
 
 @dataclass(frozen=True)
 class LayerOutputForm:
-    """Structure of a layer's result, which consists of hidden states, returned arguments, and constants.
+    """Structure of the output of a layer that computes only the hidden states.
+
+    Every other leaf of the output is a constant, or an argument that the layer returns unchanged.
 
     Attributes:
-        structure: Pytree structure of the result.
+        structure: Pytree structure of the output.
         leaves: One entry per leaf: HIDDEN_STATES for the hidden states, the path of a returned
             argument, or a constant.
     """
@@ -81,13 +91,18 @@ class LayerOutputForm:
 
 
 def find_layer_segments(model: nn.Module) -> list[LayerSegment]:
-    """Find the layer segments of a model that can run as loops. All other layers run separately.
+    """Find the layer segments of a model that can run as loops.
+
+    All other layers run separately. A segment consists of consecutive layers with the same parent
+    module, in which a group of one or more layers repeats. The repetitions differ only in the
+    values of their parameters. Layers with tied parameters are not part of any segment.
 
     Args:
         model: Transformers model on the meta device. It is not modified.
 
     Raises:
-        UserError: If there are no segments, or if the model's config does not allow a loop.
+        UserError: If there are no segments. Also raised if a loop cannot give the same results as
+            the layers, for example because ``output_hidden_states`` is set in the model's config.
     """
     kind = str(getattr(model.config, "model_type", type(model).__name__))
     config: Any = model.config
@@ -96,9 +111,11 @@ def find_layer_segments(model: nn.Module) -> list[LayerSegment]:
         shows = key in ("output_hidden_states", "output_attentions") and bool(value)
         require(
             not skips and not shows,
-            f"xla.scan_layers: {key} of the model's config "
-            + ("skips layers at random" if skips else "requests the outputs of each layer")
-            + f", but a loop runs all layers as one; {DISABLE_REMEDY}",
+            f"xla.scan_layers: {key} is set in the model's config, so layers are skipped at random, but a "
+            f"loop runs every layer; {DISABLE_REMEDY}"
+            if skips
+            else f"xla.scan_layers: {key} is set in the model's config to return the outputs of each "
+            f"layer, but a loop returns only the last output; {DISABLE_REMEDY}",
         )
     layers = find_transformer_layers(model)
     layers_by_parent: dict[str, list[tuple[str, nn.Module]]] = {}
@@ -120,19 +137,26 @@ def find_layer_segments(model: nn.Module) -> list[LayerSegment]:
                 for name in names[:period]:
                     require(
                         name in returned,
-                        f"xla.scan_layers: {name} of {kind} returns more than hidden states, which a loop "
-                        f"would lose; {DISABLE_REMEDY}",
+                        f"xla.scan_layers: {name} of {kind} returns other values in addition to the hidden "
+                        f"states, but a loop returns only the hidden states; {DISABLE_REMEDY}",
                     )
                 forms = tuple(returned[name] for name in names[:period])
                 segments.append(LayerSegment(names, period, forms))
             start += num_layers or 1
     if not segments:
-        raise UserError(f"xla.scan_layers: {kind} has no two identical consecutive layers; {DISABLE_REMEDY}")
+        raise UserError(
+            f"xla.scan_layers: {kind} has no two consecutive layers that are identical; {DISABLE_REMEDY}"
+        )
     return segments
 
 
 class _Repetition(NamedTuple):
-    """Repetition of layers at the beginning of a sequence. Both fields are 0 if no layers repeat."""
+    """Group of layers that repeats at the beginning of a list of layers.
+
+    ``period`` is the number of layers in the group, and ``num_layers`` is the number of layers in
+    all its repetitions. Both are 0 if no layers repeat. For example, ``period`` is 2 and
+    ``num_layers`` is 6 for the layers ``a b a b a b c``.
+    """
 
     period: int
     num_layers: int
@@ -140,10 +164,16 @@ class _Repetition(NamedTuple):
 
 
 def _find_longest_repetition(likes: Sequence[Any]) -> _Repetition:
-    """Find the longest repetition at the beginning of a sequence of layers.
+    """Find the longest run of a repeated group of layers at the beginning of a sequence.
+
+    A group consists of at most ``MAX_PERIOD`` consecutive layers. If several groups cover equally
+    many layers, the smallest group is chosen. For example, the keys ``a, b, a, b, c`` begin with a
+    group of two layers that occurs twice. The period, which is the size of the group, is then 2,
+    and the repetitions cover four layers.
 
     Args:
-        likes: Equivalence key of each layer. None for a layer that must not repeat.
+        likes: Key of each layer. Layers with equal keys are equivalent. None for a layer that must
+            not repeat.
     """
     best = _Repetition(0, 0)
     for period in range(1, min(MAX_PERIOD, len(likes) // 2) + 1):
@@ -158,7 +188,14 @@ def _find_longest_repetition(likes: Sequence[Any]) -> _Repetition:
 
 
 def _build_equivalence_key(layer: nn.Module) -> Any:
-    """Build a key that is equal for two layers if they compute the same function of parameters and inputs."""
+    """Build a key that is equal for two layers if they compute the same function.
+
+    The parameter values do not affect the key. The key contains the names and classes of all
+    submodules, their attributes that are numbers, strings or None, the shapes, dtypes and
+    ``requires_grad`` of the parameters, and the buffers. Other attributes are not compared.
+    Attributes with ``idx`` in their name, such as ``layer_idx``, are also ignored. Buffers on the
+    meta device have equal keys if their names, shapes and dtypes are equal.
+    """
     constant_types = (bool, int, float, str, type(None))
     return (
         [(name, type(module)) for name, module in layer.named_modules()],
@@ -181,10 +218,16 @@ def _hash_buffer(buffer: Tensor) -> bytes:
 
 
 def _record_output_forms(model: nn.Module, kind: str) -> dict[str, LayerOutputForm]:
-    """Record the structure of the layers' results in a trial pass on the meta device.
+    """Record the structure of each layer's result in a trial pass on the meta device.
+
+    Args:
+        model: Model whose layers are examined.
+        kind: Description of the model, used in error messages.
 
     Returns:
-        Structure of each result with exactly one new tensor, keyed by layer name.
+        Structure of each layer's result, keyed by layer name. The dict contains only layers whose
+        result includes exactly one new tensor, the hidden states. All other tensors in the result
+        must be arguments that the layer returns unchanged.
 
     Raises:
         UserError: If the trial pass fails.
@@ -215,7 +258,7 @@ def _record_output_forms(model: nn.Module, kind: str) -> dict[str, LayerOutputFo
     except Exception as error:
         reason = to_one_line(error)
         raise UserError(
-            f"xla.scan_layers: {kind} cannot be run without values ({reason}); {DISABLE_REMEDY}"
+            f"xla.scan_layers: {kind} cannot be traced without tensor values ({reason}); {DISABLE_REMEDY}"
         ) from error
     return forms_by_name
 
@@ -226,14 +269,22 @@ def _flatten_arguments(args: Any, kwargs: Any) -> list[tuple[Any, Any]]:
 
 
 class LoopedLayers:
-    """Loop over the layers in a segment, which runs when the last layer is called.
+    """Loop that replaces the separate calls of the layers in a segment.
+
+    The model still calls each layer. The call of the last layer runs the complete loop. All earlier
+    calls return the hidden states unchanged. A call raises UserError if the model does not call the
+    layers in order, each directly on the output of the previous layer, or if the repetitions
+    receive different arguments.
 
     Args:
         model: Model that contains the layers. Their ``forward`` is replaced.
-        segment: Layers to run in a loop.
-        stacks: Function and shardings for each entry in ``segment.list_parameter_names(model)``. The
-            function returns the stacked parameter ``[repetitions, ...]``. The shardings apply to each
-            slice of the stack, and to the gradient of the slice.
+        segment: Consecutive layers whose structure repeats every ``period`` layers. Each iteration
+            of the loop runs ``period`` layers.
+        stacks: Pairs of a function and shardings, one pair for each list in
+            ``segment.list_parameter_names(model)``. Each list contains the names that one parameter
+            has in the different repetitions. The function returns these parameters as one tensor
+            ``[repetitions, ...]``. The shardings apply to the slice of one repetition and to its
+            gradient.
         constrain: Function to apply to the hidden states before and after each layer.
         recompute: Whether to recompute the layers in the backward pass.
     """
@@ -249,8 +300,8 @@ class LoopedLayers:
     ) -> None:
         self._segment, self._stacks, self._constrain = segment, stacks, constrain
         self._layers = [model.get_submodule(name) for name in segment.layer_names]
-        # The first repetition computes all repetitions, with slices of the stacks instead of the
-        # parameters of its layers.
+        # All repetitions call the layers of the first repetition, and replace the parameters with slices of
+        # the stacks.
         templates = self._layers[: segment.period]
         self._caller = FunctionalCaller(nn.ModuleList(templates))
         self._forwards = [layer.forward for layer in templates]
@@ -265,13 +316,19 @@ class LoopedLayers:
             layer.forward = self._build_layer_forward(number)
 
     def _build_layer_forward(self, layer_index: int) -> Callable[..., Any]:
-        """Build a layer's new forward, which records its arguments and, in the last layer, runs the loop."""
+        """Build the new forward method of one of the layers that run as a loop.
+
+        The method records the arguments of its call. The method of the last layer then runs the
+        loop over all layers of the segment. The methods of all earlier layers return the hidden
+        states unchanged. A method raises UserError if its input is not the output of the previous
+        layer, or if its arguments differ from the arguments of the first repetition.
+        """
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             call = _LayerCall(args, kwargs)
             if layer_index != len(self._calls) or (layer_index and call.hidden is not self._calls[-1].hidden):
                 self._raise_unsupported(
-                    layer_index, "is not called directly after the previous layer, with its output"
+                    layer_index, "is not called directly on the output of the previous layer"
                 )
             if layer_index >= self._segment.period:
                 self._check_same_arguments(layer_index, call, self._calls[layer_index % self._segment.period])
@@ -292,7 +349,15 @@ class LoopedLayers:
     def _check_same_arguments(self, layer_index: int, call: _LayerCall, first_call: _LayerCall) -> None:
         """Raise UserError if a layer's arguments differ from the first repetition.
 
-        Tensor arguments must be the same objects. Hidden states are not compared.
+        A segment is a sequence of layers in which a group of layers repeats. A loop runs all
+        repetitions, and passes the arguments of the first repetition to each of them. Tensor
+        arguments must therefore be the same objects, and other arguments must be equal. Hidden
+        states are not compared.
+
+        Args:
+            layer_index: Index of the layer in the segment.
+            call: Arguments of the layer.
+            first_call: Arguments of the corresponding layer in the first repetition.
         """
         has_same_arguments = call.structure == first_call.structure and all(
             leaf is other or (not isinstance(leaf, torch.Tensor) and bool(leaf == other))
@@ -300,7 +365,9 @@ class LoopedLayers:
             if index != call.hidden_index
         )
         if not has_same_arguments:
-            self._raise_unsupported(layer_index, "is called with other arguments than the previous layers")
+            self._raise_unsupported(
+                layer_index, "is called with different arguments from the previous layers"
+            )
 
     def _raise_unsupported(self, layer_index: int, reason: str) -> None:
         raise UserError(
@@ -308,7 +375,12 @@ class LoopedLayers:
         )
 
     def _run_loop(self) -> Tensor:
-        """Run the loop with the arguments of the first repetition, and return the last hidden states."""
+        """Run all layers of the segment as one loop, and return the last hidden states.
+
+        The structure of the layers repeats every ``period`` layers, and each iteration runs the
+        next ``period`` layers. They receive the hidden states of the previous iteration. All
+        other arguments are reused from the model's calls to the first ``period`` layers.
+        """
         calls = self._calls[: self._segment.period]
         shared: dict[int, Tensor] = {}
         for call in calls:
@@ -336,7 +408,10 @@ class LoopedLayers:
     def _run_period(
         self, carry: Sequence[Tensor], slices: Sequence[Tensor], shared: Sequence[Tensor]
     ) -> tuple[tuple[Tensor], tuple[()]]:
-        """Run the layers in one repetition. This is the body of the scan.
+        """Run one repetition of the segment's layers, as the body of the scan.
+
+        A segment is a sequence of layers in which a group of layers repeats. The scan is the loop
+        over the repetitions.
 
         Args:
             carry: Hidden states before the repetition.
@@ -344,7 +419,8 @@ class LoopedLayers:
             shared: Other tensor arguments, and the layers' buffers.
 
         Returns:
-            The hidden states after the repetition, and no results to stack.
+            The hidden states after the repetition, and an empty tuple. The tuple would contain
+            results for the scan to stack, but the layers have none.
         """
         arguments, buffers = self._shared_order
         shared_values = dict(zip(arguments, shared, strict=False))
@@ -370,7 +446,15 @@ class LoopedLayers:
 class _LayerCall:
     """Arguments of one call to a layer.
 
-    The hidden states are the first positional argument, or else the keyword argument ``hidden_states``.
+    The hidden states are the first positional argument, or the keyword argument ``hidden_states``
+    if there are no positional arguments.
+
+    Attributes:
+        leaves: Leaves of the pytree ``(args, kwargs)``.
+        structure: Structure of this pytree.
+        leaves_by_path: Pairs of a path in this pytree and the leaf.
+        hidden: Hidden states.
+        hidden_index: Index of the hidden states in ``leaves``.
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

@@ -22,34 +22,45 @@ _EMBEDDING_TABLES = re.compile(
 )
 
 _MAX_DIM_RATIO = 8
-"""A dim is too short to be sharded if another divisible dim is more than this many times as long."""
+"""Maximum ratio of the longest divisible dim to the sharded dim. Shorter dims are not sharded."""
 
 LANES = 128
-"""Number of values that a chip stores in a row. The last dim of a tensor is padded to a multiple of it."""
+"""Number of values that a chip stores in a row.
+
+The last dim of a tensor is padded to a multiple of this number.
+"""
 
 
 def is_head_gradient_transposed(shard_width: int, shard_group_size: int) -> bool:
     """Return whether the LM head's gradient is computed transposed, as ``[hidden size, vocabulary]``.
 
-    The compiler can reduce-scatter a result along a major dim, but not always along a minor dim. In the
-    transposed gradient, the hidden dim is the major dim. However, a transposed gradient may cost
-    memory: the update then uses this layout, and copies the optimizer state of all matrices with this
-    shape to it.
+    This only applies to a head that is sharded along the hidden dim. Its gradient is transposed if
+    the head is sharded over at least 8 devices, or if a shard has at most :data:`LANES` columns.
+    The compiler can reduce-scatter a result along a major dim, but not always along a minor dim.
+    Transposition makes the hidden dim the major dim. However, it may cost memory: the update is
+    also computed in the transposed layout, so the optimizer state of every matrix with this shape
+    is copied to that layout.
 
     Args:
-        shard_width: Number of columns per shard if the head is sharded along the hidden dim.
+        shard_width: Number of columns per shard.
         shard_group_size: Number of devices over which the head is sharded.
     """
     return shard_group_size >= 8 or shard_width <= LANES
 
 
 class ShardingRules:
-    """Rules that choose the sharded dim: the patterns in ``xla.sharding``, and a default rule.
+    """Rules that choose the dim along which each parameter is sharded.
+
+    The patterns in ``xla.sharding`` have priority over the default rule, which
+    :meth:`choose_shard_dim` describes.
 
     Args:
         config: Config of the run. The rules depend on ``strategy``, ``xla.sharding`` and
             ``xla.shard_param_on_dim_0``.
         shard_group_size: Number of devices over which one copy of the parameters is sharded.
+
+    Attributes:
+        is_sharding: Whether parameters may be sharded. False if ``strategy`` is ``no_shard``.
 
     Raises:
         UserError: If a pattern in ``xla.sharding`` is not a valid regular expression.
@@ -68,16 +79,26 @@ class ShardingRules:
     def choose_shard_dim(self, name: str, shape: Sequence[int]) -> int | None:
         """Return the dim along which a parameter is sharded, or None if it is replicated.
 
-        The first matching pattern in ``xla.sharding`` determines the dim. If no pattern matches, the
-        default rule applies. Matching patterns count as used in :meth:`check_unused_patterns`.
+        With the strategy ``no_shard``, all parameters are replicated. Otherwise, the first matching
+        pattern in ``xla.sharding`` determines the dim. Matching patterns count as used in
+        :meth:`check_unused_patterns`. If no pattern matches, the first applicable default rule
+        determines the dim:
+
+        1. Parameters with fewer than two dims are replicated, and so are parameters without a dim
+           that is divisible by the shard group size.
+        2. If ``xla.shard_param_on_dim_0`` is set, dim 0 is chosen if it is divisible.
+        3. For an embedding table, the last dim is chosen if it is divisible. Parameters of the same
+           shape in later calls are sharded along the same dim.
+        4. The first divisible dim is chosen, except for dims that are more than ``_MAX_DIM_RATIO``
+           times shorter than the longest divisible dim.
 
         Args:
             name: Name of the parameter.
             shape: Shape of the parameter.
 
         Raises:
-            UserError: If ``xla.sharding`` specifies a dim that does not exist or is not divisible by the
-                shard group size.
+            UserError: If ``xla.sharding`` specifies a dim that does not exist or is not divisible
+                by the shard group size.
         """
         if not self.is_sharding:
             return None

@@ -13,7 +13,10 @@ _torch_xla = GuardedPackage("torch_xla", "2.9.0")
 
 
 class _XlaBinding:
-    """Descriptor for a function in torch_xla's C++ bindings, which is looked up on each access."""
+    """Descriptor for a function in torch_xla's C++ bindings, which is looked up on each access.
+
+    The access raises UserError if the installed torch_xla does not have the function.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -27,7 +30,11 @@ class _XlaBinding:
 
 
 class _XlaBindings:
-    """Namespace for functions in torch_xla's C++ bindings."""
+    """Namespace for functions in torch_xla's C++ bindings.
+
+    Use the instance :data:`xla`. For example, ``xla.wait`` is
+    ``torch_xla._XLAC._xla_wait_device_ops``.
+    """
 
     are_pending = _XlaBinding("_check_tensor_need_materialization")
     barrier_ = _XlaBinding("_xla_optimization_barrier_")
