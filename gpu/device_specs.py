@@ -12,9 +12,9 @@ from portable.planner.device import KEPT_FOR_COLLECTIVES, NOT_MEASURED, Device, 
 
 Value = TypeVar("Value")
 
-# The dense tensor-core peaks (bf16 or fp16 with sums in fp32, and TF32) are from the vendors' data sheets and
-# white papers. A peak with 2:4 sparsity is divided by 2. The first name that occurs as words in the device
-# name is used.
+# Dense tensor-core peaks (bf16 or fp16 with fp32 accumulation, and TF32) from the vendors' data sheets and
+# white papers. Peaks that are specified with 2:4 sparsity are divided by 2. The order matters, because the
+# first name that occurs as complete words in the device name is used.
 GPU_PEAK_TERAFLOPS: tuple[tuple[str, float, float | None], ...] = (
     ("GB200", 2500.0, 1250.0),
     ("B200", 2250.0, 1100.0),
@@ -41,7 +41,9 @@ GPU_PEAK_TERAFLOPS: tuple[tuple[str, float, float | None], ...] = (
     ("V100", 125.0, None),  # fp16 only
     ("T4", 65.0, None),  # fp16 only
 )
-"""Part of the device name, dense peak in TFLOP/s for bf16 and fp16, and dense peak for TF32 or None."""
+"""Name to search for in the device name, dense peak in TFLOP/s for bf16 and fp16, and dense peak in
+TFLOP/s for TF32, or None without TF32 support.
+"""
 
 NO_GPU_MESSAGE = "backend: cuda needs a GPU, but torch finds none; use --backend cpu"
 
@@ -91,14 +93,15 @@ _LINK_BYTES_PER_SECOND = {
 _ALIASES = {"a100": "a100-80", "a100-80gb": "a100-80", "a100-40gb": "a100-40", "v100": "v100-16"}
 _FP16_ONLY = ("v100-32", "v100-16", "t4")
 
-# Variables that srun sets if each task sees only its own GPUs. These are numbered from 0 in each task.
+# Variables that srun sets if each task sees only its own GPUs. In every task, these GPUs are numbered from 0.
 SRUN_BINDING_VARIABLES = ("SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_GPU_BIND")
 
 
 def choose_gpu_index(local_rank: int, num_visible_gpus: int) -> int:
     """Choose the CUDA device index for a local rank.
 
-    The index equals the local rank, or is 0 if srun restricts each task to one GPU.
+    The index equals the local rank, or is 0 if srun restricts each task to one GPU. This is assumed
+    if exactly one GPU is visible and a variable in :data:`SRUN_BINDING_VARIABLES` is set.
 
     Args:
         local_rank: Index of the rank among the ranks of this node.
@@ -112,13 +115,13 @@ def choose_gpu_index(local_rank: int, num_visible_gpus: int) -> int:
     if num_visible_gpus == 1 and any(name in os.environ for name in SRUN_BINDING_VARIABLES):
         return 0
     raise UserError(
-        f"--nproc: local rank {local_rank} has no GPU, because this process sees only {num_visible_gpus}; "
-        "start at most one rank per GPU on each node"
+        f"--nproc: local rank {local_rank} has no GPU, because the number of GPUs that this process sees is "
+        f"{num_visible_gpus}; start at most one rank per GPU on each node"
     )
 
 
 def list_gpus() -> list[Device]:
-    """List the GPUs that the planner supports by name, followed by aliases such as ``a100``."""
+    """List the GPUs with built-in specifications. Aliases such as ``a100`` come last."""
     devices = {
         name: Device(
             name,
@@ -167,8 +170,8 @@ def _list_peak_flops(name: str) -> tuple[tuple[str, float], ...]:
 def get_shape_multiple(capability: tuple[int, int], precision: str) -> int | None:
     """Return the number of elements to which matrix dimensions should be aligned.
 
-    For full tensor core speed, a dimension should be a multiple of 16 bytes, or of 128 bytes on A100
-    and later server GPUs. See :mod:`portable.model.flops`.
+    For full tensor core speed, a dimension should be a multiple of 16 bytes, or of 128 bytes with
+    compute capability 8.0 (A100), or 9.0 and later. See :mod:`portable.model.flops`.
 
     Args:
         capability: Compute capability of the GPU, such as (9, 0).
@@ -187,9 +190,11 @@ def get_shape_multiple(capability: tuple[int, int], precision: str) -> int | Non
 def get_peak_flops(device_name: str, precision: str) -> float | None:
     """Return the dense peak FLOP/s of a GPU for a precision, or None if unknown.
 
+    For bf16, the result is the fp16 peak, even if the tensor cores of the GPU do not support bf16.
+
     Args:
         device_name: Name of the GPU from ``torch.cuda.get_device_name``.
-        precision: ``bf16``, ``fp16`` or ``tf32``.
+        precision: ``bf16``, ``fp16`` or ``tf32``. The result is None for any other precision.
     """
     for name, half, tf32 in GPU_PEAK_TERAFLOPS:
         if re.search(rf"\b{name}\b", device_name):  # an RTX A4000 is not an A40

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-_RECORDED_ALLOCATIONS = 200_000  # a few steps of a large model
+_RECORDED_ALLOCATIONS = 200_000  # enough for a few steps of a large model
 
 
 class CudaDiagnostics(Diagnostics):
@@ -37,7 +37,7 @@ class CudaDiagnostics(Diagnostics):
         torch_internals.record_memory_history(max_entries=_RECORDED_ALLOCATIONS)
 
     def dump_memory(self, path: Path) -> None:
-        """Write a memory snapshot, with the recorded history, for https://pytorch.org/memory_viz."""
+        """Write a memory snapshot with the recorded history. View it at https://pytorch.org/memory_viz."""
         torch_internals.dump_memory_snapshot(str(path))
 
     def dump_collectives(self, folder: Path) -> None:
@@ -46,7 +46,7 @@ class CudaDiagnostics(Diagnostics):
         Does nothing for a single rank.
         """
         if self._world_size > 1:
-            # torchfrtrace expects this name.
+            # torchfrtrace expects this file name.
             (folder / f"nccl_trace_rank_{self._rank}").write_bytes(torch_internals.dump_nccl_trace())
 
     def query_driver_memory(self) -> DriverMemory | None:
@@ -59,11 +59,12 @@ class CudaDiagnostics(Diagnostics):
 def limit_gpu_memory(device: torch.device, world_size: int) -> Iterator[None]:
     """Return a context manager that limits torch's allocator to the memory available to a run.
 
-    The limit is the free memory of the GPU, minus a reserve for memory outside the allocator.
-    Allocations beyond the limit raise ``torch.OutOfMemoryError``.
+    The limit is the sum of the GPU's free memory and the memory that the allocator has already
+    reserved, minus a reserve for memory outside the allocator. Allocations beyond the limit raise
+    ``torch.OutOfMemoryError``. On exit, the limit is set to the total memory of the GPU.
 
     Args:
-        device: GPU of this rank. It becomes the current device.
+        device: GPU of this rank. It becomes the current device, also after exit.
         world_size: Number of ranks in the run. With several ranks, the reserve also includes the
             buffers of collectives.
     """

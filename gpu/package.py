@@ -43,7 +43,7 @@ class CudaPackage(TorchPackage):
         """Check that this machine has one GPU per rank.
 
         Raises:
-            UserError: If it has no GPU, or fewer GPUs than ranks.
+            UserError: If this machine has no GPU, or fewer GPUs than ranks.
         """
         from portable.gpu.device_specs import NO_GPU_MESSAGE
 
@@ -72,16 +72,19 @@ class CudaPackage(TorchPackage):
         return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
 
     def list_devices(self) -> tuple[Device, ...]:
-        """Return the GPUs that the planner supports by name."""
+        """Return the GPU types that the planner supports by name, with their specifications."""
         from portable.gpu.device_specs import list_gpus
 
         return tuple(list_gpus())
 
     def open_device(self, local_rank: int, local_world_size: int) -> torch.device:
-        """Return the GPU for a rank. Its index is usually the local rank.
+        """Return the GPU for a rank.
+
+        Its index is the local rank, or 0 if srun restricts each task to one GPU.
+        ``local_world_size`` is ignored.
 
         Raises:
-            UserError: If torch detects no GPU, or fewer GPUs than local ranks.
+            UserError: If torch detects no GPU, or no GPU for this rank.
         """
         import torch
 
@@ -91,9 +94,11 @@ class CudaPackage(TorchPackage):
         return torch.device("cuda", device_specs.choose_gpu_index(local_rank, torch.cuda.device_count()))
 
     def make_current(self, device: torch.device) -> None:
-        """Make ``device`` current, and enable NCCL's flight recorder unless the user has configured it.
+        """Make ``device`` current, and enable NCCL's flight recorder.
 
-        The recorder is enabled through environment variables, which NCCL's process group reads at startup.
+        The recorder is enabled through environment variables, unless the user has set them. NCCL's
+        process group reads the variables at startup, so this method must be called before the group
+        is created.
         """
         super().make_current(device)
         for variable in _FLIGHT_RECORDER:
@@ -112,10 +117,10 @@ class CudaPackage(TorchPackage):
         return limit_gpu_memory(device, world_size)
 
     def get_shape_multiple(self, device: torch.device, precision: str) -> int | None:
-        """Return the number of elements to which matrix dimensions should be aligned.
+        """Return the number by which matrix dimensions should be divisible.
 
-        The alignment is required for full tensor core speed. None if the tensor cores do not support the
-        precision.
+        Tensor cores reach their full speed only if each dimension is divisible by this number of
+        elements. None if the tensor cores do not support the precision.
         """
         import torch
 

@@ -12,8 +12,9 @@ DEEPSPEED_DEFAULTS = {
     "offload_param.buffer_count": 5,
     "offload_param.max_in_cpu": 1_000_000_000,
 }
-"""Default values, in elements or numbers of buffers, of keys in section ``zero_optimization`` of DeepSpeed
-0.19 (``deepspeed/runtime/zero/config.py`` and ``offload_config.py``).
+"""Default values in the section ``zero_optimization`` of DeepSpeed 0.19, keyed by setting. Buffer
+counts are numbers of buffers, and all other values are numbers of elements. Source:
+``deepspeed/runtime/zero/config.py`` and ``offload_config.py``.
 """
 
 MIN_SWAPPED_BYTES = 1 << 20
@@ -21,12 +22,14 @@ MIN_SWAPPED_BYTES = 1 << 20
 (``MIN_AIO_BYTES`` in ``deepspeed/runtime/swap_tensor/utils.py``).
 """
 _ALIGNED_BYTES = 1 << 10
-# Number of elements of a block. A swap buffer consists of complete blocks.
+# Number of elements per block. The size of a swap buffer is a multiple of it.
 _SWAP_BLOCK = 1 << 18
 
 
 def compute_aligned_bytes(num_elements: int, element_bytes: int) -> int:
-    """Compute the size of a tensor in a swap file or swap buffer, including alignment.
+    """Compute the aligned size of a tensor in a swap file or swap buffer, in bytes.
+
+    The size is rounded up to a multiple of 1024 bytes.
 
     Args:
         num_elements: Number of elements.
@@ -36,20 +39,22 @@ def compute_aligned_bytes(num_elements: int, element_bytes: int) -> int:
 
 
 def compute_swap_buffer_elements(largest_parameter_elements: int, num_ranks: int) -> int:
-    """Compute a swap buffer size in elements that is sufficient for the shard of any parameter.
+    """Compute the size of a swap buffer that can contain the shard of any parameter.
 
-    With a smaller buffer, the first step would fail. A larger buffer would waste memory.
+    The result is the smallest multiple of 2**18 elements that is larger than the largest shard. If
+    a buffer were smaller than the largest shard, the first step would fail. A larger buffer would
+    waste memory.
 
     Args:
         largest_parameter_elements: Number of elements in the largest parameter.
-        num_ranks: Number of ranks that share the shards of a parameter.
+        num_ranks: Number of ranks over which each parameter is sharded.
     """
     share = -(-largest_parameter_elements // num_ranks)
     return (share // _SWAP_BLOCK + 1) * _SWAP_BLOCK
 
 
 def compute_auto_bucket_sizes(hidden_size: int) -> dict[str, int]:
-    """Compute the bucket sizes for the value ``auto``, as in the Hugging Face Trainer.
+    """Compute the bucket sizes that replace the value ``auto``, as in the Hugging Face Trainer.
 
     Args:
         hidden_size: Hidden size of the model.

@@ -21,7 +21,11 @@ ZERO_OPTIMIZERS = ("adamw", "sgd", "muon")
 
 
 def check_adapter(config: RunConfig) -> Iterator[SettingProblem]:
-    """Yield a problem for each unsupported setting in the section ``adapter``."""
+    """Yield a problem for each ``adapter`` setting that the ZeRO strategy does not support.
+
+    Unsupported are a quantized base (``nf4`` or ``int8``), an ``fp32`` base with precision bf16 or
+    fp16, and, with zero3, ``trainable_token_indices``.
+    """
     base, strategy = config.adapter.base, config.strategy
     if base in ("nf4", "int8"):
         yield SettingProblem(
@@ -39,13 +43,17 @@ def check_adapter(config: RunConfig) -> Iterator[SettingProblem]:
         yield SettingProblem(
             ("adapter.base", "strategy"),
             f"adapter.base: fp32 is not supported with strategy {strategy}, which keeps frozen weights in "
-            "the "
-            "compute dtype; set strategy to full_shard",
+            "the compute dtype; set strategy to full_shard",
         )
 
 
 def check_memory(config: RunConfig) -> Iterator[SettingProblem]:
-    """Yield a problem for each unsupported setting in the sections ``memory`` and ``fsdp``."""
+    """Yield a problem for each unsupported setting in the sections ``memory`` and ``fsdp``.
+
+    ``memory.loss_chunk_tokens`` must be ``auto`` or 0. The offloading of parameters requires zero3,
+    as does the offloading of optimizer state to NVMe. All settings in the section ``fsdp`` must be
+    unset.
+    """
     memory, strategy = config.memory, config.strategy
     if memory.loss_chunk_tokens not in ("auto", 0):
         yield SettingProblem(
@@ -63,7 +71,7 @@ def check_memory(config: RunConfig) -> Iterator[SettingProblem]:
         yield SettingProblem(
             ("memory.offload_optimizer", "strategy"),
             f"memory.offload_optimizer: nvme needs strategy zero3, but the strategy is {strategy}; set "
-            "memory.offload_optimizer to cpu, or strategy to zero3",
+            "memory.offload_optimizer to cpu, or set strategy to zero3",
         )
     for name, value in config.fsdp:
         if value is not None:
@@ -104,12 +112,16 @@ def find_problems(config: RunConfig, *, late: bool, has_cuda: bool) -> Iterator[
 
 
 def check_parameters(config: RunConfig) -> Iterator[SettingProblem]:
-    """Yield the settings that conflict with the ways ZeRO gathers, saves or swaps parameters."""
+    """Yield a problem for each conflict with how ZeRO gathers, saves or swaps parameters.
+
+    Unsupported are ``train.micro_batch_size: auto`` with offloading to NVMe, ``compile`` with
+    zero3, and frozen parameter patterns with parameters on NVMe.
+    """
     if _is_swapping(config) and config.train.micro_batch_size == "auto":
         yield SettingProblem(
             ("train.micro_batch_size",),
-            "train.micro_batch_size: auto would write the complete state to nvme for each size that it "
-            "tries; set train.micro_batch_size to a number",
+            "train.micro_batch_size: auto tries several sizes, and would write the complete training state "
+            "to nvme for each size; set train.micro_batch_size to a number",
         )
     if config.compile and config.strategy == "zero3":
         yield SettingProblem(
@@ -126,36 +138,52 @@ def check_parameters(config: RunConfig) -> Iterator[SettingProblem]:
 
 
 def check_custom_optimizer(config: RunConfig) -> Iterator[SettingProblem]:
-    """Yield the reasons why ZeRO does not support a custom optimizer. This runs the optimizer's code."""
-    from portable.optim import custom_optimizer  # which imports torch
+    """Yield a problem for each reason why ZeRO does not support a custom optimizer.
+
+    The optimizer must update each element separately, and must not create state in its constructor.
+    To check this, the function runs the optimizer's code.
+    """
+    from portable.optim import custom_optimizer  # imports torch
 
     key, optimizer = "train.optimizer", config.train.optimizer
     if not custom_optimizer.is_elementwise(config.train):
-        reason = "is not elementwise, so it cannot run on ZeRO's flat partitions; use strategy full_shard"
-        yield SettingProblem((key,), f"{key}: {optimizer}: {reason}")
+        yield SettingProblem(
+            (key,),
+            f"{key}: {optimizer} is not elementwise, so it cannot run on ZeRO's flat partitions; set "
+            "strategy to full_shard",
+        )
     if custom_optimizer.has_state_before_first_step(config.train):
-        reason = "its constructor creates state for parameters that ZeRO replaces; use strategy full_shard"
-        yield SettingProblem((key,), f"{key}: {optimizer}: {reason}")
+        yield SettingProblem(
+            (key,),
+            f"{key}: the constructor of {optimizer} creates state for parameters that ZeRO replaces; set "
+            "strategy to full_shard",
+        )
 
 
 def check_nvme(config: RunConfig) -> Iterator[SettingProblem]:
-    """Yield the settings that do not work when parameters or optimizer state are offloaded to NVMe."""
+    """Yield a problem for each setting that does not work with offloading to NVMe.
+
+    These settings are a weight average (``train.ema``), Muon, and a custom optimizer. The caller
+    checks that parameters or optimizer state are offloaded.
+    """
     key, optimizer = "train.optimizer", config.train.optimizer
     offloading = "memory.offload_optimizer"
-    reason = f"does not work with {offloading}: nvme or memory.offload_params: nvme"
+    remedy = "set memory.offload_optimizer and memory.offload_params to cpu or none"
     if config.train.ema is not None:
-        yield SettingProblem(("train.ema", offloading), f"train.ema: {reason}; offload to cpu instead")
+        yield SettingProblem(
+            ("train.ema", offloading), f"train.ema: does not work with offloading to nvme; {remedy}"
+        )
     if optimizer == "muon":
         yield SettingProblem(
             (key, offloading),
-            f"{key}: muon {reason}, because DeepSpeed swaps the parts of a matrix separately; offload to "
-            "cpu instead",
+            f"{key}: muon does not work with offloading to nvme, because DeepSpeed swaps the parts of a "
+            f"matrix separately; {remedy}",
         )
     if is_plugin_name(optimizer):
         yield SettingProblem(
             (key, offloading),
-            f"{key}: {optimizer}: {reason}, because only DeepSpeed can read the swapped values; offload to "
-            "cpu instead",
+            f"{key}: {optimizer} does not work with offloading to nvme, because only DeepSpeed can read the "
+            f"swapped values; {remedy}",
         )
 
 

@@ -27,11 +27,18 @@ class DeepSpeedLossScale(LossScaleSearch):
         self._overflows += 1
 
     def read_state(self) -> dict[str, float]:
-        """Return the state of DeepSpeed's scaler, with the number of overflows as ``overflows``."""
+        """Return the state of DeepSpeed's loss scaler.
+
+        The key ``overflows`` contains the number of overflows so far.
+        """
         return {**{name: getattr(self._scaler, name) for name in STATE_NAMES}, "overflows": self._overflows}
 
     def restore_state(self, state: Mapping[str, float]) -> None:
-        """Restore the state of DeepSpeed's scaler and the number of overflows."""
+        """Restore the state of DeepSpeed's loss scaler and the number of overflows.
+
+        Args:
+            state: Values returned by :meth:`read_state`, keyed by name.
+        """
         for name in STATE_NAMES:
             setattr(self._scaler, name, state[name] if name == "cur_scale" else int(state[name]))
         self._overflows = int(state["overflows"])

@@ -69,16 +69,20 @@ STAGE_BY_STRATEGY = {"zero1": 1, "zero2": 2, "zero3": 3}
 
 
 def check_deepspeed(config: RunConfig, device_type: str) -> None:
-    """Check that DeepSpeed can run a config on this machine: its JSON, its optimizer and its swap disk.
+    """Check that DeepSpeed can run a config on this machine.
 
-    If the run needs C++ ops, they are compiled, which takes minutes once per machine.
+    If the run has a DeepSpeed JSON, the function checks its keys and values, the packages and
+    devices that it needs, and whether it is compatible with the optimizer. If the run swaps to
+    disk, the function also checks ``memory.nvme_path`` and DeepSpeed's op ``async_io``. If the run
+    needs C++ ops, they are compiled, which takes minutes once per machine.
 
     Args:
         config: Config of a run whose strategy is a ZeRO stage.
         device_type: Type of the run's devices, such as ``cuda``.
 
     Raises:
-        UserError: If DeepSpeed or one of its ops is not available, or if a setting is not supported.
+        UserError: If DeepSpeed or one of its ops is not available, or if a setting is not
+            supported.
     """
     deepspeed = zero_runtime.import_deepspeed(device_type)
     document = deepspeed_json.read_deepspeed_document(config)
@@ -108,7 +112,10 @@ def apply_deepspeed_json(config: RunConfig, device_type: str, world_size: int) -
 
 
 def build_deepspeed_notes(config: RunConfig, device_type: str) -> list[str]:
-    """Build one-line notes for the user about a run's DeepSpeed JSON. Empty without a JSON."""
+    """Build one-line notes for the user about a run's DeepSpeed JSON.
+
+    The list is empty if the run has no DeepSpeed JSON.
+    """
     zero_runtime.import_deepspeed(device_type)
     document = deepspeed_json.read_deepspeed_document(config)
     return [] if document is None else deepspeed_json.build_document_notes(config, document)
@@ -119,10 +126,14 @@ def build_engine(
 ) -> EngineWithMetrics:
     """Shard a model with ZeRO and build its optimizer. All ranks must call this function.
 
-    See :class:`portable.engines.engine_interface.EngineModule`.
+    See :class:`portable.engines.engine_interface.EngineModule`. The function also applies the
+    transforms of the run, and creates the folder for swap files if the run swaps to disk.
 
     Raises:
-        UserError: If ZeRO does not support the model, or if DeepSpeed is not available.
+        UserError: If DeepSpeed is not available, if the disk for swap files is too small, or if
+            ZeRO does not support the model. With several ranks, zero2 does not support experts that
+            can remain unused in a pass. With zero3, a forward pass must not call a module with
+            experts several times.
     """
     stage = STAGE_BY_STRATEGY[config.strategy]
     deepspeed = zero_runtime.import_deepspeed(rank_info.device.type)
@@ -141,14 +152,15 @@ def build_engine(
     compute = COMPUTE_DTYPES[config.precision]
     parameters = dict(model.named_parameters())
     groups = assign_parameter_groups(model, config.train)  # before parameters lose their shapes
-    # Checkpoints of an adapter do not contain frozen parameters.
+    # Checkpoints of an adapter do not contain frozen parameters, so their exact values are not needed.
     frozen = [] if has_peft_adapter(model) else list_frozen_names(model)
     rounded = [name for name in frozen if parameters[name].itemsize > compute.itemsize]
     experts = find_modules_with_unused_parameters(model)
     require(
         stage != 2 or not experts or rank_info.world_size == 1,
-        f"strategy: zero2 does not support {type(model).__name__}: it reduces gradients as they are "
-        "computed, and their order depends on the experts that each rank's tokens choose; use strategy "
+        f"strategy: zero2 does not support {type(model).__name__}, because zero2 reduces gradients as they "
+        "are "
+        "computed, and their order depends on the experts that each rank's tokens choose; set strategy to "
         "zero1, zero3 or full_shard",
     )
     if stage == 3:
@@ -159,9 +171,9 @@ def build_engine(
         ]:
             require(
                 not (repeated := find_modules_called_repeatedly(model, leaves)),
-                f"strategy: zero3 does not support {type(model).__name__}: one forward pass calls "
+                f"strategy: zero3 does not support {type(model).__name__}, because one forward pass calls "
                 f"{', '.join(repeated[:1])} several times, and DeepSpeed would reduce its gradients once "
-                "per call; use strategy zero1 or full_shard",
+                "per call; set strategy to zero1 or full_shard",
             )
             deepspeed.utils.set_z3_leaf_modules(model, list({type(module) for module in leaves}))
         _materialize_partitioned(deepspeed, model, settings, rank_info.device, compute)
@@ -181,7 +193,8 @@ def build_engine(
 def _destroy_deepspeed_engine(engine: Any) -> None:
     """Destroy a DeepSpeed engine, ignoring errors.
 
-    This is necessary to free its memory, because the engine contains circular references.
+    The function first waits until the swapping to disk has finished. Destroying the engine is
+    necessary to free its memory, because the engine contains circular references.
     """
     with suppress(Exception):  # this fails if the device is broken, and that error is being raised already
         private_api.wait_for_swapping(engine.optimizer)
@@ -190,10 +203,11 @@ def _destroy_deepspeed_engine(engine: Any) -> None:
 
 
 def _create_swap_folder(model: nn.Module, config: RunConfig, rank_info: RankInfo, at_stop: ExitStack) -> None:
-    """Create an empty folder for the swap files of this run, after checking the free disk space.
+    """Create an empty folder for this run's swap files, after checking the disk space.
 
-    The first rank on each node creates the folder, and removes it at the end of the run. All ranks must
-    call this function, because it ends with a barrier.
+    The first rank on each node creates the folder, and removes it at the end of the run. If the
+    folder already exists, it is deleted first. All ranks must call this function, because it ends
+    with a barrier.
 
     Args:
         model: Model whose shapes determine the size of the swap files.
@@ -221,8 +235,8 @@ def _materialize_partitioned(
 ) -> None:
     """Allocate the parameters of a model one by one, partitioning each of them immediately.
 
-    Therefore, a rank's memory contains at most its shards and one complete parameter. All ranks must
-    call this function.
+    The values are uninitialized. A rank's memory contains at most its shards and one complete
+    parameter. All ranks must call this function.
 
     Args:
         deepspeed: The module ``deepspeed``.
@@ -231,8 +245,8 @@ def _materialize_partitioned(
         device: Device of this rank.
         compute: Compute dtype, used for all parameters.
     """
-    # Inside of its context, Init would cast the modules that are built. Its method for a single parameter
-    # does not.
+    # Do not enter the context of Init, because it would also cast the modules that are built inside. Its
+    # method for a single parameter does not cast them.
     context = deepspeed.zero.Init(module=nn.Module(), config_dict_or_path=settings)
 
     def partition_parameter(_: str, meta: nn.Parameter) -> nn.Parameter:
@@ -294,7 +308,7 @@ class ZeroEngine:
         self._exact_frozen: dict[str, Tensor] = {}
         self._rounded_names = set(rounded_names) if here else set[str]()
         self._saver = ZeroSaver(engine, self._exact_frozen)
-        # With dynamic loss scaling an overflow is not a failure.
+        # With dynamic loss scaling, an overflow is not a failure.
         self._max_streak = get_max_streak(config.train.on_non_finite)
         # Keep the counters on the host, because DeepSpeed syncs in every step for the norm anyway.
         self._nonfinite_counters = torch.tensor(INITIAL_COUNTERS)
@@ -316,7 +330,7 @@ class ZeroEngine:
 
         Args:
             batch: Micro-batch on the device.
-            global_weight: Weight of the global batch, as a scalar on the device. The loss is divided by it.
+            global_weight: Weight of the global batch, by which the loss is divided. Scalar on the device.
             is_last_micro_batch: Whether the optimizer step follows.
             with_token_metrics: Whether to also compute the token accuracy and the entropy.
 
@@ -327,8 +341,8 @@ class ZeroEngine:
         self._engine.set_gradient_accumulation_boundary(is_last_micro_batch)
         output = forward_loss(self._engine, batch, self.objective, with_token_metrics=with_token_metrics)
         loss, sums = scale_loss_by_global_weight(output, global_weight, self.objective.global_batch_size)
-        # DeepSpeed checks only the gradients, which can be finite if the loss is not. Make them NaN in this
-        # case.
+        # DeepSpeed checks only the gradients, which can be finite even if the loss is not. Make them NaN in
+        # this case, so that the update is skipped.
         finite = torch.where(torch.isfinite(loss.detach()), 1.0, torch.nan)
         self._engine.backward(loss * (finite * self._loss_factor), scale_wrt_gas=False)
         return sums
@@ -336,8 +350,13 @@ class ZeroEngine:
     def take_optimizer_step(self, learning_rate: float, max_grad_norm: float, loss: Tensor) -> Tensor:
         """Clip the gradients, take an optimizer step, and zero the gradients.
 
-        DeepSpeed skips the update if gradients are not finite on any rank. After too many consecutive
-        skipped updates, no further steps are taken. This method syncs the host with the device.
+        DeepSpeed skips the update if gradients are not finite on any rank. ``train.on_non_finite``
+        limits the number of consecutive skipped updates. Once the limit is reached, this method
+        only zeroes the gradients, and the run stops with an error when it next reads the counters
+        (:meth:`read_update_health`). Updates that are skipped to lower the fp16 loss scale do not
+        count.
+
+        This method syncs the host with the device.
 
         Args:
             learning_rate: Learning rate of this step.
@@ -345,8 +364,8 @@ class ZeroEngine:
             loss: Loss of the step, as a scalar on the device.
 
         Returns:
-            The global gradient norm before clipping, as an fp32 scalar on the device. NaN if no step was
-            taken.
+            The global gradient norm before clipping, as an fp32 scalar on the device. NaN once the
+            limit is reached.
 
         Raises:
             RunError: If fp16 gradients overflow at the lowest loss scale.
@@ -365,7 +384,8 @@ class ZeroEngine:
                 raise self._loss_scale.build_exhausted_error() from error
             raise
         private_api.set_sample_count(self._engine, self._settings.global_batch_size)
-        # DeepSpeed has synced, and skips an update that is not finite on any rank.
+        # Reading the result needs no additional sync, because DeepSpeed has already synced. It skips an
+        # update if gradients are not finite on any rank.
         skipped = not self._engine.was_step_applied()
         if skipped and self._loss_scale is not None:
             self._loss_scale.count_overflow()
@@ -403,19 +423,23 @@ class ZeroEngine:
 
         The state of a custom optimizer is not checked, because its initial values may be infinite.
         """
-        # A custom optimizer may start from infinity.
+        # The initial state of a custom optimizer may be infinite.
         weights_only = plugins.is_plugin_name(self._settings.optimizer)
         return find_nonfinite_names(self._partitions.iter_local_values(weights_only=weights_only))
 
     def get_metrics(self) -> dict[str, float]:
-        """Return the metrics ``overflows`` and ``loss_scale`` in fp16. Empty in other precisions."""
+        """Return the metrics ``overflows`` and ``loss_scale`` of dynamic fp16 loss scaling.
+
+        The result is empty in other precisions, and with a fixed loss scale from the DeepSpeed
+        JSON.
+        """
         return {} if self._loss_scale is None else self._loss_scale.get_metrics()
 
     @torch.no_grad()
     def evaluate_batch(
         self, batch: Batch, metric_accumulator: MicroBatchMeasure, totals: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
-        """Run the forward pass on an evaluation micro-batch, and add its sums to the totals.
+        """Run the forward pass on an evaluation micro-batch, and return the totals including its sums.
 
         Args:
             batch: Micro-batch on the device.
@@ -434,7 +458,12 @@ class ZeroEngine:
     def generate(
         self, prompt: Tensor, *, max_new_tokens: int, seed: int, image_columns: Batch | None = None
     ) -> Tensor:
-        """Sample a continuation of ``prompt``. See :func:`sample_continuation`."""
+        """Sample a continuation of ``prompt``.
+
+        See :func:`portable.engines.generation.sample_continuation`. All ranks must call this
+        method, because it gathers outdated compute copies (stages 1 and 2) or the parameters in
+        each forward pass (stage 3). The model is in training mode afterward.
+        """
         self._partitions.refresh_compute_copies()
         self._engine.eval()
         tokens = sample_continuation(
@@ -452,23 +481,29 @@ class ZeroEngine:
     # -- weights and checkpoints -------------------------------------------------------------------------
 
     def swap_ema_weights(self) -> None:
-        """Swap the weights with their exponential moving average. Call it again to swap them back."""
+        """Swap the weights with their exponential moving average.
+
+        Call this method again to swap them back. All ranks must call it, because weights are
+        gathered. Parameters without an average are skipped.
+        """
         self._partitions.swap_ema_weights()
         self._partitions.refresh_compute_copies()
 
     @torch.no_grad()
     def load_weights(self, weights: Mapping[str, ReadableTensor]) -> None:
-        """Load this rank's partitions of the parameters, and the persistent buffers, from ``weights``.
+        """Load this rank's partitions, and the persistent buffers, from ``weights``.
 
-        Tensors that are missing in ``weights`` keep their values.
+        Frozen parameters are loaded as well. With stage 3, each rank loads its shards of them. The
+        original values of frozen parameters that are rounded to the compute dtype are also kept in
+        host memory, for checkpoints. Tensors that are missing in ``weights`` keep their values.
 
         Args:
             weights: Lazily read tensors, keyed by their names in the model.
         """
         self._partitions.load_weights(weights)
         for name, tensor in get_state_tensors(self.model).items():
-            # Tensors that the optimizer does not have are complete on every rank, except that ZeRO-3 shards
-            # frozen parameters.
+            # Tensors that are not in the optimizer are complete on every rank. The only exception is ZeRO-3,
+            # which also shards frozen parameters.
             if name in weights and not tensor.requires_grad:
                 if isinstance(self._partitions, ShardedPartitions) and private_api.is_partitioned(tensor):
                     exact = self._partitions.load_frozen_parameter(
@@ -482,11 +517,14 @@ class ZeroEngine:
                         copy_into_tensor(self._exact_frozen.setdefault(name, exact), weights[name])
 
     def load_checkpoint(self, checkpoint: Checkpoint) -> None:
-        """Load the model weights, the optimizer state, and the fp16 loss scale from a checkpoint.
+        """Load the weights, the optimizer state, and the fp16 loss scale from a checkpoint.
+
+        The step counters of the optimizer and of DeepSpeed's engine are also restored.
 
         Raises:
-            CheckpointError: If optimizer state is missing, or if it cannot be represented in ZeRO's flat
-                partitions.
+            CheckpointError: If a tensor of the model or optimizer state is missing, or if the
+                optimizer state cannot be represented in ZeRO's flat partitions.
+            UserError: If the file with the loss scale is damaged.
         """
         stored = match_checkpoint_to_model(checkpoint, self.model)
         self.load_weights(stored.weights)
@@ -503,11 +541,13 @@ class ZeroEngine:
     def save_shards(self, folder: Path, *, background: bool) -> SaveHandle:
         """Write this rank's files in DeepSpeed's checkpoint format.
 
-        All ranks must call this method. In fp16, rank 0 also writes the loss scaler's state.
+        All ranks must call this method. With dynamic fp16 loss scaling, rank 0 also writes the loss
+        scaler's state.
 
         Args:
             folder: Existing folder.
-            background: Whether to write in a background thread, after copying the state to host memory.
+            background: Whether to write in a background thread, after copying the state to host
+                memory.
 
         Returns:
             Handle for waiting until the files are written.
@@ -519,9 +559,10 @@ class ZeroEngine:
 
 
 def _read_optimizer_steps(checkpoint: Checkpoint) -> int:
-    """Read the number of optimizer steps before a checkpoint, from its optimizer state or its metadata.
+    """Read the number of optimizer steps that were taken before a checkpoint was saved.
 
-    Returns 0 if it is not recorded.
+    The number comes from the optimizer state, or else from the metadata. If neither contains it,
+    the result is 0.
     """
     state: Any = next(iter(checkpoint.optimizer.state.values()), {}) if checkpoint.optimizer else {}
     step = state.get("step", checkpoint.metadata.get("step", 0))

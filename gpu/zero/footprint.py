@@ -38,7 +38,9 @@ if TYPE_CHECKING:
 def iter_zero_settings(config: RunConfig) -> Iterator[StrategySetting]:
     """Yield the ZeRO strategies that the planner compares, with their offloading settings.
 
-    Yields nothing if ZeRO does not support the optimizer of the run.
+    Offloading to NVMe is included for AdamW and SGD without a weight average. Yields nothing if
+    ZeRO does not support the optimizer of the run. For a custom optimizer, this check runs the
+    optimizer's code.
     """
     train = config.train
     if train.optimizer in ZERO_OPTIMIZERS or _is_elementwise(train):
@@ -115,7 +117,10 @@ class _RankShares:
         return sum(-(-w.num_elements // self._num_ranks) for w in weights)
 
     def _compute_moment_and_step_counter_bytes(self) -> int:
-        """Compute the size of a rank's optimizer state in bytes: fp32 moments and step counters."""
+        """Compute a rank's optimizer state in bytes: fp32 moments and step counters.
+
+        The moments include the weight average, if there is one. Master weights are not included.
+        """
         return int(self._moments_per_element * FP32_BYTES * self._updated_elements) + self._step_counter_bytes
 
     @property
@@ -128,7 +133,13 @@ class _RankShares:
 
     @property
     def _optimizer_moments(self) -> int | Fraction:
-        """Number of fp32 optimizer state values per element, excluding the weight average."""
+        """Size of the optimizer state per updated element, in fp32 values.
+
+        For example, this is 2 for AdamW, which has two moments. For SGD, it is 1, or 0 without
+        momentum. It is a fraction for Muon, because layer matrices have one moment and other
+        parameters have two. It can also be a fraction for a custom optimizer. The weight average
+        and step counters are not included.
+        """
         if is_plugin_name(self._config.train.optimizer):
             return Fraction(compute_custom_state_bytes(self._config.train, (1,), 1).sharded, FP32_BYTES)
         if self._config.train.optimizer == "muon":
@@ -140,7 +151,12 @@ class _RankShares:
         return {"adamw": 2, "sgd": 1 if self._config.train.betas[0] else 0}[self._config.train.optimizer]
 
     def _count_share_elements(self, group: list[ParameterEntry]) -> int:
-        """Count the elements in a parameter group that one rank updates, including padding."""
+        """Count the elements of a parameter group that each rank updates, including padding.
+
+        With stage 3, each parameter is divided among the ranks, and padded to a multiple of the
+        number of ranks. With stages 1 and 2, the group is divided as one flat tensor. This tensor
+        is padded to a multiple of twice the number of ranks.
+        """
         if self._stage == 3:
             return self._count_shard_elements(group)
         alignment = 2 * self._num_ranks
@@ -148,7 +164,12 @@ class _RankShares:
 
     @property
     def _step_counter_bytes(self) -> int:
-        """Size of the step counters in bytes. There is one per group or, with stage 3, per sub-group."""
+        """Size of the step counters in bytes. SGD has none.
+
+        With other optimizers, there is one counter per parameter group or, with stage 3, per
+        sub-group. Groups of matrices that Muon updates have none. All state of a custom optimizer
+        whose shape differs from the shape of the parameter is counted here.
+        """
         if self._config.train.optimizer == "sgd":
             return 0
         groups = self._parameter_groups if self._stage < 3 else self._sub_groups
@@ -158,11 +179,15 @@ class _RankShares:
 
     @cached_property
     def _sub_groups(self) -> list[list[ParameterEntry]]:
-        """Sub-groups of trained parameters. Stage 3 updates and swaps each sub-group as a unit."""
+        """Sub-groups of trained parameters. Stage 3 updates and swaps each sub-group as a unit.
+
+        A sub-group contains consecutive parameters of one parameter group. It ends when a
+        rank's shards have at least ``sub_group_size`` elements, or at the end of the group.
+        """
         max_elements = self._get_deepspeed_size("sub_group_size")
         sub_groups: list[list[ParameterEntry]] = []
         for group in self._parameter_groups:
-            filled = max_elements  # start a new sub-group with each group
+            filled = max_elements  # so that each group starts a new sub-group
             for parameter in group:
                 if filled >= max_elements:
                     sub_groups.append([])
@@ -172,24 +197,31 @@ class _RankShares:
         return sub_groups
 
     def _get_deepspeed_size(self, name: str) -> int:
-        """Return a DeepSpeed size in elements, or a number of buffers, for this run.
+        """Return the value of a DeepSpeed setting that counts elements or buffers.
 
-        The value comes from the DeepSpeed JSON. If it is missing, DeepSpeed's default is used. ``auto`` is
-        replaced by the value that the Trainer uses.
+        The value comes from the DeepSpeed JSON of the run. If it is missing, DeepSpeed's default is
+        used. ``auto`` is replaced by the value that the Hugging Face Trainer uses,
+        from :func:`portable.gpu.zero.buckets.compute_auto_bucket_sizes`, or by DeepSpeed's default if
+        the Trainer does not replace it.
 
         Args:
-            name: Dotted key in the section ``zero_optimization``.
+            name: Dotted key in the section ``zero_optimization``, such as
+                ``offload_param.max_in_cpu``.
         """
         value: Any = self._zero_section
         for part in name.split("."):
             value = value.get(part) if isinstance(value, dict) else None
-        if value is None:
-            return buckets.DEEPSPEED_DEFAULTS[name]
-        return buckets.compute_auto_bucket_sizes(self._hidden_size)[name] if value == "auto" else int(value)
+        if value == "auto":
+            value = buckets.compute_auto_bucket_sizes(self._hidden_size).get(name)
+        return buckets.DEEPSPEED_DEFAULTS[name] if value is None else int(value)
 
 
 class _ZeroFootprint(_RankShares):
-    """Computation of the memory and traffic per rank for the ZeRO stages in DeepSpeed 0.19."""
+    """Memory and traffic (bytes sent) per rank for the ZeRO stages in DeepSpeed 0.19.
+
+    They include the memory on the device, the memory on the host and the disk space for offloading,
+    and the traffic of Muon's update.
+    """
 
     def compute_footprint(self) -> Footprint:
         """Compute the memory and traffic per rank."""
@@ -243,18 +275,22 @@ class _ZeroFootprint(_RankShares):
 
     @cached_property
     def _padded_total_elements(self) -> int:
-        """Number of elements in all compute copies with stages 1 and 2, including padding.
+        """Number of parameter elements that each rank stores in ZeRO stages 1 and 2, with padding.
 
-        The trained parameters in each group are padded so that all ranks have equal shares.
+        In these stages, each rank stores all parameters in the compute dtype. The trained
+        parameters of each parameter group are padded, so that they can be divided equally among
+        the ranks for the update.
         """
         return self._num_ranks * self._updated_elements + self._total_elements - self._trained_elements
 
     def _compute_gradient_bytes(self) -> int:
-        """Compute the size of the gradients that a rank stores on the device between passes, in bytes.
+        """Compute the size in bytes of the gradients that a rank keeps on the device between passes.
 
-        With stage 1, these are unsharded gradients in the compute dtype. With stages 2 and 3, they are a
-        shard in fp32. In an fp32 run, stage 2 instead stores the complete gradients of all parameters that
-        overlap the rank's share. With stage 3, offloading moves the shard to the host.
+        - Stage 1: unsharded gradients in the compute dtype.
+        - Stage 2: the rank's shard in fp32. In an fp32 run, DeepSpeed instead keeps the complete
+          gradient of each parameter that is at least partly in the rank's shard.
+        - Stage 3: the rank's shard in fp32, or nothing if the optimizer is offloaded, because the
+          shard is then on the host.
         """
         if self._stage == 1:
             return self._compute_bytes * self._trained_elements
@@ -265,9 +301,11 @@ class _ZeroFootprint(_RankShares):
         return FP32_BYTES * self._updated_elements
 
     def _count_overlapping_elements(self) -> int:
-        """Count the elements in parameters that overlap rank 0's share of the flat tensor.
+        """Count the elements of all parameters that are at least partly in rank 0's share.
 
-        In fp32, stage 2 stores the complete gradients of these parameters.
+        Each parameter group is one flat tensor, and its first part is rank 0's share. A parameter
+        that is only partly in the share is counted completely. The count is used for stage 2 in an
+        fp32 run, where rank 0 stores the complete gradient of such a parameter.
         """
         overlapping_elements = 0
         for group in self._parameter_groups:
@@ -279,10 +317,14 @@ class _ZeroFootprint(_RankShares):
         return overlapping_elements
 
     def _compute_host_bytes(self, resident: int) -> int:
-        """Compute a rank's host memory in bytes, including buffers for gradients and parameters.
+        """Compute the host memory that a rank needs, in bytes.
+
+        The result includes the offloaded parameters and optimizer state, and buffers for gradients
+        and parameters. It also includes fp32 copies of the frozen weights that the compute dtype
+        cannot represent exactly.
 
         Args:
-            resident: Size of the rank's compute copies in bytes.
+            resident: Size in bytes of the rank's parameters in the compute dtype.
         """
         host = FP32_BYTES * self._exact_frozen_elements
         if self._parameters_on_host:
@@ -297,18 +339,19 @@ class _ZeroFootprint(_RankShares):
                 "offload_optimizer.buffer_count"
             ) * buckets.compute_aligned_bytes(largest, FP32_BYTES)
         moments = int(self._moments_per_element * FP32_BYTES * in_memory) + self._step_counter_bytes
-        host += 2 * FP32_BYTES * in_memory + moments  # with master weights and gradients
+        host += 2 * FP32_BYTES * in_memory + moments  # the factor 2 is for master weights and gradients
         if self._stage == 3:
             return host + FP32_BYTES * self._updated_elements
         return host + self._compute_bytes * (self._updated_elements + self._largest_gradient)
 
     @property
     def _exact_frozen_elements(self) -> int:
-        """Number of elements in a rank's fp32 copies of frozen weights, which are in host memory.
+        """Number of elements per rank in the fp32 copies of frozen weights in host memory.
 
-        Weights are copied if the compute dtype would round them. With stages 1 and 2, only rank 0 keeps
-        copies. Their size is then divided by the number of ranks per node, because these ranks share the
-        host memory.
+        A frozen weight is copied if its dtype has more bytes than the compute dtype, because a cast
+        to the compute dtype would round the weight. With stage 3, each rank copies only its shards.
+        With stages 1 and 2, only rank 0 keeps copies. The ranks of a node share the host memory, so
+        the number of elements is then divided by the number of ranks per node.
         """
         rounded = [w for w in self._weights if not w.is_trained and w.itemsize > self._compute_bytes]
         if self._stage == 3:
@@ -319,7 +362,12 @@ class _ZeroFootprint(_RankShares):
 
     @cached_property
     def _swapped_sub_groups(self) -> list[list[ParameterEntry]]:
-        """Sub-groups with master weights and moments on disk. Small sub-groups stay in memory."""
+        """Sub-groups with master weights and moments on disk.
+
+        Empty if the optimizer is not offloaded to disk. A sub-group stays in memory if its fp32
+        master weights on a rank are smaller than
+        :data:`portable.gpu.zero.buckets.MIN_SWAPPED_BYTES`.
+        """
         if not self._optimizer_on_disk:
             return []
         min_bytes = buckets.MIN_SWAPPED_BYTES
@@ -328,9 +376,18 @@ class _ZeroFootprint(_RankShares):
         ]
 
     def _compute_swap_host_bytes(self) -> int:
-        """Compute the host memory in bytes that is needed for swapping parameters.
+        """Compute the host memory in bytes that is needed for swapping parameters to NVMe.
 
-        It consists of the swap buffers, the compute copies that stay in memory, and a buffer for writing.
+        This is the total size of:
+
+        - The swap buffers.
+        - The trained parameters that DeepSpeed keeps in memory, which have at most
+          ``offload_param.max_in_cpu`` elements.
+        - Parameters that are too small to be swapped. See :meth:`_is_parameter_swapped`.
+        - A buffer for writing a sub-group to disk. This buffer has the size of the
+          sub-group's unsharded parameters.
+
+        All of them are in the compute dtype.
         """
         compute, ranks = self._compute_bytes, self._num_ranks
         buffers = self._get_deepspeed_size(
@@ -358,11 +415,20 @@ class _ZeroFootprint(_RankShares):
         return compute * (buffers + in_memory + small_elements) + written
 
     def _is_parameter_swapped(self, parameter: ParameterEntry) -> bool:
-        """Return whether a parameter's shard is large enough to be swapped to a file."""
+        """Return whether a parameter's shard is large enough to be swapped to a file.
+
+        The limit for its size in the compute dtype is
+        :data:`portable.gpu.zero.buckets.MIN_SWAPPED_BYTES`.
+        """
         return self._compute_bytes * self._count_shard_elements([parameter]) >= buckets.MIN_SWAPPED_BYTES
 
     def _compute_disk_bytes(self) -> int:
-        """Compute the size of a rank's swap files in bytes."""
+        """Compute the size of a rank's swap files in bytes. 0 without offloading to NVMe.
+
+        For an optimizer on NVMe, the files contain the fp32 master weights, moments and gradients
+        of the swapped sub-groups. Small gradients are not swapped. For parameters on NVMe, the
+        files contain the shards of the swapped parameters in the compute dtype.
+        """
         disk_bytes = 0
         for group in self._swapped_sub_groups:
             disk_bytes += int(1 + self._moments_per_element) * buckets.compute_aligned_bytes(
@@ -406,12 +472,12 @@ class _ZeroFootprint(_RankShares):
         threshold = self._get_deepspeed_size("stage3_param_persistence_threshold")
         persistent = sum(w.num_elements for w in self._weights if w.num_elements <= threshold)
         gathered_elements = self._total_elements - persistent
-        # Swapped parameters are released after each use.
+        # Swapped parameters do not stay gathered, because they are released after each use.
         max_live_elements = (
             0 if self._parameters_on_disk else self._get_deepspeed_size("stage3_max_live_parameters")
         )
         live_elements = min(gathered_elements, max(max_live_elements, self._largest_parameter))
-        # Gathered into one flat buffer ahead of the layers, and copied out to each parameter.
+        # Parameters are prefetched into one flat buffer, and then copied out of it.
         prefetch_elements = min(
             gathered_elements,
             max(self._get_deepspeed_size("stage3_prefetch_bucket_size"), self._largest_parameter),
@@ -440,7 +506,11 @@ class _ZeroFootprint(_RankShares):
         return elements if elements > self._get_deepspeed_size("reduce_bucket_size") else 0
 
     def _compute_update_bytes(self) -> int:
-        """Compute the additional memory in bytes during an optimizer step, mainly for flat fp32 gradients."""
+        """Compute the additional device memory in bytes during an optimizer step.
+
+        The memory is mainly for flat fp32 gradients. The result is 0 if the optimizer is
+        offloaded. The temporary values of Muon are not included.
+        """
         if self._optimizer_on_host:
             return 0
         if self._stage == 1:
@@ -457,8 +527,8 @@ class _ZeroFootprint(_RankShares):
 def _get_zero_section(config: RunConfig) -> dict[str, Any]:
     """Return the section ``zero_optimization`` of the run's DeepSpeed JSON, without null values.
 
-    The section may not have been checked yet. Empty if the run has no JSON, or if the JSON file has not
-    been read yet.
+    The values may be invalid, because the JSON may not have been checked yet. The result is empty
+    if the run has no JSON, or if the JSON file has not been read yet.
     """
     document, setting = config.documents.get("deepspeed.config"), config.deepspeed.config
     values = setting if document is None else document.values

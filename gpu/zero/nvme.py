@@ -29,8 +29,8 @@ AIO_DEFAULTS: dict[str, Any] = {
     "single_submit": False,
     "overlap_events": True,
 }
-"""Default of the section ``aio``: a deep queue of large requests, which suits a local NVMe drive. DeepSpeed's
-tool ``ds_nvme_tune`` finds better values for a certain disk.
+"""Default values of the section ``aio``: a deep queue of large requests, which suits a local NVMe
+drive. DeepSpeed's tool ``ds_nvme_tune`` finds better values for a specific disk.
 """
 
 
@@ -77,7 +77,9 @@ def _get_nvme_folder(config: RunConfig) -> Path:
 
 
 def check_async_io(deepspeed: Any) -> None:
-    """Check that DeepSpeed's op ``async_io`` can be built here. Waits for a build in another process.
+    """Check that DeepSpeed's op ``async_io`` can be built on this machine.
+
+    If another process is building the op, this function waits for that build.
 
     Raises:
         UserError: If the op cannot be built, for example because ``libaio`` is missing.
@@ -100,7 +102,7 @@ def check_free_space(config: RunConfig, required_bytes: int) -> None:
         required_bytes: Size of all swap files on this node in bytes.
 
     Raises:
-        UserError: If the disk has less free space.
+        UserError: If the free space is smaller than ``required_bytes``.
     """
     disk = _get_nvme_folder(config)
     free = shutil.disk_usage(disk).free
@@ -130,17 +132,20 @@ def release_swap_buffers_after_forward(engine: Any) -> None:
 
 
 def get_swap_folder(config: RunConfig) -> Path:
-    """Return the path of this run's swap folder under ``memory.nvme_path``. The folder may not exist.
+    """Return the path of this run's swap folder under ``memory.nvme_path``.
 
-    The name is derived from ``output_dir``, so that runs with different output folders can share a
-    disk.
+    The folder does not have to exist. Its name is derived from ``output_dir``, so that runs with
+    different output folders can share a disk.
     """
     digest = hashlib.sha256(os.fsencode(Path(config.output_dir).absolute())).hexdigest()[:12]
     return _get_nvme_folder(config) / f"portable-swap-{digest}"
 
 
 def find_filesystem_type(path: Path) -> str:
-    """Return the file system type of a path, such as ``ext4``. Empty without ``/proc/mounts``."""
+    """Return the file system type of a path, such as ``ext4``.
+
+    The result is an empty string if ``/proc/mounts`` does not exist, as on macOS.
+    """
     mounts = Path("/proc/mounts")
     if not mounts.exists():
         return ""

@@ -27,10 +27,13 @@ _PATIENCE, _PAUSE = 2.0, 0.2
 
 
 def wait_for_op_build(op_name: str) -> None:
-    """Wait until no other process builds a DeepSpeed op, and remove the lock of a killed process.
+    """Wait while another process builds a DeepSpeed op, and remove the lock of a killed process.
 
-    Prints a note if it waits for more than two seconds or removes a lock. Returns immediately with
-    newer torch releases.
+    A lock is removed if no process on this machine has it open, and if the build folder has not
+    changed for :data:`ABANDONED_BUILD_SECONDS`. There is no limit for the waiting time.
+
+    Prints a note if it waits for more than two seconds or removes a lock. In newer torch releases,
+    this function does nothing, because the operating system releases the lock when a process ends.
 
     Args:
         op_name: Name of the op, such as ``cpu_adam``.
@@ -46,7 +49,8 @@ def wait_for_op_build(op_name: str) -> None:
         ):
             lock.unlink(missing_ok=True)
             print_status(
-                f"note: removed {lock}, which an interrupted build of DeepSpeed's {op_name} had left"
+                f"note: removed the lock file {lock}, which an interrupted build of DeepSpeed's {op_name} "
+                "left behind"
             )
             return
         if not has_warned and time.monotonic() - start_time > _PATIENCE:
@@ -59,9 +63,10 @@ def wait_for_op_build(op_name: str) -> None:
 
 
 def _is_open_in_any_process(file: Path) -> bool:
-    """Return whether any process on this machine has a file open.
+    """Return whether any process of this user on this machine has a file open.
 
-    A process that builds an op keeps its lock file open. Other users' processes are not visible.
+    The function is called for the lock file of a DeepSpeed op, which a process keeps open while it
+    builds the op. Processes of other users are not visible.
     """
     lock_path = str(file.resolve())
     for handle in Path("/proc").glob("[0-9]*/fd/*"):

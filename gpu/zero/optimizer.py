@@ -34,8 +34,10 @@ _KEY = "zero_force_ds_cpu_optimizer"
 def check_zero_optimizer(config: RunConfig, document: DeepSpeedDocument | None) -> None:
     """Check that the DeepSpeed JSON is compatible with the optimizer of the run.
 
-    If the JSON requires DeepSpeed's CPU optimizer, its C++ code is compiled, which takes minutes once
-    per machine.
+    If ``zero_allow_untested_optimizer`` is false, ``train.optimizer`` must be ``adamw``. If the
+    optimizer is offloaded and ``zero_force_ds_cpu_optimizer`` is true, the JSON requires
+    DeepSpeed's CPU optimizer. In this case, ``train.optimizer`` must also be ``adamw``, and the C++
+    code of the CPU optimizer is compiled. The first compilation on a machine takes minutes.
 
     Args:
         config: Config of the run.
@@ -84,6 +86,9 @@ def build_zero_optimizer(
 ) -> Any:
     """Build the optimizer to pass to ``deepspeed.initialize``.
 
+    This is ``DeepSpeedCPUAdam`` if the optimizer is offloaded and the JSON sets
+    ``zero_force_ds_cpu_optimizer`` to true. Otherwise, it is the optimizer in ``train.optimizer``.
+
     Args:
         config: Config of the run.
         document: DeepSpeed JSON of the run, or None.
@@ -91,7 +96,8 @@ def build_zero_optimizer(
         groups: Parameter group of each parameter, keyed by parameter name.
 
     Returns:
-        A ``torch.optim.Optimizer``.
+        A ``torch.optim.Optimizer``. For a custom optimizer, this is the wrapped optimizer, not the
+        :class:`~portable.optim.custom_optimizer.CustomOptimizer`.
     """
     parameters = dict(model.named_parameters())
     if not _is_cpu_adam_forced(config, document):
@@ -109,8 +115,9 @@ def build_zero_optimizer(
 
 
 def restore_param_groups(optimizer: Any, train: TrainConfig, stored: OptimizerState | None) -> None:
-    """Restore the numbers that a custom optimizer stores in its parameter groups.
+    """Restore the numbers that a custom optimizer keeps in its parameter groups.
 
+    An example is a step count. Settings of the run, such as the learning rate, are not restored.
     Does nothing for built-in optimizers or without stored state.
 
     Args:
@@ -123,11 +130,14 @@ def restore_param_groups(optimizer: Any, train: TrainConfig, stored: OptimizerSt
 
 
 def build_state_samples(optimizer: Any, train: TrainConfig) -> dict[str, Any]:
-    """Build sample values whose types are used to restore optimizer state.
+    """Build an example value for each entry of a custom optimizer's state.
+
+    When stored state is restored, each entry is converted to the type of its example.
 
     Returns:
-        Sample value of each state entry of a custom optimizer, keyed by entry name. Entries without a
-        sample are restored as fp32 tensors on the device. Empty for a built-in optimizer.
+        Example values, keyed by entry name. Entries without an example are restored as fp32 tensors
+        on the device. Scalar tensors, such as the step count, have no example if the
+        optimizer is ``fused`` or ``capturable``. Empty for a built-in optimizer.
     """
     if not is_plugin_name(train.optimizer):
         return {}

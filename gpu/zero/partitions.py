@@ -39,7 +39,7 @@ class ParameterFragment:
     Attributes:
         parameter_name: Name of the parameter.
         start: Index of the first element in the parameter, in row-major order.
-        stop: Index of the last element in the parameter, exclusive.
+        stop: Index after the last element in the parameter.
         partition_offset: Index of the first element in the flat partition.
     """
 
@@ -49,25 +49,26 @@ class ParameterFragment:
     partition_offset: int
 
     def slice_partition(self, flat: Tensor) -> Tensor:
-        """Return a view of this fragment's elements in the flat partition, or in a tensor with its shape.
+        """Return a view of this fragment's elements in a flat partition.
 
         Args:
-            flat: Flat partition of master weights or of a moment.
+            flat: Flat partition of the master weights, or of an optimizer moment, which has the
+                same shape.
         """
         return flat[self.partition_offset : self.partition_offset + self.stop - self.start]
 
 
 @torch.no_grad()
 def fill_slice(target: Tensor, source: ReadableTensor, start: int, stop: int) -> None:
-    """Read the elements [start, stop) of a source, in row-major order, into a tensor.
+    """Read the elements [start, stop) of a tensor, in row-major order, into a flat tensor.
 
-    Other elements are not read.
+    Does not read any other elements.
 
     Args:
         target: Flat tensor with ``stop - start`` elements, which is overwritten.
         source: Tensor to read.
-        start: Index of the first element.
-        stop: Index of the last element, exclusive.
+        start: Row-major index of the first element.
+        stop: Row-major index after the last element.
     """
     offset = 0
     for index in _iter_boxes(source.shape, start, stop):
@@ -81,6 +82,8 @@ def _iter_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple
     """Split a range of elements in row-major order into rectangular slices of the tensor.
 
     The slices are a block of complete rows, and the parts of incomplete rows before and after it.
+    Incomplete rows with more than one dim are split again. For example, the range [3, 17) of a
+    tensor with shape (4, 5) consists of ``[0:1, 3:5]``, ``[1:3, 0:5]`` and ``[3:4, 0:2]``.
 
     Args:
         shape: Shape of the tensor.
@@ -88,7 +91,8 @@ def _iter_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple
         stop: Index of the last element, exclusive.
 
     Yields:
-        One index with a slice per dimension, in row-major order.
+        Index of each rectangle, as a tuple with one slice per dim. The rectangles are in row-major
+        order.
     """
     if not shape or start >= stop:
         if start < stop:
@@ -114,6 +118,10 @@ def _iter_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple
 
 class FlatPartitions:
     """Partitions of ZeRO-1 and 2: one flat partition per parameter group.
+
+    This class reads and writes the fp32 master weights and optimizer state of this rank under the
+    names of the parameters. Methods that change the master weights leave the parameters in the
+    compute dtype outdated until :meth:`refresh_compute_copies` is called.
 
     Args:
         zero_optimizer: DeepSpeed's ZeRO optimizer, which wraps the optimizer of the run.
@@ -145,7 +153,7 @@ class FlatPartitions:
             ranks: Number of ranks.
 
         Returns:
-            Matrices, keyed by flat partition.
+            Layouts of the matrices in each flat partition of this rank, keyed by the partition.
         """
         matrices = {}
         for (group, group_tensor), flat in zip(
@@ -166,9 +174,10 @@ class FlatPartitions:
         return matrices
 
     def load_weights(self, weights: Mapping[str, ReadableTensor]) -> None:
-        """Read this rank's master weights for the parameters in ``weights``.
+        """Load this rank's part of ``weights`` into the master weights.
 
-        The compute copies are outdated until :meth:`refresh_compute_copies` is called.
+        Parameters that are not in ``weights`` keep their values. The copies of the parameters in
+        the compute dtype are outdated until :meth:`refresh_compute_copies` is called.
         """
         for flat, fragments in zip(self._flat_partitions, self._fragments, strict=True):
             _fill_weights(flat, fragments, weights)
@@ -188,11 +197,16 @@ class FlatPartitions:
             yield from _iter_fragment_values(flat, fragments, state)
 
     def load_optimizer_state(self, state: Mapping[str, Any], state_samples: Mapping[str, Any]) -> None:
-        """Read this rank's optimizer state from a checkpoint.
+        """Load this rank's part of an optimizer state that is stored in a checkpoint.
+
+        The current state is replaced. Elements of parameters without stored state become 0.
 
         Args:
             state: Stored state, keyed by parameter name and then by entry name.
-            state_samples: See :func:`_assemble_partition_state`.
+            state_samples: Example value of each state entry, keyed by entry name. If a state tensor
+                has to be created, it gets the dtype of its example. A number, such as the step
+                count, gets the type and device of its example. See
+                :func:`_assemble_partition_state`.
 
         Raises:
             CheckpointError: If a number such as the step count differs between parameters.
@@ -231,6 +245,10 @@ class _ElementRange(NamedTuple):
 class ShardedPartitions:
     """Partitions of ZeRO-3: one flat partition per sub-group, in memory or on NVMe.
 
+    A sub-group is a set of parameters that DeepSpeed updates and swaps as a unit. This class has
+    the methods of :class:`FlatPartitions`, and also loads frozen parameters, which ZeRO-3 shards as
+    well. Methods that change the master weights also update the parameters in the compute dtype.
+
     Args:
         zero_optimizer: DeepSpeed's ZeRO optimizer, which wraps the optimizer of the run.
         names: Name of each parameter.
@@ -253,10 +271,16 @@ class ShardedPartitions:
     def list_matrices(self, ranks: int) -> dict[Tensor, list[ShardedMatrix]]:
         """List the matrices in each flat partition with their layouts.
 
-        See :meth:`FlatPartitions.list_matrices`.
+        Each :class:`portable.optim.muon.ShardedMatrix` describes how a matrix is split over the
+        ranks, and the index in the partition at which this rank's elements begin. 1-D parameters
+        are omitted.
 
         Args:
             ranks: Number of ranks.
+
+        Returns:
+            Layouts of the matrices in each flat partition of this rank, keyed by the fp32
+            partition.
         """
         matrices = {}
         for index, (group, fragments) in enumerate(
@@ -278,7 +302,14 @@ class ShardedPartitions:
         return matrices
 
     def load_weights(self, weights: Mapping[str, ReadableTensor]) -> None:
-        """Read this rank's master weights from ``weights``, and update the compute copies."""
+        """Load this rank's part of ``weights`` into the master weights and the compute copies.
+
+        The compute copies are the parameters in the compute dtype. Parameters that are not in
+        ``weights`` keep their values.
+
+        Call this method before the first forward pass. After this pass, small parameters stay
+        gathered on each rank, and this method does not gather them again.
+        """
         for index, fragments in enumerate(self._fragments):
             if any(fragment.parameter_name in weights for fragment in fragments):
                 with _SwappedInSubGroup(self._zero_optimizer, index) as flat:
@@ -305,8 +336,8 @@ class ShardedPartitions:
         for index, fragments in enumerate(self._fragments):
             with _SwappedInSubGroup(self._zero_optimizer, index) as flat:
                 states = self._zero_optimizer.optimizer.state
-                # State that was swapped in is in the buffers of the swapper, so its memory must not be
-                # reused.
+                # After a sub-group is swapped in, its state is in the swapper's buffers, so that memory must
+                # not be reused.
                 current_state = (
                     {} if private_api.is_sub_group_swapped(self._zero_optimizer, index) else states[flat]
                 )
@@ -315,7 +346,12 @@ class ShardedPartitions:
     def swap_ema_weights(self) -> None:
         """Swap the master weights with their moving averages, and update the compute copies.
 
-        All ranks must call this method, because small parameters are gathered again.
+        The compute copies are the parameters in the dtype of the forward pass. Each rank has
+        complete compute copies of the small parameters. They are gathered from the shards of all
+        ranks, so all ranks must call this method.
+
+        The master weights and averages must be in memory. A run that offloads to NVMe cannot use
+        ``train.ema``.
         """
         swap_weights_and_averages(self._zero_optimizer.optimizer.state.items())
         for index in range(len(self._fragments)):
@@ -330,12 +366,15 @@ class ShardedPartitions:
     def load_frozen_parameter(
         self, parameter: Any, source: ReadableTensor, *, return_exact: bool
     ) -> Tensor | None:
-        """Read this rank's shard of a frozen parameter, which does not have master weights.
+        """Load this rank's shard of a frozen parameter into the parameter.
+
+        A frozen parameter has no master weights. Its shard is rounded to the compute dtype.
 
         Args:
-            parameter: Partitioned parameter. Its shard has the compute dtype.
+            parameter: Partitioned parameter. Its shard has the compute dtype, and is overwritten.
             source: Complete tensor to read the shard from.
-            return_exact: Whether to return an fp32 copy of the shard.
+            return_exact: Whether to also return the shard in fp32, without rounding to the compute
+                dtype.
 
         Returns:
             The shard in fp32 on the host, including padding. None if ``return_exact`` is False.
@@ -388,17 +427,20 @@ class _SwappedInSubGroup:
 def _iter_fragment_values(
     flat: Tensor, fragments: list[ParameterFragment], state: Mapping[str, Any]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield views of each parameter's elements in a flat partition and in its optimizer state.
+    """Yield flat views of each parameter's weight and optimizer states in a partition.
 
-    Padding is omitted.
+    For each parameter, the view of its master weights comes first, and the views of its optimizer
+    states follow. Padding is omitted.
 
     Args:
         flat: Flat partition of master weights.
         fragments: Parameter fragments in the partition.
-        state: Optimizer state of the partition. Entries whose shape differs from ``flat`` are ignored.
+        state: Optimizer state of the partition. Entries whose shape differs from ``flat`` are
+            ignored.
 
     Yields:
-        Name of a parameter, and a flat view of its weight or of a state entry.
+        Name of a parameter, and a flat view of its elements in ``flat`` or in an entry of
+        ``state``.
     """
     tensors = [flat, *(value for value in state.values() if getattr(value, "shape", None) == flat.shape)]
     for fragment in fragments:
@@ -435,7 +477,7 @@ def _build_group_fragments(
 
 
 def _compute_view_offset(parameter: Tensor, group_tensor: Tensor) -> int:
-    """Return the offset of a parameter in the flat tensor that contains it, in elements."""
+    """Return the offset of a parameter in the flat tensor that contains it, as a number of elements."""
     return (parameter.data_ptr() - group_tensor.data_ptr()) // group_tensor.element_size()
 
 
@@ -471,13 +513,18 @@ def _assemble_partition_state(
 ) -> dict[str, Any]:
     """Assemble the optimizer state of a flat partition from the state of its parameters.
 
+    Elements of padding and of parameters without stored state are 0. Entries of ``current_state``
+    that are not stored for any parameter in the partition are omitted.
+
     Args:
         flat: Flat partition of master weights.
         fragments: Parameter fragments in the partition.
         state: Stored state, keyed by parameter name and then by entry name.
         current_state: Current state of the partition. Its tensors are overwritten and reused.
-        state_samples: Sample values that determine the types of entries, keyed by entry name. By
-            default, an entry is an fp32 tensor on the device of the partition.
+        state_samples: Example value of each state entry, keyed by entry name. A new tensor has the
+            dtype of its example, and a restored number has the type and device of its example.
+            Without an example, a new tensor has the dtype of ``flat``, and a number becomes an fp32
+            scalar on the device of the partition.
 
     Returns:
         State, keyed by entry name: flat tensors with the shape of ``flat``, and numbers such as the

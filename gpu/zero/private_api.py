@@ -26,7 +26,8 @@ _FEATURE = "strategy: zero1, zero2 and zero3"
 def disable_shared_memory_collectives(deepspeed: Any) -> None:
     """Prevent DeepSpeed from compiling its C++ collectives for CPU ranks.
 
-    This saves a minute at startup.
+    This saves a minute at startup. The function marks the op ``deepspeed_shm_comm`` as incompatible
+    in ``deepspeed.ops``, so it must be called before ``deepspeed.init_distributed``.
     """
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
@@ -49,18 +50,21 @@ def has_communicator(deepspeed: Any) -> bool:
 
 
 def drop_communicator(deepspeed: Any) -> None:
-    """Drop DeepSpeed's communication backend, so that the next start creates a new one."""
+    """Drop DeepSpeed's communication backend.
+
+    DeepSpeed then creates a new one when it is initialized again.
+    """
     deepspeed.comm.comm.cdb = None
 
 
 def release_cached_models(deepspeed: Any) -> None:
     """Drop references to models from stage 3's global caches, to free the models' memory."""
     zero = deepspeed.runtime.zero
-    # Without these attributes, a release of DeepSpeed only leaks memory, which must not fail a run at its
-    # end.
+    # If a release of DeepSpeed does not have these attributes, this only leaks memory, so the run must not
+    # fail at its end.
     with suppress(AttributeError, KeyError):
         zero.parameter_offload.FWD_MODULE_STACK.clear()
-        # The cache of this method is shared by all instances, and references them and their modules.
+        # All instances share the cache of this method, which keeps them and their modules in memory.
         coordinator = zero.partitioned_param_coordinator.PartitionedParameterCoordinator
         cached = coordinator._PartitionedParameterCoordinator__params_to_release
         inspect.getclosurevars(cached).nonlocals["func"].cache_clear()
@@ -118,7 +122,10 @@ def replace_file_saver(engine: Any, save_file: Any) -> bool:
 
 
 class FlatGroup(NamedTuple):
-    """Parameter group of ZeRO-1 or 2 in the compute dtype."""
+    """Parameter group of ZeRO-1 or 2, whose parameters are views of one flat tensor.
+
+    The parameters have the compute dtype.
+    """
 
     parameters: list[Any]
     """Parameters of the group, which are views of ``flat_tensor``."""
@@ -133,9 +140,10 @@ def list_flat_groups(zero_optimizer: Any) -> list[FlatGroup]:
 
 
 def gather_compute_copies(zero_optimizer: Any) -> None:
-    """Cast the master weights, and all-gather them into the compute copies.
+    """Update the parameters in the compute dtype from the fp32 master weights.
 
-    All ranks must call this function.
+    Each rank casts its master weights, and an all-gather collects them in the parameters that the
+    forward pass uses. All ranks must call this function.
     """
     zero_optimizer.update_lp_params()
 
@@ -154,7 +162,7 @@ def partition_parameter(context: Any, parameter: nn.Parameter) -> None:
 
 
 def is_partitioned(tensor: Any) -> bool:
-    """Return whether a tensor is a parameter partitioned by stage 3."""
+    """Return whether a tensor is a parameter that ZeRO stage 3 has partitioned."""
     return hasattr(tensor, "ds_tensor")
 
 
@@ -171,12 +179,13 @@ def get_full_shape(parameter: Any) -> tuple[int, ...]:
 @contextmanager
 @PACKAGE.explain_missing_names(_FEATURE)
 def open_parameter_shard(parameter: Any) -> Iterator[Tensor]:
-    """Return a context manager that gives access to this rank's shard of a parameter's compute copy.
+    """Open this rank's shard of a parameter in the compute dtype, for use in a ``with`` statement.
 
-    If the shard is on NVMe, it is read on entry and written back on exit.
+    The shard is not part of the fp32 master weights. If it is on NVMe, it is read on entry and
+    written back on exit.
 
     Yields:
-        The flat shard, including padding. It may be overwritten.
+        The flat shard, including padding. The caller may overwrite its values.
     """
     swapped = parameter.ds_tensor.status.name == "NOT_AVAILABLE"
     if swapped:
@@ -190,29 +199,32 @@ def open_parameter_shard(parameter: Any) -> Iterator[Tensor]:
 def get_shard_num_elements(parameter: Any) -> int:
     """Return the number of elements in each rank's shard of a partitioned parameter.
 
-    It is the same on all ranks, because the last shards are padded.
+    The number is the same on all ranks, because the last shards are padded.
     """
     return int(parameter.ds_tensor.ds_numel)
 
 
 def drop_secondary_shard(parameter: Any) -> None:
-    """Drop the secondary shard of a frozen parameter, because the optimizer step would not refresh it.
+    """Drop the secondary shard of a frozen parameter whose values have changed.
 
-    ZeRO++ creates secondary shards as copies within a node, if ``zero_hpz_partition_size`` is set.
+    If ``zero_hpz_partition_size`` is set, ZeRO++ keeps a second copy of each parameter within each
+    node. A secondary shard is a rank's part of this copy. The shard of a frozen parameter would
+    remain outdated, because the optimizer step only refreshes trained parameters.
     """
     parameter.ds_secondary_tensor = None
 
 
 def drop_secondary_shards(zero_optimizer: Any) -> None:
-    """Drop the secondary shards of all parameters, because the next forward pass would use outdated values.
+    """Drop the secondary shards of all trained parameters.
 
-    See :func:`drop_secondary_shard`.
+    This is necessary after the parameters have changed. Otherwise, the next forward pass would use
+    outdated values. See :func:`drop_secondary_shard`, which also explains secondary shards.
     """
     zero_optimizer.invalidate_secondary_tensor()
 
 
 def get_sub_groups(zero_optimizer: Any) -> list[list[Any]]:
-    """Return the sub-groups of parameters that stage 3 updates as units."""
+    """Return the sub-groups of parameters, which ZeRO stage 3 updates one after the other."""
     groups: list[list[Any]] = zero_optimizer.fp16_groups
     return groups
 
@@ -239,14 +251,20 @@ def get_master_weights(zero_optimizer: Any, sub_group: int) -> Tensor:
 
 
 def update_compute_copies(zero_optimizer: Any, sub_group: int) -> None:
-    """Cast a sub-group's master weights, and store them in the compute copies in memory or on NVMe."""
+    """Cast a sub-group's fp32 master weights to the compute dtype, and store the result.
+
+    The result goes to this rank's shards of the parameters, in memory or on NVMe. The master
+    weights must be in memory. Gathered copies of the parameters are not updated. See
+    :func:`gather_persistent_parameters`.
+    """
     zero_optimizer._reassign_or_swap_out_partitioned_parameters(sub_group)
 
 
 def gather_persistent_parameters(zero_optimizer: Any) -> None:
-    """Gather the small parameters again from their shards. They stay gathered between steps.
+    """Release all gathered parameters, and gather the small parameters again from their shards.
 
-    All ranks must call this function.
+    Small parameters have at most ``stage3_param_persistence_threshold`` elements, and stay gathered
+    between steps. All ranks must call this function.
     """
     zero_optimizer._partition_all_parameters()
     if zero_optimizer.persistent_parameters:
@@ -255,6 +273,8 @@ def gather_persistent_parameters(zero_optimizer: Any) -> None:
 
 def release_swap_buffers(zero_optimizer: Any, parameters: Sequence[Any]) -> None:
     """Wait for pending reads, and free the swap buffers that contain parameters.
+
+    The parameters must be offloaded to NVMe. The function first releases all gathered parameters.
 
     Args:
         zero_optimizer: DeepSpeed's ZeRO optimizer.
@@ -270,7 +290,8 @@ def release_swap_buffers(zero_optimizer: Any, parameters: Sequence[Any]) -> None
 def wait_for_swapping(zero_optimizer: Any) -> None:
     """Wait for all pending reads and writes of swap files.
 
-    Freeing their handles earlier would crash the process. Does nothing without swapping.
+    Call this function before the engine is destroyed. The process would crash if DeepSpeed's I/O
+    handles were freed during a read or write. Without swapping, this function does nothing.
     """
     states = getattr(zero_optimizer, "optimizer_swapper", None)
     if states is not None:
@@ -288,8 +309,8 @@ def replay_cpu_adam_steps(optimizer: Any, steps: int, scratch_tensors: Sequence[
     """Run ``steps`` updates of DeepSpeedCPUAdam on scratch tensors. Does nothing for other optimizers.
 
     The optimizer's C++ code stores powers of the betas outside the optimizer state, and multiplies them
-    by the betas in each step. They must be restored exactly when a run is resumed. Direct computation
-    would round them differently. An update takes a few microseconds.
+    by the betas in each step. These powers must be restored exactly when a run is resumed. Direct
+    computation would round them differently. An update takes a few microseconds.
 
     Args:
         optimizer: Optimizer that was passed to ``deepspeed.initialize``.
@@ -340,9 +361,13 @@ def get_config_models() -> dict[str, Any]:
 def list_type_params(type_name: str) -> set[str]:
     """List the parameters that a DeepSpeed optimizer or scheduler accepts.
 
+    For ``adam`` and ``adamw``, the result also contains the parameters that select the
+    implementation, such as ``torch_adam``.
+
     Args:
         type_name: Value of the key ``type`` in the section ``optimizer`` or ``scheduler``, such as
-            ``adamw``.
+            ``adamw`` or ``WarmupLR``. The optimizers ``sgd``, ``adam`` and ``adamw``
+            are supported, in lower case.
     """
     from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
     from deepspeed.runtime import lr_schedules
@@ -358,7 +383,13 @@ def list_type_params(type_name: str) -> set[str]:
 
 
 def find_removed_key_error(values: Mapping[str, Any]) -> Exception | None:
-    """Return the error that DeepSpeed raises for a removed key, or None if the values contain none."""
+    """Return DeepSpeed's error for a removed key, or None if the values contain no such key.
+
+    A removed key is a key that DeepSpeed accepted in earlier releases.
+
+    Args:
+        values: Values of a DeepSpeed JSON.
+    """
     from deepspeed.runtime.config import DeepSpeedConfigError, _reject_removed_config_keys
 
     try:
@@ -370,7 +401,11 @@ def find_removed_key_error(values: Mapping[str, Any]) -> Exception | None:
 
 
 def parse_deepspeed_config(values: dict[str, Any]) -> None:
-    """Parse a configuration with DeepSpeed's parser. It may raise any exception."""
+    """Run DeepSpeed's parser on a configuration. The parsed result is discarded.
+
+    The parser may raise any exception. If ``values`` is a ``RecordedSection``, it records the keys
+    that the parser looks up.
+    """
     from deepspeed.runtime.config import DeepSpeedConfig
 
     DeepSpeedConfig(values)

@@ -18,11 +18,16 @@ if TYPE_CHECKING:
 
     import torch
 
-INSTALL_REMEDY = "install it with: pip install 'portable-trainer[deepspeed]', or use strategy full_shard"
+INSTALL_REMEDY = (
+    "install DeepSpeed with: pip install 'portable-trainer[deepspeed]', or set strategy to full_shard"
+)
 
 
 def import_deepspeed(device_type: str) -> Any:
     """Import DeepSpeed, and select the device type that it uses.
+
+    Sets the environment variables ``DS_ACCELERATOR`` and, if it is not set, ``DS_LOGGING_LEVEL``.
+    Limits the log of DeepSpeed to errors.
 
     Args:
         device_type: Type of the run's devices, ``cuda`` or ``cpu``.
@@ -35,7 +40,7 @@ def import_deepspeed(device_type: str) -> Any:
     """
     os.environ["DS_ACCELERATOR"] = device_type
     os.environ.setdefault("DS_LOGGING_LEVEL", "error")  # at INFO, DeepSpeed logs every detail
-    private_api.PACKAGE.check_installed("strategy: zero1, zero2 and zero3", "deepspeed")
+    private_api.PACKAGE.check_installed("strategy", "deepspeed")
     try:
         with discard_native_stdout():
             import deepspeed
@@ -64,12 +69,17 @@ def _switch_accelerator(device_type: str) -> None:
 
 
 def start_deepspeed(deepspeed: Any, device: torch.device, at_stop: ExitStack) -> None:
-    """Start DeepSpeed on the process group of the run. In a single process, the group is created first.
+    """Start DeepSpeed on the process group of the run.
+
+    In a single process, the group is created first. DeepSpeed requires the environment
+    variables ``RANK``, ``LOCAL_RANK`` and ``WORLD_SIZE``. A missing variable is set to the value
+    for a single process until ``at_stop`` is closed.
 
     Args:
         deepspeed: The module ``deepspeed``.
         device: Device of this rank.
-        at_stop: Exit stack that stops DeepSpeed when the backend stops.
+        at_stop: Exit stack that stops DeepSpeed when the backend stops. The process group is then
+            destroyed, even if this function has not created it.
     """
     at_stop.callback(_stop_deepspeed, deepspeed)
     # DeepSpeed requires these variables. Remove them at the end, because the next run in a notebook would
@@ -89,7 +99,7 @@ def start_deepspeed(deepspeed: Any, device: torch.device, at_stop: ExitStack) ->
 
 
 def _stop_deepspeed(deepspeed: Any) -> None:
-    """Make DeepSpeed release the models and the process group, so that another run can start.
+    """Release the cached models and destroy all process groups, so that another run can start.
 
     Does nothing if DeepSpeed was not started.
     """

@@ -38,8 +38,9 @@ class ZeroSaver:
     Args:
         engine: Engine returned by ``deepspeed.initialize``. The ``save`` method of its checkpoint
             engine is replaced.
-        exact_frozen: Frozen fp32 parameters to save instead of their rounded compute copies, keyed by
-            name. The mapping is read at each save, so it can be extended later.
+        exact_frozen: Frozen fp32 parameters, keyed by name. They are saved instead of the engine's
+            parameters in the compute dtype, which are rounded. The mapping is read at each save, so
+            it can be extended later.
     """
 
     def __init__(self, engine: Any, exact_frozen: Mapping[str, Tensor]) -> None:
@@ -47,7 +48,7 @@ class ZeroSaver:
         self._has_adapter = has_peft_adapter(engine.module)
         self._stored_names = set(get_checkpointed_tensors(engine.module)) if self._has_adapter else None
         self._deferred_files: list[_CheckpointFile] | None = None
-        """List to which the files of a background save are added. None to write each file at once."""
+        """List that collects the files of a background save. If None, each file is written immediately."""
         self._uses_zip_format = private_api.replace_file_saver(engine, self._save_or_defer_file)
 
     @cached_property
@@ -65,10 +66,10 @@ class ZeroSaver:
             background: Whether to write the files in a background thread.
 
         Returns:
-            Handle for waiting until the files are written. If ``background`` is False, they are already
-            written.
+            Handle for waiting until the files are written. If ``background`` is False, the files are
+            already written.
         """
-        group = self._group  # a collective: create it before a thread needs it
+        group = self._group  # creating the group is a collective, so it must precede the thread
         files: list[_CheckpointFile] = []
         self._deferred_files = files if background else None
         with discard_native_stdout():
@@ -86,9 +87,10 @@ class ZeroSaver:
     def _save_or_defer_file(self, state_dict: Any, path: str) -> None:
         """Write a checkpoint file or, in a background save, copy its content to host memory.
 
-        DeepSpeed calls this method for each file. The content is first changed in two ways: with an
-        adapter, only tensors that belong to the checkpoint are kept, and rounded frozen parameters are
-        replaced with their fp32 values.
+        DeepSpeed calls this method for each file. First, the content is changed in place: if the
+        model has an adapter, tensors and buffers that an adapter checkpoint does not store are
+        removed. Frozen parameters that were rounded to the compute dtype are replaced with their
+        fp32 values.
 
         Args:
             state_dict: Content of the file.
@@ -100,7 +102,7 @@ class ZeroSaver:
             state_dict["module"] = {
                 name: module_state[name] for name in module_state if name in self._stored_names
             }
-            # The list of buffers must not contain buffers of the frozen model, which are not stored.
+            # Remove the names of the frozen model's buffers as well, because these buffers are not stored.
             buffers: list[str] = state_dict["buffer_names"]
             state_dict["buffer_names"] = [name for name in buffers if name in self._stored_names]
         module, fragments = (state_dict.get(part) or {} for part in ("module", "frozen_param_fragments"))
@@ -164,7 +166,7 @@ class _CheckpointFile:
 
     def write(self) -> None:
         """Write the file with ``torch.save``."""
-        # Open it in Python, because torch's writer hides errors of the system.
+        # Open the file in Python, because torch's own file writer hides operating system errors.
         with self.path.open("wb") as file:
             torch.save(self._content, file, _use_new_zipfile_serialization=self._zipfile)
 

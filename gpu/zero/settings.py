@@ -21,7 +21,7 @@ class ModelElementCounts:
     """Model sizes that determine DeepSpeed's buckets and buffers.
 
     Attributes:
-        hidden_size: Hidden size.
+        hidden_size: Hidden size of the model.
         largest_parameter: Number of elements in the largest parameter.
     """
 
@@ -30,9 +30,9 @@ class ModelElementCounts:
 
     @classmethod
     def from_model(cls, model: nn.Module) -> ModelElementCounts:
-        """Read the sizes from a model, which may be on the meta device.
+        """Read the hidden size and the size of the largest parameter from a model.
 
-        If the model does not have a hidden size, 1024 is used.
+        The model may be on the meta device. If its config has no hidden size, 1024 is used.
         """
         text: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
         largest = max(parameter.numel() for parameter in model.parameters())
@@ -48,10 +48,15 @@ def build_deepspeed_config(
 ) -> dict[str, Any]:
     """Build the argument ``config`` for ``deepspeed.initialize``.
 
+    Values in the DeepSpeed JSON that have no equivalent run setting are merged into the result. On
+    a CPU, ``pin_memory`` is always false. If parameters are offloaded to NVMe, this function
+    overwrites ``offload_param.buffer_size`` and ``stage3_max_reuse_distance``.
+
     Args:
         config: Config of the run.
         plan: Batch plan of the run.
-        sizes: Sizes of the model.
+        sizes: Hidden size and largest parameter of the model. They determine the sizes of
+            DeepSpeed's buckets and buffers.
         document: DeepSpeed JSON of the run, or None.
         device_type: Type of the run's devices, such as ``cuda``.
     """
@@ -73,7 +78,10 @@ def build_deepspeed_config(
 
 
 def _build_base_deepspeed_config(config: RunConfig, plan: BatchPlan) -> dict[str, Any]:
-    """Build DeepSpeed's configuration from the run settings, without the DeepSpeed JSON."""
+    """Build DeepSpeed's configuration from the run settings, without the user's DeepSpeed JSON.
+
+    :func:`build_deepspeed_config` merges the JSON in ``deepspeed.config`` into the result.
+    """
     memory = config.memory
     zero: dict[str, Any] = {"stage": int(config.strategy[-1]), "log_trace_cache_warnings": False}
     for part, device in (
@@ -101,7 +109,7 @@ def _build_base_deepspeed_config(config: RunConfig, plan: BatchPlan) -> dict[str
     if config.precision in ("bf16", "fp16"):
         search = config.fp16.model_dump() if config.precision == "fp16" else {}
         settings[config.precision] = {"enabled": True, **search}
-        # Sum gradients in fp32 over ranks, and over micro-batches from stage 2 on.
+        # Sum gradients over ranks in fp32. With stages 2 and 3, also sum them over micro-batches in fp32.
         settings["communication_data_type"] = "fp32"
         if zero["stage"] > 1:
             settings["data_types"] = {"grad_accum_dtype": "fp32"}

@@ -1,7 +1,8 @@
 """Merge the user's DeepSpeed JSON (``deepspeed.config``) with the settings of the run.
 
-The JSON is read and checked. The run config adopts its values. The JSON is then merged into the
-configuration that is passed to DeepSpeed.
+First, the JSON is read and checked. Its values then replace defaults of the run config. If the user
+has also set the corresponding run setting, both values must be equal. Otherwise, an error is
+raised. Finally, the JSON is merged into the configuration that is passed to DeepSpeed.
 """
 
 from portable.gpu.zero.config.document import DeepSpeedDocument, read_deepspeed_document

@@ -1,4 +1,7 @@
-"""Read a DeepSpeed JSON, check it with DeepSpeed's models, and convert it to run settings."""
+"""Read a DeepSpeed JSON, validate it, and convert it to run settings.
+
+The JSON is validated with the config parser and the pydantic models of the installed DeepSpeed.
+"""
 
 from __future__ import annotations
 
@@ -27,11 +30,11 @@ class DeepSpeedDocument:
     """DeepSpeed JSON that has been read and checked.
 
     Attributes:
-        values: Content, with the key names of the installed DeepSpeed release.
+        values: Content of the JSON, with the key names of the installed DeepSpeed release.
         name: Path of the file, or name of the setting that contains the mapping. Used in error
             messages.
-        imported: Run settings that are equivalent to the content. They include a note for each value
-            that was renamed, has no effect, or has a different meaning in this trainer.
+        imported: Equivalent run settings, with a note for each value that was renamed, has no
+            effect, or has a different meaning in this trainer.
     """
 
     values: dict[str, Any]
@@ -49,15 +52,18 @@ class DeepSpeedDocument:
 def read_deepspeed_document(config: RunConfig) -> DeepSpeedDocument | None:
     """Read and check the JSON of ``deepspeed.config``.
 
-    The file is not read again if ``config`` already contains the document, which
-    :func:`portable.gpu.zero.config.reconcile.apply_document` stores in it.
+    If :func:`portable.gpu.zero.config.reconcile.apply_document` has already stored the document in
+    ``config``, the file is not read again. Disabled unknown keys are removed with a note
+    (:func:`remove_disabled_unknown_keys`). ``zero_optimization.stage`` is set in every document.
+    Keys without a counterpart in this trainer are recorded in ``imported.refusals``, and raise no
+    error here.
 
     Returns:
         The document. None if ``deepspeed.config`` is not set.
 
     Raises:
-        UserError: If the file cannot be read, or if it contains a key or value that DeepSpeed does not
-            accept.
+        UserError: If the file cannot be read, or if it contains a key or value that DeepSpeed does
+            not accept.
     """
     source = config.deepspeed.config
     if source is None:
@@ -75,12 +81,12 @@ def read_deepspeed_document(config: RunConfig) -> DeepSpeedDocument | None:
     require(
         isinstance(zero, dict),
         f"{name}: zero_optimization must be a mapping, not {format_short_value(zero)}; remove "
-        "zero_optimization, or set its key stage",
+        "zero_optimization, or set zero_optimization.stage",
     )
     if (error := private_api.find_removed_key_error(file.values)) is not None:
         raise UserError(f"{name}: {to_one_line(error)}") from error
     for path in remove_disabled_unknown_keys(file.values):
-        file.add_note(path, "has no effect: the installed DeepSpeed does not read it")
+        file.add_note(path, "has no effect: the installed DeepSpeed does not read this key")
     check_deepspeed_config(file.values, name)
     zero["stage"] = _select_stage(config, zero, name)
     return DeepSpeedDocument(file.values, name, convert_deepspeed_file(file))
@@ -89,8 +95,10 @@ def read_deepspeed_document(config: RunConfig) -> DeepSpeedDocument | None:
 def _select_stage(config: RunConfig, zero_section: dict[str, Any], document_name: str) -> int:
     """Select the ZeRO stage, from 0 to 3.
 
-    A stage from 1 to 3 in the JSON has priority, followed by the stage in ``strategy`` if the user has
-    set it. The default is 0, which disables sharding, as in DeepSpeed.
+    A stage from 1 to 3 in the JSON has priority. If the stage in the JSON is missing, 0 or
+    ``auto``, the stage in ``strategy`` is used, if the user has set this setting. A strategy
+    without ZeRO results in 0. If ``strategy`` is not set, a missing stage is 0, which disables
+    sharding, as in DeepSpeed.
 
     Args:
         config: Config of the run.
@@ -98,7 +106,8 @@ def _select_stage(config: RunConfig, zero_section: dict[str, Any], document_name
         document_name: Name of the JSON, used in error messages.
 
     Raises:
-        UserError: If the JSON contains an invalid stage.
+        UserError: If the JSON contains an invalid stage, or ``auto`` without a user-set
+            ``strategy``.
     """
     stage = zero_section.get("stage", 0)
     if stage in (0, AUTO) and config.is_set("strategy"):

@@ -1,4 +1,4 @@
-"""Merge a DeepSpeed JSON into DeepSpeed's configuration, and report ignored values."""
+"""Merge the user's DeepSpeed JSON into the DeepSpeed config of a run, and report ignored values."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from portable.gpu.zero.config.document import DeepSpeedDocument
 
 
-# The run sets these keys. gpu/zero/optimizer.py has already checked the optimizer, which DeepSpeed would do
-# otherwise.
+# Ignore these keys in the JSON, because the run sets them. They control how DeepSpeed checks the optimizer,
+# but gpu/zero/optimizer.py has already checked it.
 _OVERRIDDEN_KEYS = ("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer")
 
 
@@ -27,13 +27,17 @@ def build_merged_config(
 ) -> dict[str, Any]:
     """Build DeepSpeed's configuration from the run settings and the DeepSpeed JSON.
 
-    Values in the JSON have priority.
+    Values in the JSON have priority. A value ``auto`` is not copied, so the value in ``base`` is
+    kept, with two exceptions: bucket sizes in the section ``zero_optimization`` are computed from
+    ``hidden_size``, and ``auto`` for ``data_types.keep_in_fp32_modules`` is copied. The keys
+    ``zero_allow_untested_optimizer`` and ``zero_force_ds_cpu_optimizer`` in the JSON are ignored.
 
     Args:
         base: Configuration built from the run settings.
-        document: DeepSpeed JSON whose values the run config has adopted.
-        hidden_size: Hidden size of the model. It determines the bucket sizes that are ``auto`` in the
-            JSON.
+        document: DeepSpeed JSON. Its values that have an equivalent run setting are already in the
+            run config. Its other values are merged into ``base``.
+        hidden_size: Hidden size of the model. It determines the bucket sizes that are ``auto`` in
+            the JSON.
     """
     passed_values = {
         k: v for k, v in document.imported.values.get(CONFIG_KEY, {}).items() if k not in _OVERRIDDEN_KEYS

@@ -33,14 +33,18 @@ _GPU_KERNELS = ("zero_quantized_weights", "zero_quantized_gradients", "zero_quan
 def apply_document(config: RunConfig, document: DeepSpeedDocument, world_size: int) -> RunConfig:
     """Replace defaults in a config with values from the DeepSpeed JSON.
 
+    The global batch size or the micro-batch size is computed if the other batch sizes determine it.
+
     Args:
         config: Config of the run.
         document: DeepSpeed JSON of the run, which is stored in the returned config.
         world_size: Number of ranks, used to check the batch sizes.
 
     Raises:
-        UserError: If the JSON contradicts a setting that the user has set, if it contradicts itself, or
-            if the resulting config is invalid.
+        UserError: If the JSON contains a key without a counterpart in this trainer, if it
+            contradicts a setting that the user has set, if it contradicts itself, if it enables
+            ``checkpoint.use_node_local_storage`` in a run with several nodes, or if the resulting
+            config is invalid.
     """
     imported = document.imported.raise_first_refusal()
     values: dict[str, Any] = {}
@@ -108,7 +112,7 @@ def check_installed(document: DeepSpeedDocument, device_type: str) -> None:
         require(
             not document.get_value(f"{monitor}.enabled") or find_spec(package) is not None,
             f"{document.name}: {monitor}.enabled is true, but {package} is not installed; run: pip install "
-            f"{package}, or set {monitor}.enabled to false (log.trackers works with any tracker)",
+            f"{package}, or set {monitor}.enabled to false, and log with log.trackers instead",
         )
     for switch in _GPU_KERNELS:
         path = f"zero_optimization.{switch}"
@@ -125,7 +129,18 @@ def _reconcile_batch(
     world_size: int,
     set_value: Callable[[str, Any, str], None],
 ) -> None:
-    """Check that batch size = micro-batch x accumulation x ranks, and compute a missing value.
+    """Check that batch size = micro-batch x accumulation x ranks, and compute missing settings.
+
+    Values in the JSON have priority over the run settings. The number of accumulation steps comes
+    only from the JSON. Without it, one step is assumed in two cases:
+
+    - The JSON sets the micro-batch size, but no batch size is known.
+    - The JSON sets the batch size, which is divisible by the number of ranks, and neither the JSON
+      nor the run settings contain a micro-batch size.
+
+    If the number of steps is known, ``train.micro_batch_size`` is always computed, and
+    ``train.global_batch_size`` is computed if no batch size is known. Otherwise, nothing is
+    computed.
 
     Args:
         config: Config of the run.
@@ -161,12 +176,15 @@ def _reconcile_batch(
         (sets_micro_batch and total is None) or (sets_only_batch_size and total % world_size == 0)
     ):
         steps = 1  # DeepSpeed does not accumulate by default, and does not split a batch
+    total_name = (
+        "train.global_batch_size" if document.get_value("train_batch_size") is None else "train_batch_size"
+    )
+    micro_name = "train_micro_batch_size_per_gpu" if sets_micro_batch else "train.micro_batch_size"
     if steps is None:
         if sets_micro_batch and total % (micro * world_size):
             raise UserError(
-                f"{document.name}: a batch size of {total} is not divisible by "
-                f"train_micro_batch_size_per_gpu x ranks ({micro} x {world_size}); set one of the batch "
-                "sizes to auto"
+                f"{document.name}: {total_name} {total} is not divisible by train_micro_batch_size_per_gpu x "
+                f"the number of ranks ({micro} x {world_size}); set train_micro_batch_size_per_gpu to auto"
             )
         return
     if total is None:
@@ -175,13 +193,13 @@ def _reconcile_batch(
     matching_micro_batch, remainder = divmod(total, steps * world_size)
     if remainder:
         raise UserError(
-            f"{document.name}: a batch size of {total} is not divisible by gradient_accumulation_steps x "
-            f"ranks ({steps} x {world_size}); set gradient_accumulation_steps to auto"
+            f"{document.name}: {total_name} {total} is not divisible by gradient_accumulation_steps x the "
+            f"number of ranks ({steps} x {world_size}); set gradient_accumulation_steps to auto"
         )
     if is_micro_batch_set and micro not in (None, matching_micro_batch):
         raise UserError(
-            f"{document.name}: a batch size of {total} does not equal train_micro_batch_size_per_gpu x "
-            f"gradient_accumulation_steps x ranks ({micro} x {steps} x {world_size}); set one of these "
-            "keys to auto"
+            f"{document.name}: {total_name} {total} does not equal {micro_name} x "
+            f"gradient_accumulation_steps x the number of ranks ({micro} x {steps} x {world_size}); set "
+            f"{micro_name} to auto"
         )
     set_value("train.micro_batch_size", matching_micro_batch, origin)

@@ -1,10 +1,10 @@
 """Check a DeepSpeed JSON with the installed DeepSpeed release.
 
-DeepSpeed parses some sections with pydantic models, which this module reuses. It parses the other
-sections as plain dictionaries, ignores misspelled keys in them, and interprets the text ``"false"``
-as true. To check these sections, this module runs DeepSpeed's parser on a :class:`RecordedSection`,
-which records the keys that the parser looks up, and their defaults. A key that the parser never
-looks up is unknown, and a value must have the same type as its default.
+DeepSpeed parses some sections with pydantic models, which this module reuses. DeepSpeed parses the
+other sections as plain dictionaries, ignores misspelled keys in them, and interprets the text
+``"false"`` as true. To check these sections, this module runs DeepSpeed's parser on a
+:class:`RecordedSection`, which records the keys that the parser looks up, and their defaults. A key
+that the parser never looks up is unknown, and a value must have the same type as its default.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ if TYPE_CHECKING:
 KeyPath = tuple[str, ...]
 _STRICT = ConfigDict(extra="forbid", strict=True)
 _PARSER_BATCH = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
-"""Batch sizes that are passed to DeepSpeed's parser, which requires some. The run checks the real ones."""
+"""Placeholder batch sizes for DeepSpeed's parser, which requires them. The run checks the real
+batch sizes.
+"""
 _KEYS_SET_BY_RUN = ("optimizer", "scheduler", "train_batch_size", *_PARSER_BATCH)
 """Keys that are not passed to DeepSpeed's parser, because the run determines the batch sizes, the optimizer
 and the schedule.
@@ -39,14 +41,17 @@ and the schedule.
 _REFUSED_SECTIONS = REFUSED_KEYS | {"data_efficiency"}
 """Sections whose keys are not checked, because the JSON is refused if one of these sections is enabled."""
 _DTYPE_KEYS = tuple(("data_types", name) for name in ("grad_accum_dtype", "param_dtype", "buffer_dtype"))
-"""Keys whose values DeepSpeed interprets only during training, so that they are checked separately."""
+"""Keys that this module checks itself, because DeepSpeed interprets their values only during
+training.
+"""
 
 
 def _is_judged_elsewhere(path: KeyPath) -> bool:
-    """Return whether a key is excluded from the check that uses the parser's recorded lookups.
+    """Return whether a key is exempt from the check for unknown keys.
 
-    This is the case in unsupported sections, and in sections that DeepSpeed parses with a pydantic
-    model.
+    The check runs DeepSpeed's parser, and records the keys that the parser looks up. A key that is
+    never looked up is unknown. The check does not apply to unsupported sections, or to sections
+    that DeepSpeed parses with a pydantic model.
     """
     return (
         path[0] in _REFUSED_SECTIONS | private_api.get_config_models().keys()
@@ -55,20 +60,25 @@ def _is_judged_elsewhere(path: KeyPath) -> bool:
 
 
 class RecordedSection(dict[str, Any]):
-    """Configuration section that records each key that a parser looks up.
+    """Configuration section that records each key that DeepSpeed's parser looks up.
 
-    Nested dicts become nested recorded sections.
+    Nested dicts become nested recorded sections, except in sections that are exempt from the check
+    for unknown keys. Membership tests and iteration are also lookups. ``copy.copy`` and
+    ``copy.deepcopy`` return the section itself, so that lookups in a copy are recorded.
 
     Args:
         values: Content of the section.
         path: Keys from the top level to this section.
-        last: List of lookups, shared by all sections of a configuration. None for the top level.
+        last: List to which the path of each lookup is appended. All sections of a configuration
+            share it. If it is None, the section creates the list. This is the case for the top
+            level.
 
     Attributes:
         defaults: Default of each key that the parser has looked up, or None if the parser passed no
             default.
         path: Keys from the top level to this section.
         looked_up_paths: Paths of all keys that the parser has looked up in any section, in order.
+            This is the shared list.
     """
 
     def __init__(
@@ -87,7 +97,10 @@ class RecordedSection(dict[str, Any]):
         )
 
     def record_lookup(self, key: str, default: Any = None) -> None:
-        """Record that the parser looks up a key with a default."""
+        """Record that the parser looks up a key with a default.
+
+        If a key is looked up several times, the first default other than None is kept.
+        """
         self.looked_up_paths.append((*self.path, key))
         if self.defaults.get(key) is None:
             self.defaults[key] = default
@@ -111,7 +124,10 @@ class RecordedSection(dict[str, Any]):
             yield key
 
     def keys(self) -> Any:
-        """Return a view of the keys. Iterating over it or testing membership records lookups."""
+        """Return a view of the keys.
+
+        The view records a lookup of each key that the caller iterates over or tests for membership.
+        """
         return KeysView(self)
 
     def items(self) -> Any:
@@ -136,7 +152,11 @@ class RecordedSection(dict[str, Any]):
                 yield from value.iter_read_sections()
 
     def iter_items_unrecorded(self) -> Iterator[tuple[str, Any]]:
-        """Yield the items without recording lookups, for checks after the parser has run."""
+        """Yield the items of this section without recording their keys as looked up.
+
+        The checks after parsing need this. A key that they recorded would no longer be reported as
+        unknown.
+        """
         yield from super().items()
 
 
@@ -154,9 +174,10 @@ class ConfigMistakes:
 
 
 def find_config_mistakes(document: Mapping[str, Any]) -> ConfigMistakes:
-    """Find mistakes in a DeepSpeed JSON with DeepSpeed's pydantic models, and then with its parser.
+    """Find mistakes in a DeepSpeed JSON with DeepSpeed's pydantic models and its parser.
 
-    The parser only runs if the models find no wrong value.
+    The parser only runs if the models find no wrong value. Values that are ``auto`` are not
+    checked.
     """
     mistakes = ConfigMistakes()
     _add_model_mistakes(document, mistakes)
@@ -178,7 +199,7 @@ def _add_model_mistakes(document: Mapping[str, Any], mistakes: ConfigMistakes) -
                 mistakes.unknown_keys[path] = list_section_keys(schema, path[:-1])
         wrong = next((detail for detail in details if detail["type"] != "extra_forbidden"), None)
         if wrong is not None:
-            # A pydantic location also contains the members of unions, which are not keys.
+            # The location in a pydantic error also contains names of union members, which are not keys.
             path = tuple(str(part) for part in wrong["loc"] if str(part) in _collect_keys(values))
             mistakes.first_wrong_value = _describe_wrong_value(path, wrong)
     except Exception as error:  # a validator may raise any exception
@@ -188,7 +209,9 @@ def _add_model_mistakes(document: Mapping[str, Any], mistakes: ConfigMistakes) -
 def _add_parser_mistakes(document: Mapping[str, Any], mistakes: ConfigMistakes) -> None:
     """Check a DeepSpeed JSON with DeepSpeed's parser, and add the results to ``mistakes``.
 
-    Unknown keys that are already in ``mistakes`` are not passed to the parser.
+    The parser does not receive the optimizer, the scheduler or the unknown keys that are already in
+    ``mistakes``. It receives placeholders for the batch sizes. Further unknown keys are only added
+    if the parser finds no wrong value.
     """
     values = {
         key: value for key, value in filter_auto_values(document).items() if key not in _KEYS_SET_BY_RUN
@@ -219,30 +242,40 @@ def _describe_unreadable_value(path: KeyPath, values: dict[str, Any]) -> str:
     """Build the error message for a value whose type makes DeepSpeed's parser fail.
 
     Args:
-        path: Path of the value, which is the last key that the parser looked up.
+        path: Path of the value. The parser failed right after it had looked up this key.
         values: Configuration that contains the value.
     """
     key, value = ".".join(path), format_short_value(_find_value(values, path))
     if any(name.startswith(f"{key}.") for name in KEYS):
-        return f"{key}: must be a mapping, not {value}"
+        return f"{key}: must be a mapping, not {value}; correct or remove {key}"
     return f"{key}: DeepSpeed cannot read {value}; correct or remove {key}"
 
 
 def _list_known_keys(section: RecordedSection) -> list[str]:
-    """List the valid keys of a section, according to the lookups of the parser.
+    """List the valid keys of a section.
 
-    Keys that the parser only looks up to report that DeepSpeed has removed them are omitted.
+    A key is valid if DeepSpeed's parser has looked it up. There is one exception: the parser also
+    looks up keys that DeepSpeed has removed, in order to reject them. These keys are omitted.
     """
     return [key for key in section.defaults if private_api.find_removed_key_error({key: None}) is None]
 
 
 def _iter_wrong_type_messages(recorded: RecordedSection) -> Iterator[str]:
-    """Yield an error message for each value whose type differs from the default passed by the parser."""
+    """Yield an error message for each value that does not have the type of its default.
+
+    The default is the fallback value that DeepSpeed's parser passed when it looked up the key. A
+    value without a default, or with the default None, is not compared. The same applies to the
+    values of unsupported sections. If the key names a dtype, such as
+    ``data_types.grad_accum_dtype``, the value must be a dtype of DeepSpeed.
+    """
     for section in recorded.iter_read_sections():
         for key, value in section.iter_items_unrecorded():
             path = (*section.path, key)
             if path in _DTYPE_KEYS and not private_api.is_deepspeed_dtype(value):
-                yield f"{'.'.join(path)}: {format_short_value(value)} is not a dtype of DeepSpeed"
+                yield (
+                    f"{'.'.join(path)}: {format_short_value(value)} is not a dtype of DeepSpeed; use fp32, "
+                    "fp16 or bf16"
+                )
             default = section.defaults.get(key)
             is_section = isinstance(value, dict) and isinstance(default, dict)
             if default is None or is_section or ".".join(path) in _REFUSED_SECTIONS:
@@ -256,8 +289,9 @@ def _iter_wrong_type_messages(recorded: RecordedSection) -> Iterator[str]:
 def _infer_value_type(default: Any) -> Any:
     """Infer the required type of a value from its default.
 
-    Numbers must not be negative unless the default is negative. If the default is a string or of
-    another type, any value is accepted.
+    A number may be an integer or a float. It must be at least 0, or at least the default if the
+    default is negative. If the default is neither a bool, a dict nor a number, for example a
+    string, any value is accepted.
     """
     if isinstance(default, bool | dict):
         return type(default)
@@ -266,20 +300,20 @@ def _infer_value_type(default: Any) -> Any:
 
 def _describe_wrong_value(path: KeyPath, detail: Mapping[str, Any]) -> str:
     value = "" if isinstance(detail["input"], dict) else f", not {format_short_value(detail['input'])}"
-    message = re.sub(r", (\w+) or \1$", r", \1", detail["msg"])  # an enum may have two names for a value
+    message = re.sub(r", (\w+) or \1$", r", \1", detail["msg"])  # an enum may list a value twice
     message = re.sub(r" or instance of \w+$", "", message)
     return f"{'.'.join(path)}: {message}{value}"
 
 
 def build_schema(document: Mapping[str, Any]) -> type[BaseModel]:
-    """Build a pydantic model for all sections of a DeepSpeed JSON that pydantic can check.
+    """Build a pydantic model that checks a DeepSpeed JSON.
 
-    The model combines DeepSpeed's own models with models for the sections ``optimizer`` and
-    ``scheduler``, which this module builds.
+    It combines DeepSpeed's own models with the models that this module builds for the sections
+    ``optimizer`` and ``scheduler``. Sections without a pydantic model are left out.
 
     Args:
-        document: DeepSpeed JSON. It contains the types of the optimizer and the scheduler, which
-            determine the supported parameters.
+        document: DeepSpeed JSON. The types of its optimizer and its scheduler determine which
+            parameters these two sections may contain.
     """
     sections = {
         "optimizer": {
@@ -353,20 +387,21 @@ def _find_value(values: dict[str, Any], path: KeyPath) -> Any:
 
 
 def _is_default(value: Any, default: Any) -> bool:
-    """Return whether a JSON value equals a pydantic model's default, directly or as a string."""
+    """Return whether a JSON value, or its string form, equals the default of a pydantic field."""
     return bool(value == default) or str(value) == str(default)
 
 
 def check_deepspeed_config(document: dict[str, Any], name: str) -> None:
-    """Check that the installed DeepSpeed supports all keys and values of a JSON.
+    """Check that the installed DeepSpeed supports all keys and values of a DeepSpeed JSON.
 
     Args:
         document: DeepSpeed JSON.
         name: Name of the JSON file or setting, used in error messages.
 
     Raises:
-        UserError: If there are unknown keys, or if a value is wrong. The message lists all unknown
-            keys, or else contains the first wrong value.
+        UserError: If there are unknown keys, or if a value is wrong. The message lists the unknown
+            keys that were found. If there are none, it describes the first wrong value. See
+            :func:`find_config_mistakes`.
     """
     mistakes = find_config_mistakes(document)
     if mistakes.unknown_keys:
@@ -376,13 +411,13 @@ def check_deepspeed_config(document: dict[str, Any], name: str) -> None:
 
 
 def filter_auto_values(values: Mapping[str, Any], path: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Copy a DeepSpeed JSON without the values that are ``auto``, at any depth.
+    """Copy a DeepSpeed config without the entries whose value is ``auto``, including nested entries.
 
     ``data_types.keep_in_fp32_modules`` is kept, because DeepSpeed itself interprets ``auto`` there.
 
     Args:
-        values: DeepSpeed JSON, or a section of it.
-        path: Keys from the top level to ``values``.
+        values: DeepSpeed config, or a section of it.
+        path: Keys that lead from the top level of the config to ``values``.
     """
     return {
         key: filter_auto_values(value, (*path, key)) if isinstance(value, dict) else value
@@ -400,11 +435,11 @@ def _collect_keys(values: dict[str, Any]) -> set[str]:
 def _describe_unknown_keys(unknown: Mapping[KeyPath, list[str]]) -> str:
     """Build an error message that lists unknown keys, with suggestions.
 
-    If there is only one unknown key, and no similar key, the message lists the supported keys in the
-    section.
+    If there is only one unknown key, and no similar key, the message lists the supported keys in
+    the section.
 
     Args:
-        unknown: Supported keys in the section of each unknown key, keyed by the unknown key's path.
+        unknown: Mapping from the path of each unknown key to the keys that its section supports.
     """
     hints = []
     for path, names in unknown.items():
@@ -413,27 +448,34 @@ def _describe_unknown_keys(unknown: Mapping[KeyPath, list[str]]) -> str:
         )
     if len(hints) > 1:
         listed = [f"{hint.replace('; ', ' (')})" if "; " in hint else hint for hint in hints]
-        return f"unknown keys {', '.join(listed)}"
+        return f"unknown keys {', '.join(listed)}; correct or remove these keys"
     ((path, names),) = unknown.items()
     section = ".".join(path[:-1]) or "the top level"
-    section_hint = "" if hints[0] != ".".join(path) else f"; {section} has {', '.join(sorted(names))}"
+    section_hint = "" if hints[0] != ".".join(path) else f"; {section} takes {', '.join(sorted(names))}"
     return f"unknown key {hints[0]}{section_hint}"
 
 
 def list_section_keys(schema: type[BaseModel], path: tuple[str, ...]) -> list[str]:
-    """List the keys of a section in a pydantic model, including aliases."""
+    """List the keys of a section in a pydantic model, including aliases.
+
+    A part of ``path`` that names no section of the model is skipped. An example is a name that the
+    user chooses for a group.
+    """
     for part in path:
         fields = {key: field for name, field in schema.model_fields.items() for key in (name, field.alias)}
         annotation_parts = keys.iter_type_parts(fields[part].annotation) if part in fields else ()
         groups = (
             kind for kind, _ in annotation_parts if inspect.isclass(kind) and issubclass(kind, BaseModel)
         )
-        schema = next(groups, schema)  # the user chooses the names in a mapping of groups
+        schema = next(groups, schema)  # a mapping of groups has names that the user chooses
     return [key for name, field in schema.model_fields.items() for key in {name, field.alias or name}]
 
 
 def _list_type_params(document: Mapping[str, Any], section_name: str, supported_types: Iterable[str]) -> Any:
-    """Return the parameters that an optimizer or scheduler type in a DeepSpeed JSON supports.
+    """Build the type annotation of an optimizer's or scheduler's parameters, for :func:`_build_model`.
+
+    The DeepSpeed JSON selects the optimizer or scheduler. If it selects none, the parameters of all
+    supported types are accepted.
 
     Args:
         document: DeepSpeed JSON.
@@ -441,8 +483,8 @@ def _list_type_params(document: Mapping[str, Any], section_name: str, supported_
         supported_types: Supported values of the key ``type``.
 
     Returns:
-        Dict that maps each parameter name to ``Any``, for :func:`_build_model`. ``Any``, which accepts
-        all parameters, if the type is not supported.
+        Dict that maps the name of each accepted parameter to ``Any``. If the selected type is not
+        supported, the result is ``Any``, so that all parameters are accepted.
     """
     section = document.get(section_name)
     kind = section.get("type") if isinstance(section, dict) else None
