@@ -7,5 +7,5 @@ are :mod:`~portable.importing.trl` (also for the Trainer and its example scripts
 :mod:`~portable.importing.ms_swift`, :mod:`~portable.importing.torchtune`,
 :mod:`~portable.importing.accelerate` and :mod:`~portable.importing.deepspeed`.
 :mod:`portable.importing.programs` lists the trainers and converts their files. ``python -m
-portable.importing.reference`` writes docs/keys.md from the tables.
+portable.importing.reference`` generates docs/keys.md from the tables.
 """

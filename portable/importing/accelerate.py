@@ -1,6 +1,7 @@
-"""Tables of the keys of ``accelerate config`` files, and of the variables that ``accelerate launch`` sets.
+"""Tables for converting the config files and environment variables of Accelerate.
 
-Such a file defines the launch and the sharding, but not the model, the data or the training. As in
+The files are written by ``accelerate config``, and the variables are set by ``accelerate launch``.
+Both define the launch and the sharding, but not the model, the data or the training. As in
 Accelerate, the sections for FSDP and DeepSpeed only apply if ``distributed_type`` selects them.
 """
 
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from portable.config.field_types import parse_boolean_word
 from portable.config.origins import format_short_value
+from portable.config.suggestions import format_advice
 from portable.config.yaml_text import parse_yaml_value
 from portable.importing.deepspeed import (
     build_nvme_path_converter,
@@ -40,14 +42,12 @@ if TYPE_CHECKING:
     from portable.importing.foreign_file import ForeignFile, ForeignKeys, KeyPath
 
 FSDP_STRATEGIES = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2")
-"""FSDP strategies, in the order of the numbers by which Accelerate's files may name them, from 1."""
+"""FSDP strategies. Accelerate's files may also refer to them by their one-based position in this tuple."""
 SHARDING_WORDS = {word: name for n, name in enumerate(FSDP_STRATEGIES, 1) for word in (str(n), name)}
 PRECISIONS = {"no": "fp32", "false": "fp32", "bf16": "bf16", "fp16": "fp16"}
-START_ON_EVERY_HOST = "start portable-train on every host of the slice, as described in docs/tpu.md"
-SET_BY_LAUNCHER = "pass this option to the launcher; remove the key"
-ONLY_LAYERS_WRAPPED = (
-    "under SPMD nothing is wrapped, and each transformer layer is recomputed; remove the key"
-)
+START_ON_EVERY_HOST = "start portable-train on every host of the TPU slice (see docs/tpu.md)"
+SET_BY_LAUNCHER = "remove the key, and pass the option to the launcher"
+NO_WRAPPING = "XLA does not wrap modules, and recomputes each transformer layer; remove the key"
 
 
 def get_distributed_type(file: ForeignFile) -> str:
@@ -56,7 +56,11 @@ def get_distributed_type(file: ForeignFile) -> str:
 
 
 def is_for_xla(file: ForeignFile) -> bool:
-    """Return whether a file is for TPUs, or enables XLA for FSDP."""
+    """Return whether an Accelerate config file selects TPU training or enables FSDP on XLA.
+
+    TPU training is selected by the ``distributed_type`` ``XLA`` or ``TPU``. FSDP on XLA is enabled
+    if the key ``xla`` is true, either at the top level or in ``fsdp_config``.
+    """
     sections = (file.values, file.values.get("fsdp_config"))
     return get_distributed_type(file) in ("XLA", "TPU") or any(
         isinstance(section, dict) and section.get("xla") is True for section in sections
@@ -64,24 +68,30 @@ def is_for_xla(file: ForeignFile) -> bool:
 
 
 def uses_deepspeed_json(file: ForeignFile) -> bool:
-    """Return whether a file names a DeepSpeed JSON, which replaces the other DeepSpeed keys of the file."""
+    """Return whether an Accelerate config file refers to a DeepSpeed config in JSON format.
+
+    An empty path and the path ``none`` do not count. The other DeepSpeed keys of the Accelerate
+    config file must not contradict the DeepSpeed config.
+    """
     return file.get_value("deepspeed_config.deepspeed_config_file") not in (*EMPTY_VALUES, "none")
 
 
 def get_zero_stage(file: ForeignFile) -> int:
-    """Return the ZeRO stage of a file. The default is 2.
+    """Return the ZeRO stage in an Accelerate config file. The default is 2.
 
-    If the file refers to a DeepSpeed JSON, its stage is not read here. The result is then 3, the stage
-    that allows the most settings.
+    The file may refer to a DeepSpeed JSON, which then sets the stage. This function does not read
+    the JSON and returns 3, because stage 3 supports the most settings. It also returns 3 if the
+    stage in the file is invalid.
     """
     stage = str(file.get_value("deepspeed_config.zero_stage", 2))
-    return int(stage) if stage in "0123" and not uses_deepspeed_json(file) else 3
+    return int(stage) if stage in ("0", "1", "2", "3") and not uses_deepspeed_json(file) else 3
 
 
 def parse_quoted_number(value: Any) -> Any:
-    """Convert a string that contains a number to the number. Other values are returned unchanged.
+    """Convert a numeric string, such as ``"0.5"``, to a number. Return other values unchanged.
 
-    Accelerate accepts such strings, because it passes all values through environment variables.
+    The result is an int if the string contains only digits, and otherwise a float. Accelerate
+    accepts numeric strings, because it passes all values through environment variables.
     """
     try:
         number = float(value) if isinstance(value, str) else value
@@ -92,9 +102,10 @@ def parse_quoted_number(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class TpuLauncherKey(CounterpartlessKey):
-    """Entry for a key that configures how Accelerate starts TPU hosts.
+    """Table entry for an Accelerate key that applies only to TPUs, such as ``tpu_name``.
 
-    The key is refused in files for TPUs, and ignored in other files.
+    In files for TPUs, the key is rejected. In other files, the key is ignored, with a note. Values
+    that turn a feature off, such as false and ``no``, are dropped without a note in all files.
 
     Attributes:
         advice: Advice at the end of the error message for TPUs.
@@ -103,37 +114,51 @@ class TpuLauncherKey(CounterpartlessKey):
     advice: str
 
     def convert(self, value: Any, file: ForeignFile) -> ConvertedSettings:
-        """Raise the exception that refuses or ignores the key, because no value can be converted.
+        """Raise an exception, because no value of this key is converted.
 
         Raises:
-            NoCounterpart: If the file is for TPUs.
-            NoEffect: If the file is not for TPUs.
+            NoCounterpart: If the file is for TPUs. The key is then reported as an error.
+            NoEffect: If the file is not for TPUs. The key is then ignored, with a note.
         """
         if is_for_xla(file):
-            raise NoCounterpart(f"{format_short_value(value)} is not supported: {self.advice}")
-        raise NoEffect(f"{format_short_value(value)} has no effect: this key is for TPUs")
+            raise NoCounterpart(f"{format_short_value(value)} is not supported{format_advice(self.advice)}")
+        raise NoEffect(
+            f"{format_short_value(value)} has no effect: this key applies only to TPUs; remove the key"
+        )
 
     @property
     def remedy(self) -> str:
         """Advice at the end of the error message."""
         return self.advice
 
+    @property
+    def summary(self) -> str:
+        """Advice for docs/keys.md, prefixed with ``not supported on TPUs``."""
+        return f"not supported on TPUs{format_advice(self.advice)}"
+
 
 def convert_sharding_strategy(value: Any, file: ForeignFile) -> Any:
     """Convert ``fsdp_sharding_strategy`` (FSDP1) or ``fsdp_reshard_after_forward`` (FSDP2).
+
+    A strategy is specified by its name or by its position in :data:`FSDP_STRATEGIES`. For
+    ``fsdp_reshard_after_forward``, true is converted to ``full_shard``, and false to
+    ``shard_grad_op``.
 
     Returns:
         Value of the setting ``strategy``. None if the value is empty.
 
     Raises:
-        NoEffect: If Accelerate ignores the key under the ``fsdp_version`` of the file.
+        NoEffect: If Accelerate ignores the key, because the file's ``fsdp_version`` uses the other
+            key. Not raised in files for XLA.
         NoCounterpart: If the value is unknown.
     """
     version = str(file.get_value("fsdp_config.fsdp_version", file.get_value("fsdp_version", 1)))
     is_key_of_fsdp2 = file.path[-1] == "fsdp_reshard_after_forward"
     if (version == "2") != is_key_of_fsdp2 and not is_for_xla(file):
         other = "fsdp_reshard_after_forward" if version == "2" else "fsdp_sharding_strategy"
-        raise NoEffect(f"has no effect: with fsdp_version {version} Accelerate reads {other}")
+        raise NoEffect(
+            f"has no effect: with fsdp_version {version}, Accelerate reads {other} instead; remove the key"
+        )
     if is_key_of_fsdp2 and isinstance(parse_boolean_word(value), bool):
         return "full_shard" if parse_boolean_word(value) else "shard_grad_op"
     return None if value in EMPTY_VALUES else translate_word(value, SHARDING_WORDS)
@@ -142,30 +167,38 @@ def convert_sharding_strategy(value: Any, file: ForeignFile) -> Any:
 def note_unused_use_orig_params(value: Any, _: ForeignFile) -> None:
     """Raise ``NoEffect`` if ``fsdp_use_orig_params`` is false.
 
-    The key has no effect, because FSDP2 always keeps the original parameters.
+    The value false has no effect, because FSDP2 always keeps the original parameters.
     """
     if parse_boolean_word(value) not in (True, *EMPTY_VALUES):
         raise NoEffect(
-            f"{format_short_value(value)} has no effect: FSDP2 always keeps the original parameters"
+            f"{format_short_value(value)} has no effect: FSDP2 always keeps the original parameters; remove "
+            "the key"
         )
 
 
 def convert_group_size(value: Any, _: ForeignFile) -> Any:
-    """Convert the number of context-parallel or tensor-parallel ranks. Return None for 1, the default."""
+    """Parse the number of context-parallel or tensor-parallel ranks. Return None for 1, the default."""
     size = parse_quoted_number(value)
     return None if size == 1 else size
 
 
 def convert_use_cpu(value: Any, file: ForeignFile) -> str | None:
-    """Convert ``use_cpu`` to the backend. Return None if it is false.
+    """Convert ``use_cpu`` to the value of the setting ``backend``.
+
+    Returns:
+        ``cpu`` if the value is true, otherwise None.
 
     Raises:
-        NoEffect: If ``distributed_type`` is ``MULTI_GPU``, because Accelerate then runs on GPUs anyway.
+        NoEffect: If the value is true and ``distributed_type`` is ``MULTI_GPU``, because Accelerate
+            then runs on GPUs anyway.
+        NoCounterpart: If the value is not a boolean.
     """
     if not parse_flag(value):
         return None
     if get_distributed_type(file) == "MULTI_GPU":
-        raise NoEffect("has no effect: with distributed_type MULTI_GPU Accelerate runs on GPUs")
+        raise NoEffect(
+            "has no effect: with distributed_type MULTI_GPU, Accelerate always uses GPUs; remove the key"
+        )
     return "cpu"
 
 
@@ -173,41 +206,52 @@ def convert_dynamo_backend(value: Any, file: ForeignFile) -> dict[str, Any]:
     """Convert ``dynamo_backend``, the backend of torch.compile.
 
     Returns:
-        The settings ``compile`` and ``compile_backend``. Compilation is off for ``NO``. An empty value
-        results in an empty dict.
+        The settings ``compile`` and ``compile_backend``. For ``NO`` and false, only ``compile``,
+        which is False. Empty if the value is empty.
 
     Raises:
-        NoEffect: If the distributed type is ``DEEPSPEED``, because Accelerate then ignores the key.
+        NoEffect: If the value is the name of a backend and the distributed type is ``DEEPSPEED``,
+            because Accelerate then ignores the key.
     """
     if value in EMPTY_VALUES:
         return {}
     if str(value).upper() in ("NO", "FALSE"):
         return {"compile": False}
     if get_distributed_type(file) == "DEEPSPEED":
-        raise NoEffect("has no effect: Accelerate ignores it with DeepSpeed; set compile")
+        raise NoEffect("has no effect: Accelerate ignores this key with DeepSpeed; set compile to true")
     return {"compile": True, "compile_backend": str(value).lower()}
 
 
 def store_gpu_ids(value: Any, file: ForeignFile) -> None:
-    """Store the ids of the GPUs to use in ``file.result.gpu_ids``, because a run has no such setting.
+    """Store the ids of the GPUs to use in ``file.result.gpu_ids``.
+
+    They cannot be stored in the settings, because no setting exists for them.
 
     Args:
         value: List of ids, or a comma-separated string of ids.
         file: File that contains the key.
 
     Raises:
-        NoEffect: Always. Its message becomes a note about the environment variable that will be set.
+        NoEffect: Always. Its message becomes a note that ``CUDA_VISIBLE_DEVICES`` is set to the
+            ids, unless the variable is already set.
     """
     ids = ",".join(str(item) for item in value) if isinstance(value, list) else str(value)
     file.result.gpu_ids = ids.replace(" ", "")
-    raise NoEffect(f"CUDA_VISIBLE_DEVICES is set to {file.result.gpu_ids}, unless it is already set")
+    raise NoEffect(
+        f"CUDA_VISIBLE_DEVICES is set to {file.result.gpu_ids}, unless the variable is already set"
+    )
 
 
 def convert_old_fp16(value: Any, file: ForeignFile) -> str | None:
-    """Convert ``fp16``, the flag that ``mixed_precision`` replaced in newer versions of Accelerate.
+    """Convert the flag ``fp16``, which older versions of Accelerate use.
+
+    Newer versions use ``mixed_precision`` instead.
 
     Returns:
-        ``fp16`` or ``fp32``. None if the value is empty, or if ``mixed_precision`` is set as well.
+        ``fp16`` or ``fp32``. None if the value is empty, or if ``mixed_precision`` is also set.
+
+    Raises:
+        NoCounterpart: If the value is not a boolean.
     """
     if value in EMPTY_VALUES or file.get_value("mixed_precision"):
         return None
@@ -215,7 +259,7 @@ def convert_old_fp16(value: Any, file: ForeignFile) -> str | None:
 
 
 def convert_class_names(value: Any, _: ForeignFile) -> list[str] | None:
-    """Convert the class names of the layers to wrap, from a list or a comma-separated string.
+    """Convert the class names of the layers to wrap, given as a list or a comma-separated string.
 
     Returns None if there are no names.
     """
@@ -223,9 +267,11 @@ def convert_class_names(value: Any, _: ForeignFile) -> list[str] | None:
 
 
 def convert_min_num_params(value: Any, file: ForeignFile) -> Any:
-    """Convert ``fsdp_min_num_params``, the minimum size of a module for size-based wrapping.
+    """Convert ``fsdp_min_num_params`` to the setting ``fsdp.min_num_params``.
 
-    Returns None for other wrap policies, because Accelerate writes the key under every policy.
+    The value is the minimum number of parameters of a module that becomes a unit. Accelerate writes
+    the key for every wrap policy, but it has an effect only for ``SIZE_BASED_WRAP``. For all other
+    policies, the result is None.
     """
     policy = str(file.get_value("fsdp_config.fsdp_auto_wrap_policy", "")).upper()
     return parse_quoted_number(value) if policy == "SIZE_BASED_WRAP" else None
@@ -235,25 +281,28 @@ def convert_wrap_policy(value: Any, file: ForeignFile) -> str:
     """Convert the FSDP wrap policy to lower case.
 
     Raises:
-        NoCounterpart: If the policy is unknown, or if it is not ``transformer_based_wrap`` in a file for XLA.
+        NoCounterpart: If the policy is unknown, or if the file is for XLA and the policy is not
+            ``transformer_based_wrap``.
     """
     policy = translate_word(
         value, {word: word for word in ("transformer_based_wrap", "size_based_wrap", "no_wrap")}
     )
     if is_for_xla(file) and policy != "transformer_based_wrap":
-        raise NoCounterpart(f"{policy}: {ONLY_LAYERS_WRAPPED}")
+        raise NoCounterpart(f"{policy} is not supported{format_advice(NO_WRAPPING)}")
     return str(policy)
 
 
 def convert_xla_reshard(value: Any, file: ForeignFile) -> str | None:
-    """Convert ``reshard_after_forward`` of FSDP under XLA to ``full_shard`` or ``shard_grad_op``.
+    """Convert ``reshard_after_forward`` of FSDP on XLA to ``full_shard`` or ``shard_grad_op``.
 
     Returns:
-        The strategy. None if the value is empty, or if ``fsdp_sharding_strategy`` already determines the
-        strategy.
+        The strategy. None if the value is empty, or if ``fsdp_sharding_strategy`` already
+        determines the strategy.
 
     Raises:
-        NoCounterpart: If the value contradicts ``fsdp_sharding_strategy``.
+        NoCounterpart: If the value is not a boolean, or contradicts ``fsdp_sharding_strategy``.
+            True contradicts ``shard_grad_op`` and ``hybrid_shard_zero2``. False contradicts all
+            other strategies.
     """
     if value in EMPTY_VALUES:
         return None
@@ -266,66 +315,80 @@ def convert_xla_reshard(value: Any, file: ForeignFile) -> str | None:
     ):
         raise NoCounterpart(
             f"{format_short_value(value)} contradicts fsdp_sharding_strategy {sharding}; remove one of the "
-            "two"
+            "two keys"
         )
     return None
 
 
 def convert_xla_compute_dtype(value: Any, file: ForeignFile) -> str:
-    """Convert ``compute_dtype`` of FSDP under XLA, such as ``torch.bfloat16``, to the precision.
+    """Convert ``compute_dtype`` of FSDP on XLA to a value of the setting ``precision``.
+
+    The value is the name of a dtype, with or without the prefix ``torch.``.
 
     Raises:
-        NoCounterpart: If the dtype is unknown, or contradicts ``mixed_precision``.
+        NoCounterpart: If the dtype is neither ``float32`` nor ``bfloat16``, or contradicts
+            ``mixed_precision``.
     """
     dtypes = {"float32": "fp32", "bfloat16": "bf16"}
     precision = str(translate_word(str(value).removeprefix("torch."), dtypes))
     mixed = file.get_value("mixed_precision")
     if mixed is not None and translate_word(mixed, PRECISIONS) != precision:
         raise NoCounterpart(
-            f"{value} contradicts mixed_precision {format_short_value(mixed)}; remove one of the two"
+            f"{value} contradicts mixed_precision {format_short_value(mixed)}; remove one of the two keys"
         )
     return precision
 
 
 def convert_xla_buffer_dtype(value: Any, _: ForeignFile) -> str:
-    """Remove the prefix from the name of a torch dtype: ``torch.bfloat16`` becomes ``bfloat16``."""
+    """Convert ``buffer_dtype`` of FSDP on XLA, such as ``torch.bfloat16``, by removing its prefix."""
     return str(value).removeprefix("torch.")
 
 
 def convert_accumulation_steps(value: Any, file: ForeignFile) -> dict[str, Any] | None:
     """Convert the number of gradient accumulation steps in the section ``deepspeed_config``.
 
-    The number becomes a key of a DeepSpeed JSON, because the section is a short form of such a JSON.
+    This section is a short form of a DeepSpeed JSON. The result is therefore the content of such a
+    JSON, for example ``{"gradient_accumulation_steps": 4}``.
 
     Returns:
         Content of the JSON. None if the value is 1 or ``auto``.
 
     Raises:
-        NoCounterpart: If the value is not a positive integer, or the file also names a DeepSpeed JSON.
+        NoCounterpart: If the value is not a positive integer, or if the file also names a DeepSpeed
+            JSON.
     """
     steps = int(value) if isinstance(value, str) and value.isdigit() else value
-    if steps in (1, "auto"):  # Accelerate writes its default 1 into every file
+    if steps in (1, "auto"):  # Accelerate writes its default value 1 into every file
         return None
     if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
         raise NoCounterpart(f"must be a positive whole number or auto, not {format_short_value(value)}")
     if uses_deepspeed_json(file):
         raise NoCounterpart(
-            "Accelerate reads this value from deepspeed_config_file; set the value there, and remove the "
-            "key here"
+            "Accelerate reads this value from deepspeed_config_file; set the value in this file, and remove "
+            "the key"
         )
     return {"gradient_accumulation_steps": steps}
 
 
 def convert_deepspeed_json_path(value: Any, file: ForeignFile) -> Any:
-    """Convert the path of a DeepSpeed JSON. Return None if the value is empty or ``none``.
+    """Return the path of a DeepSpeed JSON unchanged, after checking that the file exists.
+
+    The path becomes the value of the setting ``deepspeed.config``.
+
+    Args:
+        value: Path of the DeepSpeed JSON. It may contain ``~`` and environment variables.
+        file: Accelerate config that contains the path.
+
+    Returns:
+        The path. None if it is empty or ``none``.
 
     Raises:
-        NoCounterpart: If the JSON does not exist.
+        NoCounterpart: If the file at the path does not exist.
     """
     if not uses_deepspeed_json(file):
         return None
     if not pathlib.Path(os.path.expandvars(str(value))).expanduser().is_file():
-        raise NoCounterpart(f"{value} does not exist; use the path of a DeepSpeed JSON")
+        raise NoCounterpart(f"the file {value} does not exist; use the path of a DeepSpeed JSON")
     return value
 
 
@@ -350,33 +413,34 @@ XLA_KEYS: ForeignKeys = {
         "strategy",
         convert_xla_reshard,
         converts_empty_values=True,
-        hint="set strategy to full_shard if it is true, and to shard_grad_op if not",
+        hint="set strategy to full_shard instead of true, or to shard_grad_op instead of false",
     ),
     "xla_fsdp_settings.fp32_reduce_scatter": RefusedKey(
-        "under SPMD gradients are reduced in the compute type; remove the key, or set precision to fp32"
+        "gradients are reduced in the dtype of the computation; remove the key, or set precision to fp32"
     ),
     "xla_fsdp_settings.disable_reshard_on_root": RefusedKey(
-        "under SPMD there are no units and no root; remove the key"
+        "XLA does not wrap modules, so there is no root module; remove the key"
     ),
     "xla_fsdp_settings.flatten_parameters": RefusedKey(
-        "under SPMD parameters are sharded along a dim; remove the key"
+        "parameters are sharded along a dimension, and are not flattened; remove the key"
     ),
     "xla_fsdp_settings.pin_layout_in_collective_ops": RefusedKey(
-        "under SPMD the compiler places the collectives; remove the key"
+        "the XLA compiler places the collective operations; remove the key"
     ),
     "xla_fsdp_settings.optimization_barrier_in_forward": RefusedKey(
-        "under SPMD the compiler schedules the gathers; remove the key"
+        "the XLA compiler schedules the all-gathers; remove the key"
     ),
     "xla_fsdp_settings.execute_sharding_on_init": NeverFalseKey(
-        "parameters are always sharded on creation; remove the key"
+        "parameters are always sharded when they are created; remove the key"
     ),
-    "xla_fsdp_settings.auto_wrap_policy": RefusedKey(ONLY_LAYERS_WRAPPED, unless=("transformer_based_wrap",)),
+    "xla_fsdp_settings.auto_wrap_policy": RefusedKey(NO_WRAPPING, unless=("transformer_based_wrap",)),
 }
-"""Keys of FSDP under XLA.
+"""Table entries for the keys of FSDP on XLA.
 
-They may be at the top level of a file, as in some guides, or in ``fsdp_config``, as for the Trainer."""
+The keys may be at the top level of a file, as in some guides, or in ``fsdp_config``, as for the Trainer.
+"""
 XLA_SECTIONS = {name.partition(".")[0] for name in XLA_KEYS}
-"""First parts of the dotted keys in :data:`XLA_KEYS`."""
+"""Part before the first dot of each key in :data:`XLA_KEYS`."""
 FSDP_KEYS: ForeignKeys = {
     **dict.fromkeys(
         ("fsdp_config.fsdp_sharding_strategy", "fsdp_config.fsdp_reshard_after_forward"),
@@ -407,15 +471,16 @@ FSDP_KEYS: ForeignKeys = {
         "memory.activation_checkpointing", {"true": "full", "false": "none"}
     ),
     "fsdp_config.fsdp_activation_checkpointing_offload": SettingKey("memory.offload_activations"),
-    "fsdp_config.fsdp_ignored_modules": RefusedKey("every module is sharded; remove the key"),
+    "fsdp_config.fsdp_ignored_modules": RefusedKey("FSDP shards every module; remove the key"),
     "fsdp_config.fsdp_version": PresetKey(
-        {"1": {}, "2": {}}, hint="1 or 2, the version that decides which keys Accelerate reads"
+        {"1": {}, "2": {}},
+        docs_text="no setting: the version only determines which keys of the file are read",
     ),
     "fsdp_config.fsdp_use_orig_params": MultiSettingKey(
         (),
         note_unused_use_orig_params,
         converts_empty_values=True,
-        hint="no effect if false: FSDP2 always keeps the original parameters",
+        docs_text="no effect: FSDP2 always keeps the original parameters",
     ),
     **dict.fromkeys(
         ("fsdp_config.fsdp_cpu_ram_efficient_loading", "fsdp_config.fsdp_sync_module_states"), IgnoredKey()
@@ -456,7 +521,7 @@ DEEPSPEED_KEYS: ForeignKeys = {
         RefusedKey(SET_BY_LAUNCHER),
     ),
     "deepspeed_config.deepspeed_moe_layer_cls_names": IgnoredKey(
-        "ZeRO-3 finds the expert blocks automatically"
+        "ZeRO-3 finds the expert layers automatically; remove the key"
     ),
     **dict.fromkeys(
         ("deepspeed_config.zero3_init_flag", "deepspeed_config.zero3_save_16bit_model"), IgnoredKey()
@@ -473,7 +538,7 @@ PARALLELISM_KEYS: ForeignKeys = {
             "parallelism_config.parallelism_config_dp_shard_size",
             "parallelism_config.parallelism_config_dp_replicate_size",
         ),
-        IgnoredKey("strategy and the number of ranks determine it", unless=(1,)),
+        IgnoredKey("strategy and the number of ranks determine this size; remove the key", unless=(1,)),
     ),
     **dict.fromkeys(
         (
@@ -484,7 +549,7 @@ PARALLELISM_KEYS: ForeignKeys = {
             "parallelism_config.parallelism_config_sp_seq_length_is_variable",
             "parallelism_config.parallelism_config_sp_attn_implementation",
         ),
-        IgnoredKey("context-parallel ranks exchange tokens for heads"),
+        IgnoredKey("context parallelism always uses all-to-all, as in DeepSpeed-Ulysses; remove the key"),
     ),
 }
 KEYS: ForeignKeys = {
@@ -502,7 +567,9 @@ KEYS: ForeignKeys = {
     ),
     "mixed_precision": WordSettingKey("precision", PRECISIONS),
     "fp16": SettingKey("precision", convert_old_fp16, converts_empty_values=True),
-    "downcast_bf16": TpuLauncherKey("mixed_precision sets the compute dtype; set the key to no"),
+    "downcast_bf16": TpuLauncherKey(
+        "mixed_precision sets the dtype of the computation; set downcast_bf16 to no"
+    ),
     "use_cpu": SettingKey("backend", convert_use_cpu),
     "gpu_ids": MultiSettingKey((), store_gpu_ids, unless=("all",), hint="CUDA_VISIBLE_DEVICES"),
     **dict.fromkeys(
@@ -516,7 +583,7 @@ KEYS: ForeignKeys = {
             "dynamo_config.dynamo_use_dynamic",
             "dynamo_config.dynamo_use_regional_compilation",
         ),
-        IgnoredKey("each layer is compiled separately", unless=("default",)),
+        IgnoredKey("each layer is compiled separately; remove the key", unless=("default",)),
     ),
     **FSDP_KEYS,
     **XLA_KEYS,
@@ -528,31 +595,38 @@ KEYS: ForeignKeys = {
     **dict.fromkeys(("main_training_function", "same_network"), IgnoredKey()),
     **dict.fromkeys(("num_processes", "num_machines"), IgnoredKey()),
     "compute_environment": RefusedKey(
-        "runs are always local; set compute_environment to LOCAL_MACHINE", unless=("LOCAL_MACHINE", "TPU")
+        "runs are always started on the local machine; set compute_environment to LOCAL_MACHINE",
+        unless=("LOCAL_MACHINE", "TPU"),
     ),
-    "tpu_use_cluster": TpuLauncherKey(f"{START_ON_EVERY_HOST}; set the key to false"),
-    "tpu_use_sudo": TpuLauncherKey("no command needs sudo; set the key to false"),
+    "tpu_use_cluster": TpuLauncherKey(f"{START_ON_EVERY_HOST}, and set tpu_use_cluster to false"),
+    "tpu_use_sudo": TpuLauncherKey("no command needs sudo; set tpu_use_sudo to false"),
     **dict.fromkeys(
         ("tpu_name", "tpu_zone", "tpu_vm", "tpu_env", "commands", "command_file"),
-        TpuLauncherKey(f"{START_ON_EVERY_HOST}; remove the key"),
+        TpuLauncherKey(f"{START_ON_EVERY_HOST}, and remove the key"),
     ),
-    "debug": IgnoredKey("collectives are not checked one by one"),
-    "enable_cpu_affinity": IgnoredKey("ranks are not bound to cores"),
-    "fp8_config": IgnoredKey("fp8 is not part of this version"),
+    "debug": IgnoredKey("collective operations are not checked individually; remove the key"),
+    "enable_cpu_affinity": IgnoredKey("ranks are not bound to CPU cores; remove the key"),
+    "fp8_config": IgnoredKey(
+        "the fp8 layers of torchao are used; to enable them, set fp8 to tensorwise or rowwise"
+    ),
 }
 RENAMED_SETTINGS: ForeignKeys = {
     f"xla.{name.removeprefix('xla_fsdp_settings.')}": key
     for name, key in XLA_KEYS.items()
     if name != "xla" and not any(target.startswith("xla.") for target in key.targets)
-} | {"xla.xla_fsdp_v2": IgnoredKey("sharding is always by SPMD; remove the key")}
-"""Settings of previous releases that were removed or renamed. The entries explain their replacements."""
+} | {"xla.xla_fsdp_v2": IgnoredKey("XLA always shards with SPMD; remove the key")}
+"""Table entries for settings of previous releases that were removed or renamed. They explain the
+replacements."""
 
 
 def normalize_accelerate_file(file: ForeignFile) -> None:
-    """Normalize a file in place to the layout that the table of keys expects.
+    """Normalize an Accelerate config file in place to the layout that the key table expects.
 
-    Removes the sections that Accelerate ignores under the file's ``distributed_type``. In the FSDP and
-    dynamo sections, adds the missing prefixes ``fsdp_`` and ``dynamo_`` to the keys.
+    Removes the FSDP or DeepSpeed section if Accelerate does not read this section for the
+    ``distributed_type`` of the file. The Megatron-LM section is always removed. However, a
+    section that is neither a mapping nor empty is kept, so that the conversion reports it. In the
+    sections ``fsdp_config`` and ``dynamo_config``, adds the prefix ``fsdp_`` or ``dynamo_`` to keys
+    that lack it, except for the XLA keys in :data:`XLA_SECTIONS`.
 
     Args:
         file: File whose keys have not been converted yet.
@@ -578,11 +652,22 @@ def normalize_accelerate_file(file: ForeignFile) -> None:
 
 
 def complete_accelerate_settings(file: ForeignFile, num_devices: int) -> None:
-    """Add the default strategy of Accelerate, and store the number of ranks in ``file.result.num_processes``.
+    """Add Accelerate's default strategy and the number of ranks to the converted settings.
+
+    If the file enables FSDP or DeepSpeed and no strategy has been converted, ``strategy`` is set to
+    ``full_shard`` or ``zero2``. ``zero2`` is not set if the file refers to a DeepSpeed config file.
+    On XLA, the ``fsdp`` settings are removed, and a note is added if the file does not configure
+    FSDP.
+
+    The number of ranks is stored in ``file.result.num_processes``. If the file does not contain the
+    number, it is 1 for ``distributed_type: NO``, and otherwise nothing is stored. Nothing is stored
+    for -1 either. A refusal is added if the number is invalid, or if the file is for several
+    machines. On XLA, or if a launcher has already started the ranks (``RANK`` is set), the numbers
+    of ranks and machines are ignored.
 
     Args:
-        file: A file whose keys have been converted.
-        num_devices: Number of devices. Not used, because the file contains the number of ranks.
+        file: File whose keys have been converted. Its ``result`` is modified in place.
+        num_devices: Number of devices. Not used, because the number of ranks comes from the file.
     """
     kind, path, result = get_distributed_type(file), ("distributed_type",), file.result
     if kind == "FSDP" and "strategy" not in result.values:
@@ -595,45 +680,51 @@ def complete_accelerate_settings(file: ForeignFile, num_devices: int) -> None:
     if is_for_xla(file) and not (
         file.get_value("fsdp_config") or any(key in file.values for key in XLA_SECTIONS)
     ):
-        file.add_note(path, "without fsdp_config Accelerate replicates the model; here it is sharded")
-    # Do not set the number of ranks if one process drives all TPUs, or if a launcher has already started the
-    # ranks.
+        file.add_note(
+            path, "without fsdp_config, Accelerate replicates the model; this run shards the model instead"
+        )
+    # The number of ranks does not apply if one process drives all TPUs, or if a launcher has already started
+    # the ranks.
     if is_for_xla(file) or "RANK" in os.environ:
         return
     machines, processes = file.values.get("num_machines", 1), file.values.get("num_processes")
     if machines not in (None, 1):
         file.add_refusal(
             ("num_machines",),
-            f"{format_short_value(machines)} machines need accelerate launch or torchrun on each of them, "
-            "which this process then joins; set the key to 1, or start the ranks that way",
+            f"the command does not start {format_short_value(machines)} machines; start the run with "
+            "accelerate launch or torchrun on each machine, or set the key to 1",
         )
     if processes is None and file.values.get("distributed_type") in ("NO", False):
         processes = 1
-    if isinstance(processes, int) and processes > 0:
+    if type(processes) is int and processes > 0:
         result.num_processes = processes
     elif processes is not None and processes != -1:
         file.add_refusal(("num_processes",), f"must be an integer >= 1, not {format_short_value(processes)}")
 
 
-# -- the environment ---------------------------------------------------------------------------------------
+# -- environment variables ---------------------------------------------------------------------------------
 
 DISTRIBUTED_TYPES = {
     "ACCELERATE_USE_FSDP": "FSDP",
     "ACCELERATE_USE_DEEPSPEED": "DEEPSPEED",
     "ACCELERATE_USE_MEGATRON_LM": "MEGATRON_LM",
 }
-"""Values of ``distributed_type``, keyed by the environment variable that selects them if it is true."""
+"""Values of ``distributed_type``. Each is keyed by the environment variable that selects it if it is true."""
 
 
 @dataclass(frozen=True)
 class LaunchVariable:
     """Config file key that corresponds to an environment variable of ``accelerate launch``.
 
+    :data:`LAUNCH_VARIABLES` maps the names of the variables to these entries. A name that ends with
+    a star is a prefix. Its entry applies to all variables with this prefix.
+
     Attributes:
-        key: Dotted key of a config file. A star is replaced by the rest of the variable's name in lower
-            case.
-        values_without_meaning: Lower-case values that are ignored, because the launcher also sets them
-            as a default if the user has not set the variable.
+        key: Dotted key of the Accelerate config file. A star at the end is replaced by the rest of
+            the variable's name after the prefix, in lower case. For example, ``FSDP_*`` has the key
+            ``fsdp_config.fsdp_*``, so ``FSDP_VERSION`` sets ``fsdp_config.fsdp_version``.
+        values_without_meaning: Lower-case values that are ignored, because the launcher also sets
+            them if the user has not chosen a value.
     """
 
     key: str
@@ -669,19 +760,21 @@ LAUNCH_VARIABLES: dict[str, LaunchVariable] = {
     ),
     "ACCELERATE_DEEPSPEED_*": LaunchVariable("deepspeed_config.*"),
 }
-"""Variables, keyed by name. A name that ends with a star matches all other variables with this prefix."""
+"""Config file keys of the launcher's variables, keyed by variable name. A name that ends with a star matches
+all other variables with this prefix.
+"""
 
 
 def find_variable_key(variable_name: str, value: str) -> str:
-    """Find the config file key that corresponds to an environment variable.
+    """Find the key of an Accelerate config file that corresponds to an environment variable.
 
     Args:
         variable_name: Name of the variable.
         value: Value of the variable.
 
     Returns:
-        Dotted key. An empty string if the value is ignored, or if Accelerate does not set such a
-        variable.
+        Dotted key, such as ``fsdp_config.fsdp_version``. An empty string if the variable is not in
+        :data:`LAUNCH_VARIABLES`, or if its value is ignored.
     """
     if variable_name in LAUNCH_VARIABLES:
         entry = LAUNCH_VARIABLES[variable_name]
@@ -697,7 +790,8 @@ class LaunchEnvironment(NamedTuple):
 
     Attributes:
         values: Content of the config file.
-        variables: Names of the environment variables, keyed by the path of the key in ``values``.
+        variables: Name of the environment variable that sets each key in ``values``. The dict is
+            keyed by the path of the key, such as ``("fsdp_config", "fsdp_version")``.
     """
 
     values: dict[str, Any]
@@ -706,6 +800,12 @@ class LaunchEnvironment(NamedTuple):
 
 def parse_launch_variables(environment: Mapping[str, str]) -> LaunchEnvironment:
     """Convert the variables of ``accelerate launch`` to the content of a config file.
+
+    ``distributed_type`` is determined by the variables in :data:`DISTRIBUTED_TYPES`, and is not set
+    if none of these variables is true. All other keys are determined by the variables in
+    :data:`LAUNCH_VARIABLES`. The values of these variables are parsed as YAML, and the text
+    ``None`` becomes null. The values in :attr:`LaunchVariable.values_without_meaning` are omitted,
+    and so is the sharding key of the FSDP version that is not used.
 
     Args:
         environment: Environment of a process that was started by the launcher.
@@ -716,8 +816,7 @@ def parse_launch_variables(environment: Mapping[str, str]) -> LaunchEnvironment:
         if parse_boolean_word(environment.get(variable, "").replace("1", "true")) is True and not values:
             values["distributed_type"] = kind
             variables[("distributed_type",)] = variable
-    # Ignore the key of the FSDP version that is not used, because the launcher sets the keys of both
-    # versions.
+    # The launcher sets the keys of both FSDP versions, so the key of the unused version is ignored.
     unread = "sharding_strategy" if environment.get("FSDP_VERSION") == "2" else "reshard_after_forward"
     for variable, text in sorted(environment.items()):
         dotted = find_variable_key(variable, text)

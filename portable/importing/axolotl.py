@@ -1,7 +1,8 @@
-"""Table of the config keys that axolotl has in addition to the Trainer's keys, and their converters.
+"""Table of axolotl's config keys, and converters for their values.
 
-A converter is a function that takes the value of a key and the file, and returns settings. See
-:mod:`portable.importing.foreign_keys`.
+Keys that axolotl shares with the Trainer are not included. A converter is a function that takes the
+value of a key and the :class:`~portable.importing.foreign_file.ForeignFile` that contains it, and
+returns settings of a run. See :mod:`portable.importing.foreign_keys`.
 """
 
 from __future__ import annotations
@@ -21,16 +22,26 @@ from portable.importing.foreign_keys import (
     WordSettingKey,
 )
 from portable.importing.trainer_conversions import (
+    ADD_CROSS_ENTROPY,
+    BETA_ARGUMENT,
     BETA_OF_LOSS,
-    IS_AUTOMATIC,
+    EVALUATION_PACKED,
+    GAMMA_ARGUMENT,
+    GAMMA_OF_LOSS,
     NO_LIGER,
-    ONLY_16_OR_32_BITS,
+    NO_SETTING,
+    ONLY_FROZEN_QUANTIZED,
+    PADDED_WITHOUT_PACKING,
     SCALE_IMAGES,
     SET_ADAPTER,
     SET_EVAL,
     SET_EVAL_EVERY,
     SET_PAIR_LOSS,
+    SET_PROCESSOR,
+    SET_RECORD_FORMAT,
+    SFT_ARGUMENT,
     SFT_OF_LOSS,
+    SHARED_BATCH_SIZE,
     SOURCE_SETTINGS,
     TOKENIZED_ONCE,
     build_source_settings,
@@ -41,8 +52,10 @@ from portable.importing.trainer_conversions import (
     convert_events_per_epoch,
     convert_push_time,
     format_pair_loss,
+    get_first_value,
+    note_missing_cross_entropy,
 )
-from portable.importing.trl import CUT_LATER, OTHER_ORDER, PACKED_APART
+from portable.importing.trl import CUT_LATER, OTHER_ORDER, PACKED_APART, set_precision_without_bf16
 from portable.importing.words import build_word_converter
 
 if TYPE_CHECKING:
@@ -52,11 +65,14 @@ if TYPE_CHECKING:
 
 PAIR_LOSSES = ("dpo", "ipo", "orpo", "simpo")
 FORMAT_BY_TYPE = {"completion": "text", "pretrain": "text", "None": "auto"}
-"""Values of ``data.format``, by the ``type`` of an entry of ``datasets``, for types without further keys."""
+"""Values of ``data.format`` for entries of ``datasets`` without keys that name fields, keyed by the entry's
+``type``.
+"""
 QUESTION_FIELDS = {"alpaca_chat.load_qa": "question", "context_qa.load_v2": "question"}
-"""Field of a record with the question, by the ``type`` of an entry, for questions and answers."""
+"""Field that contains the question of a record, keyed by the ``type`` of an entry for questions and
+answers."""
 MESSAGE_FIELDS = {("role", "content"): "messages", ("from", "value"): "conversations"}
-"""Field of a record with the messages, by the keys of role and content in a message."""
+"""Field that contains the messages of a record, keyed by a message's keys for the role and the content."""
 PAIR_COLUMNS = {
     "field_prompt": "prompt",
     "field_chosen": "chosen",
@@ -69,14 +85,15 @@ ROLE_NAMES = {
     "system": {"system"},
     "tool": {"tool"},
 }
-"""Names of roles in messages that are recognized, keyed by the name of the role in this project."""
-USE_CUSTOM_CODE = "custom code goes into train.loss, train.callbacks or model.function; remove the key"
-SET_TEMPLATE = "write a template into a .jinja file, and name it in data.chat_template"
-TURN_END = "the token that ends a trained turn is trained, and no other; remove the key"
+"""Names that a role may have in messages, keyed by this project's name of the role."""
+USE_CUSTOM_CODE = "use custom code in train.loss, train.callbacks or model.function instead"
+SET_TEMPLATE = "write a chat template to a .jinja file, and set data.chat_template to this file"
+CONVERT_RECORDS = "convert the records to messages, alpaca or text, and set data.format to this format"
+TURN_END = "the token that ends a turn is trained if the turn is trained; remove the key"
 
 
 def convert_trained_roles(value: Any, _: ForeignFile) -> list[str] | None:
-    """Convert ``roles_to_train``, a role or a list of roles.
+    """Convert ``roles_to_train``, which is a role or a list of roles.
 
     The role ``human`` becomes ``user``, and ``gpt`` becomes ``assistant``. Returns None if only the
     assistant is trained, because this is the default.
@@ -88,12 +105,13 @@ def convert_trained_roles(value: Any, _: ForeignFile) -> list[str] | None:
 
 
 def check_role_names(value: Any, _: ForeignFile) -> None:
-    """Check that ``roles`` contains only role names that this project recognizes.
+    """Check that ``roles`` has only supported names.
 
-    The key maps each role to its names in the records.
+    ``roles`` maps each role to its names in the records.
 
     Raises:
-        NoCounterpart: If a name is not in :data:`ROLE_NAMES`.
+        NoCounterpart: If a name is not one of the names that :data:`ROLE_NAMES` contains for its
+            role.
     """
     others = {
         role: words
@@ -102,58 +120,81 @@ def check_role_names(value: Any, _: ForeignFile) -> None:
     }
     if others:
         raise NoCounterpart(
-            f"{format_short_value(others)} is not supported: the roles in the records are user, "
-            "assistant, system and tool, or human and gpt with from and value; rename the roles in the "
-            "records"
+            f"{format_short_value(others)} is not supported: the supported role names are user, assistant, "
+            "system and tool, or human and gpt in messages with the keys from and value; rename the roles in "
+            "the records"
         )
 
 
 def note_or_refuse_plugins(value: Any, file: ForeignFile) -> None:
-    """Check ``plugins``: add a note for each plugin with faster kernels, and refuse unknown plugins."""
+    """Add a note for each plugin with faster kernels, and a refusal for each unknown plugin.
+
+    The plugin for expert parallelism is accepted without a note, because the key
+    ``expert_parallel_size`` configures it.
+    """
     for name in [
         str(item) for item in (value if isinstance(value, list) else [value]) if not is_off_or_empty(item)
     ]:
         if "CutCrossEntropy" in name or "Liger" in name:
             file.add_note(
-                file.path, f"{name} has no effect: memory.loss_chunk_tokens saves the logits' memory"
+                file.path,
+                f"{name} has no effect: memory.loss_chunk_tokens reduces the memory used for the logits "
+                "instead",
             )
-        elif "ExpertParallel" not in name:  # expert_parallel_size is a key of this plugin
-            file.add_refusal(file.path, f"{format_short_value(name)} is not supported: {USE_CUSTOM_CODE}")
+        elif "ExpertParallel" not in name:  # accepted, because its setting is the key expert_parallel_size
+            file.add_refusal(file.path, f"{format_short_value(name)} is not supported; {USE_CUSTOM_CODE}")
 
 
 def convert_wandb_project(value: Any, _: ForeignFile) -> dict[str, Any]:
-    """Convert ``wandb_project`` to the project, and select W&B as the tracker.
+    """Convert ``wandb_project`` to the name of the project, and select W&B as the tracker.
 
-    Returns an empty dict if the project is empty.
+    Returns an empty dict if the name is empty.
     """
     return {"log.project": value, "log.trackers": ["wandb"]} if value else {}
 
 
 def convert_pair_loss(value: Any, file: ForeignFile) -> dict[str, Any]:
-    """Convert ``rl``, the name of a preference loss, and its beta to ``train.loss``.
+    """Convert the value of ``rl``, the name of a preference loss, to ``train.loss``.
+
+    The arguments of the loss are read from other keys, such as ``rl_beta`` and ``rpo_alpha``. Without
+    these keys, they have the defaults of TRL's trainers, which axolotl uses.
 
     Raises:
-        NoCounterpart: If the loss is not supported.
+        NoCounterpart: If the loss is not in :data:`PAIR_LOSSES`.
     """
     if value not in PAIR_LOSSES:
-        raise NoCounterpart(f"{format_short_value(value)} is not supported: {SET_PAIR_LOSS}")
-    return {"train.loss": format_pair_loss(value, file.get_value("rl_beta", file.get_value("dpo_beta")))}
+        raise NoCounterpart(f"{format_short_value(value)} is not supported; {SET_PAIR_LOSS}")
+    if value == "simpo":
+        note_missing_cross_entropy(value, "cpo_alpha", 1.0, file)
+    return {
+        "train.loss": format_pair_loss(
+            value,
+            beta=get_first_value(file, ("rl_beta", "dpo_beta", "orpo_alpha"), 0.1),
+            gamma=file.get_value("simpo_gamma", 0.5),
+            sft=file.get_value("rpo_alpha"),
+        )
+    }
 
 
 def convert_datasets(value: Any, file: ForeignFile) -> dict[str, Any]:
-    """Convert ``datasets`` or ``pretraining_dataset``, an entry or a list of entries.
+    """Convert Axolotl's ``datasets`` or ``pretraining_dataset`` to settings of ``data``.
+
+    Args:
+        value: Value of the key. It is a single entry or a list of entries. An entry is a dict that
+            describes one dataset.
+        file: File that contains the key.
 
     Returns:
         Settings of the section ``data`` for a single source or for a mixture.
 
     Raises:
-        NoCounterpart: If an entry has no path.
+        NoCounterpart: If an entry is not a dict, or has no ``path``.
     """
     sources = []
     for number, entry in enumerate(value if isinstance(value, list) else [value], start=1):
         if not isinstance(entry, dict) or not entry.get("path"):
             raise NoCounterpart(
-                f"{format_short_value(entry)} is not supported: name a file or hub dataset in data.source"
+                f"{format_short_value(entry)} is not supported; set data.source to a file or a hub dataset"
             )
         sources.append(_convert_dataset(entry, number, file))
     return build_source_settings(sources)
@@ -162,16 +203,19 @@ def convert_datasets(value: Any, file: ForeignFile) -> dict[str, Any]:
 def _convert_dataset(entry: dict[str, Any], number: int, file: ForeignFile) -> dict[str, Any]:
     """Convert one entry of ``datasets`` to the settings of a source, without the prefix ``data.``.
 
-    Notes and refusals are added to the result of the file. ``data.chat_template`` is also set in this
-    result, because a source has no such setting. Settings without a value are None.
+    Notes and refusals are added to ``file.result``. So is ``data.chat_template``, because it is a
+    setting of the run and not of a source.
 
     Args:
         entry: Keys of the entry, with their values.
         number: One-based position of the entry in its list, used in error messages.
         file: File that contains the list.
+
+    Returns:
+        Settings of the source, keyed by name. Settings without a value are None.
     """
     kind = entry.get("type")
-    if isinstance(kind, dict):  # a custom prompter
+    if isinstance(kind, dict):  # the type is a custom prompter
         entry = {**kind, **{key: value for key, value in entry.items() if key != "type"}}
         kind = "alpaca"
     settings = convert_dataset_entry(entry, ENTRY_KEYS, number, file)
@@ -214,11 +258,14 @@ class RecordFormat(NamedTuple):
 
 
 def convert_record_format(kind: str, entry: Mapping[str, Any]) -> RecordFormat:
-    """Convert the ``type`` of an entry of ``datasets``, and the entry's keys that contain field names.
+    """Convert the record format of an Axolotl dataset to ``data.format`` and ``data.columns``.
+
+    Axolotl describes each dataset by an entry in ``datasets``. The key ``type`` of the entry names
+    the record format. Other keys of the entry, such as ``field_output``, contain field names.
 
     Args:
         kind: Value of ``type``, such as ``alpaca`` or ``chat_template``.
-        entry: Keys of the entry, with their values.
+        entry: Entry of the dataset in ``datasets``.
 
     Raises:
         NoCounterpart: If no value of ``data.format`` corresponds to such records.
@@ -234,22 +281,23 @@ def convert_record_format(kind: str, entry: Mapping[str, Any]) -> RecordFormat:
     if base in ("chat_template", "sharegpt"):
         return _convert_message_format(entry, is_sharegpt=base == "sharegpt")
     if kind not in FORMAT_BY_TYPE:
-        reason = "records of this kind are not supported; write the records as messages, alpaca or text"
-        raise NoCounterpart(f"{entry['path']}: type {format_short_value(kind)} is not supported: {reason}")
+        raise NoCounterpart(
+            f"{entry['path']}: type {format_short_value(kind)} is not supported; {CONVERT_RECORDS}"
+        )
     return RecordFormat(FORMAT_BY_TYPE[kind], {})
 
 
 def _convert_message_format(entry: Mapping[str, Any], *, is_sharegpt: bool) -> RecordFormat:
-    """Convert the keys of an entry of ``datasets`` whose records are conversations.
+    """Convert the record format of a dataset of conversations to ``data.format`` and ``data.columns``.
 
     Args:
-        entry: Keys of the entry, with their values.
-        is_sharegpt: Whether the type of the entry makes ``from`` and ``value`` the default keys of a
-            message.
+        entry: Keys of the dataset's entry in ``datasets``, with their values.
+        is_sharegpt: Whether the entry's type is ``sharegpt``, for which the default keys of a
+            message are ``from`` and ``value``.
 
     Raises:
         NoCounterpart: If the keys of messages are neither ``role`` and ``content`` nor ``from`` and
-            ``value``.
+            ``value``, or if ``message_property_mappings`` renames other keys.
     """
     mapping = entry.get("message_property_mappings") or {}
     role = mapping.get("role") or entry.get("message_field_role") or ("from" if is_sharegpt else "role")
@@ -259,8 +307,8 @@ def _convert_message_format(entry: Mapping[str, Any], *, is_sharegpt: bool) -> R
     if (role, content) not in MESSAGE_FIELDS or others:
         field_names = format_short_value({"role": role, "content": content, **others})
         raise NoCounterpart(
-            f"{entry['path']}: messages with the keys {field_names} have no counterpart: write them with "
-            "role and content, or with from and value"
+            f"{entry['path']}: messages with the keys {field_names} are not supported; rename the keys "
+            "in the records to role and content, or to from and value"
         )
     field = MESSAGE_FIELDS[role, content]
     theirs = entry.get("field_messages") or ("conversations" if is_sharegpt else "messages")
@@ -277,7 +325,7 @@ ENTRY_KEYS: ForeignKeys = {
     "type": CompanionKey("data.format"),
     **dict.fromkeys(
         ("field_messages", "message_property_mappings", "message_field_role", "message_field_content"),
-        CompanionKey("data.format and data.columns"),
+        CompanionKey(SET_RECORD_FORMAT, docs_text="data.format, data.columns"),
     ),
     **dict.fromkeys(("field_instruction", "field_output", "field_input"), CompanionKey("data.columns")),
     **dict.fromkeys(
@@ -286,34 +334,41 @@ ENTRY_KEYS: ForeignKeys = {
     **dict.fromkeys(("field_prompt", "field_chosen", "field_rejected"), CompanionKey("data.columns")),
     "roles_to_train": SettingKey("data.roles_to_train", convert_trained_roles),
     "roles": MultiSettingKey(
-        (), check_role_names, hint="data.format: each format has its own words for roles"
+        (),
+        check_role_names,
+        docs_text="no setting: each format has its own role names, such as user and assistant; rename other "
+        "roles in the records",
     ),
     "chat_template": SettingKey("data.chat_template", convert_chat_template),
     **dict.fromkeys(("train_on_eos", "train_on_eot"), RefusedKey(TURN_END, unless=("turn",))),
     "message_field_training": RefusedKey(
-        "the keys train, training, weight and loss of a message are read; rename the key in the records",
+        "the weight of a message must have the key train, training, weight or loss; rename the key in the "
+        "records",
         unless=("train", "training"),
     ),
     "message_field_training_detail": RefusedKey(
-        "parts of a message cannot be left out; set weight: 0 in complete messages"
+        "only complete messages can be excluded from training; set weight: 0 in these messages"
     ),
     **dict.fromkeys(
         ("field_thinking", "template_thinking_key"),
         RefusedKey(
-            "the keys reasoning_content, thinking and reasoning of a message are read; rename the key in "
-            "the records",
+            "the reasoning of a message must have the key reasoning_content, thinking or reasoning; rename "
+            "the key in the records",
             unless=("reasoning_content", "thinking", "reasoning"),
         ),
     ),
-    "split_thinking": RefusedKey("write the reasoning into reasoning_content of each message"),
+    "split_thinking": RefusedKey("store the reasoning under the key reasoning_content of each message"),
     "drop_system_message": RefusedKey("remove the system messages from the records"),
-    "chat_template_jinja": RefusedKey("write it into a .jinja file, and name it in data.chat_template"),
+    "chat_template_jinja": RefusedKey(SET_TEMPLATE),
     **dict.fromkeys(
         ("shards", "shards_idx"),
-        RefusedKey("set data.split to a part, such as train[:10%], or data.max_samples"),
+        RefusedKey(
+            "set data.split to a part of the data, such as train[:10%], or data.max_samples to a number of "
+            "records"
+        ),
     ),
-    "skip": RefusedKey("set data.split to a part, such as train[10%:]"),
-    "conversation": RefusedKey("name a template in data.chat_template"),
+    "skip": RefusedKey("set data.split to a part of the data, such as train[10%:]"),
+    "conversation": RefusedKey(SET_TEMPLATE),
     **dict.fromkeys(
         ("system_prompt", "system_format", "format", "no_input_format"), RefusedKey(SET_TEMPLATE)
     ),
@@ -329,18 +384,23 @@ ENTRY_KEYS: ForeignKeys = {
             "logprobs_field",
             "temperature",
         ),
-        RefusedKey("write the records as messages, alpaca or text"),
+        RefusedKey(CONVERT_RECORDS),
     ),
     "revision": RefusedKey(
-        "the newest revision is used; name a local folder in data.source for another", unless=("main",)
+        "only the newest revision is used; for another revision, set data.source to a local folder",
+        unless=("main",),
     ),
-    "trust_remote_code": RefusedKey("no code of a dataset is run; name its files in data.source"),
+    "trust_remote_code": RefusedKey(
+        "code in a dataset is not run; set data.source to the files of the dataset"
+    ),
     "ds_type": IgnoredKey(
-        "the file extension determines the format; rename the file", unless=("json", "parquet", "csv", "text")
+        "the file extension determines the format; give the file the extension of its format, such as "
+        ".jsonl, and remove the key",
+        unless=("json", "parquet", "csv", "text"),
     ),
     "preprocess_shards": IgnoredKey(),
 }
-"""Table of the keys of an entry of ``datasets`` or ``pretraining_dataset``."""
+"""Table entries for the keys of an entry of ``datasets`` or ``pretraining_dataset``."""
 
 KEYS: ForeignKeys = {
     # Model and adapter
@@ -357,12 +417,13 @@ KEYS: ForeignKeys = {
     "peft_use_dora": SettingKey("adapter.use_dora"),
     "peft_use_rslora": SettingKey("adapter.use_rslora"),
     "processor_type": IgnoredKey(
-        "the processor of the model is used, and its image tower is frozen; set train.trainable to train it"
+        "the processor of the model is used, and the image tower is frozen; to train the image tower, too, "
+        "set train.trainable to [.], which matches all parameters"
     ),
-    "processor_kwargs": RefusedKey("write the arguments into processor_config.json of a local model folder"),
+    "processor_kwargs": RefusedKey(SET_PROCESSOR),
     "image_size": RefusedKey(SCALE_IMAGES),
     "image_resize_algorithm": IgnoredKey("images are scaled with bicubic interpolation; remove the key"),
-    **dict.fromkeys(("qat", "quantize_moe_experts"), RefusedKey(ONLY_16_OR_32_BITS)),
+    **dict.fromkeys(("qat", "quantize_moe_experts"), RefusedKey(ONLY_FROZEN_QUANTIZED)),
     **dict.fromkeys(("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel"), IgnoredKey(NO_LIGER)),
     **dict.fromkeys(("base_model_config", "lora_fan_in_fan_out"), IgnoredKey()),
     # Data
@@ -375,50 +436,56 @@ KEYS: ForeignKeys = {
     "sequence_len": SettingKey("data.seq_len"),
     "excess_length_strategy": WordSettingKey("data.truncation", {"drop": "drop", "truncate": "end"}),
     "sample_packing": SwitchKey({"data.packing": "documents"}),
-    "eval_sample_packing": IgnoredKey(
-        "evaluation samples are packed like training samples; set data.packing"
-    ),
-    "pad_to_sequence_len": IgnoredKey(
-        "set data.packing; if it is false, sequences are padded to data.seq_len"
-    ),
+    "eval_sample_packing": IgnoredKey(EVALUATION_PACKED),
+    "pad_to_sequence_len": IgnoredKey(PADDED_WITHOUT_PACKING),
     **dict.fromkeys(
         ("group_by_length", "max_packed_sequence_len"),
-        IgnoredKey("sequences have one length; set data.packing so that there is no padding"),
+        IgnoredKey("all sequences have the same length; set data.packing to documents to avoid padding"),
     ),
     "train_on_inputs": WordSettingKey(
         "data.train_on",
         {"true": "all", "false": None},
-        hint="set data.train_on to all if it is true; false is the default for conversations",
+        hint="set data.train_on to all to train on the inputs, too",
     ),
     "roles_to_train": SettingKey("data.roles_to_train"),
     "chat_template": SettingKey("data.chat_template", convert_chat_template),
     "chat_template_jinja": SettingKey("data.chat_template"),
     "tokenizer_config": SettingKey("data.tokenizer"),
-    "tokenizer_type": CompanionKey("data.tokenizer"),
-    "special_tokens": IgnoredKey(
-        "the special tokens of the tokenizer are used; set data.added_tokens for more"
+    "tokenizer_type": IgnoredKey(
+        "the files of the tokenizer determine its class; remove the key", unless=("AutoTokenizer",)
     ),
-    "eot_tokens": IgnoredKey("the token that ends an answer is found in the data; remove the key"),
-    "dataset_prepared_path": CompanionKey("data.cache_dir"),
+    "special_tokens": IgnoredKey(
+        "the special tokens of the tokenizer are used; to add tokens, list the tokens in data.added_tokens"
+    ),
+    "eot_tokens": IgnoredKey(
+        "the tokens that end an answer are determined from the chat template; remove the key"
+    ),
+    "dataset_prepared_path": IgnoredKey(
+        "tokens are cached in data.cache_dir; remove the key", unless=("last_run_prepared",)
+    ),
     **dict.fromkeys(("dataset_processes", "skip_prepare_dataset"), IgnoredKey(TOKENIZED_ONCE)),
     "push_dataset_to_hub": IgnoredKey(),
     # Training
     "num_epochs": SettingKey("train.epochs"),
     "micro_batch_size": SettingKey("train.micro_batch_size"),
     "batch_size": SettingKey("train.global_batch_size"),
-    "eval_batch_size": IgnoredKey("evaluation takes train.micro_batch_size; remove the key"),
+    "eval_batch_size": IgnoredKey(SHARED_BATCH_SIZE),
     "optimizer": SettingKey("train.optimizer", build_word_converter("train.optimizer")),
     "lr_scheduler": SettingKey("train.schedule", build_word_converter("train.schedule")),
     "cosine_min_lr_ratio": SettingKey("train.min_learning_rate_ratio"),
     "unfrozen_parameters": SettingKey("train.trainable"),
     "rl": MultiSettingKey(("train.loss",), convert_pair_loss, hint=SET_PAIR_LOSS),
-    **dict.fromkeys(("rl_beta", "dpo_beta"), CompanionKey(BETA_OF_LOSS)),
-    "rpo_alpha": CompanionKey(SFT_OF_LOSS),
+    **dict.fromkeys(
+        ("rl_beta", "dpo_beta", "orpo_alpha"), CompanionKey(BETA_OF_LOSS, docs_text=BETA_ARGUMENT)
+    ),
+    "simpo_gamma": CompanionKey(GAMMA_OF_LOSS, docs_text=GAMMA_ARGUMENT),
+    "cpo_alpha": CompanionKey(ADD_CROSS_ENTROPY),
+    "rpo_alpha": CompanionKey(SFT_OF_LOSS, docs_text=SFT_ARGUMENT),
     "early_stop": SettingKey("train.stop_after"),
     "evals_per_epoch": SettingKey(
         "train.eval_every_epochs",
         convert_events_per_epoch,
-        hint="set train.eval_every_epochs to one divided by it",
+        hint="set train.eval_every_epochs to 1 divided by this value",
     ),
     "evaluation_strategy": PresetKey(
         {"no": {"train.eval_every": None}, "epoch": {"train.eval_every_epochs": 1}, "steps": {}},
@@ -426,14 +493,20 @@ KEYS: ForeignKeys = {
     ),
     **dict.fromkeys(
         ("loss_watchdog_threshold", "loss_watchdog_patience"),
-        IgnoredKey("the run stops at a loss that is not finite; remove the key"),
+        IgnoredKey("train.on_non_finite handles a NaN or infinite loss; remove the key"),
     ),
-    "plugins": MultiSettingKey((), note_or_refuse_plugins, hint=USE_CUSTOM_CODE),
+    "plugins": MultiSettingKey(
+        (),
+        note_or_refuse_plugins,
+        hint=USE_CUSTOM_CODE,
+        docs_text="not supported, except for plugins for kernels and expert parallelism; instead, use custom "
+        "code in train.loss, train.callbacks or model.function",
+    ),
     # Output and launch
     "saves_per_epoch": SettingKey(
         "checkpoint.every_epochs",
         convert_events_per_epoch,
-        hint="set checkpoint.every_epochs to one divided by it",
+        hint="set checkpoint.every_epochs to 1 divided by this value",
     ),
     "save_first_step": IgnoredKey(),
     "wandb_project": MultiSettingKey(
@@ -441,20 +514,21 @@ KEYS: ForeignKeys = {
     ),
     **dict.fromkeys(("wandb_name", "wandb_run_id"), SettingKey("log.name")),
     "wandb_*": IgnoredKey(
-        "set log.trackers; configure the tracker with its environment variables, such as WANDB_ENTITY"
+        "set log.trackers to [wandb], and configure the tracker with environment variables such as "
+        "WANDB_ENTITY"
     ),
     **dict.fromkeys(
         ("context_parallel_size", "sequence_parallel_degree"), SettingKey("context_parallel_size")
     ),
     "tensor_parallel_size": SettingKey("tensor_parallel_size"),
-    "expert_parallel_token_capacity": RefusedKey("no token is dropped; remove the key"),
-    "expert_parallel_*": IgnoredKey("tokens are exchanged with torch.distributed; remove the key"),
+    "expert_parallel_token_capacity": RefusedKey("experts never drop tokens; remove the key"),
+    "expert_parallel_*": IgnoredKey("ranks exchange tokens with torch.distributed; remove the key"),
     "experts_implementation": WordSettingKey(
         "model.experts",
         {name: name for name in ("eager", "batched_mm", "grouped_mm")},
         hint="set model.experts to eager, batched_mm or grouped_mm",
     ),
-    **dict.fromkeys(("strict", "gpu_memory_limit"), IgnoredKey(IS_AUTOMATIC)),
+    **dict.fromkeys(("strict", "gpu_memory_limit"), IgnoredKey(NO_SETTING)),
     **dict.fromkeys(("torchdistx_path", "dp_shard_size", "fsdp_version"), IgnoredKey()),
 }
 DEFAULTS: dict[str, Any] = {
@@ -478,18 +552,20 @@ DIFFERENCES = (
     CUT_LATER,
     PACKED_APART,
     ProgramDifference(
-        "Without train_on_inputs, only answers are trained, to the end of their turn.", "data.train_on"
+        "Without train_on_inputs, only the answers are trained, including the end of the turn.",
+        "data.train_on",
     ),
 )
 
 
 def complete_axolotl_settings(file: ForeignFile, num_devices: int) -> None:
-    """Set ``hub.push`` if the file names a repository, and call :func:`complete_run_settings`.
+    """Set ``precision`` and ``hub.push``, and call :func:`complete_run_settings`.
 
     Args:
-        file: A file whose keys have been converted.
-        num_devices: Number of devices over which a batch is divided. 0 if it is unknown.
+        file: File whose keys have been converted.
+        num_devices: Number of all devices of the original run. 0 if it is unknown.
     """
+    set_precision_without_bf16(file)
     if file.result.values.get("hub.repo") is not None:
         file.set_default_setting("hub.push", convert_push_time(True, file), "axolotl pushes to hub_model_id")
     complete_run_settings(file, num_devices)

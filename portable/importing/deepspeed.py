@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import TypeAdapter, ValidationError
 
 from portable.config.origins import format_short_value
+from portable.config.suggestions import format_advice
 from portable.converters.similar_names import format_name_suggestion
 from portable.errors import UserError, require, to_one_line
 from portable.importing.foreign_file import ConvertedSettings, ForeignKey, NoCounterpart, NoEffect
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
 AUTO = "auto"
 LEARNING_RATE_PARAMS = ("warmup_max_lr", "cycle_max_lr", "lr_range_test_min_lr")
-"""Params of DeepSpeed's schedulers that set the learning rate."""
+"""Parameters of DeepSpeed's schedulers that set the learning rate."""
 TORCH_ADAMW_WEIGHT_DECAY = 0.01
 """Default weight decay of torch's AdamW, which DeepSpeed uses if ``torch_adam`` is true."""
 OPTIMIZER_DEFAULTS: dict[str, dict[str, Any]] = {
@@ -44,7 +45,8 @@ OPTIMIZER_DEFAULTS: dict[str, dict[str, Any]] = {
     "adam": {"lr": 0.001, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0},
     "sgd": {"lr": 0.001, "momentum": 0, "weight_decay": 0.0},
 }
-"""DeepSpeed's defaults for the params that correspond to settings, by supported optimizer in lower case."""
+"""DeepSpeed's defaults of the optimizer parameters that correspond to settings, keyed by optimizer
+type in lower case."""
 SCHEDULER_DEFAULTS: dict[str, dict[str, Any]] = {
     "WarmupLR": {"warmup_num_steps": 1000},
     "WarmupDecayLR": {"warmup_num_steps": 1000, "warmup_max_lr": 0.001},
@@ -52,32 +54,36 @@ SCHEDULER_DEFAULTS: dict[str, dict[str, Any]] = {
     "OneCycle": {},
     "LRRangeTest": {"lr_range_test_min_lr": 0.001},
 }
-"""DeepSpeed's defaults for the params that correspond to settings, by supported scheduler."""
-UNSUPPORTED_UPDATE = "another update of the weights is not supported; remove the key"
+"""DeepSpeed's defaults of the scheduler parameters that correspond to settings, keyed by scheduler type."""
+REMOVE_KEY = "remove the key"
+REQUIRED_UPDATE = "the optimizer of a run always uses this option; remove the key"
+ONLY_DECOUPLED_DECAY = "only decoupled weight decay is supported; remove the key"
 CHECKED_LATER = (
-    "The keys in deepspeed.config are passed on. The installed DeepSpeed checks them when the run starts."
+    "The keys in deepspeed.config are passed on to DeepSpeed, which checks them when the run starts."
 )
 _BOOLEAN = TypeAdapter(bool)
 
 
 def parse_deepspeed_json(text: str, file_name: str) -> dict[str, Any]:
-    """Parse a DeepSpeed JSON.
+    """Parse the text of a DeepSpeed config in JSON format.
 
-    If the package hjson is installed, comments and trailing commas (Hjson) are allowed, as in DeepSpeed.
+    If the package hjson is installed, comments and trailing commas (Hjson) are allowed, as in
+    DeepSpeed.
 
     Args:
         text: Text of the file.
         file_name: Name of the file, used in error messages.
 
     Raises:
-        UserError: If the text is not valid JSON or Hjson, is empty, is not a mapping, or has a duplicate key.
+        UserError: If the text is not valid JSON or Hjson, is empty, is not a mapping, or has a
+            duplicate key.
     """
     require(
         bool(text.strip()), f"{file_name}: is empty; write {{}} for a DeepSpeed JSON that changes nothing"
     )
     problem = ""
     parsed: Any = None
-    for package in ("json", "hjson"):  # DeepSpeed installs hjson
+    for package in ("json", "hjson"):  # hjson is a dependency of DeepSpeed
         if parsed is None and find_spec(package) is not None:
             try:
                 load = import_module(package).loads
@@ -92,23 +98,29 @@ def parse_deepspeed_json(text: str, file_name: str) -> dict[str, Any]:
 
 
 def _build_unique_dict(pairs: list[tuple[str, Any]], name: str) -> dict[str, Any]:
-    """Build a dict from the key-value pairs of a JSON object, as a hook of the JSON parser.
+    """Build a dict from the key-value pairs of a JSON object, and reject duplicate keys.
+
+    This is the ``object_pairs_hook`` of the JSON parser. Keys that begin with ``_`` or ``//`` serve
+    as comments, and may be repeated.
 
     Args:
         pairs: Keys and values of a JSON object.
         name: Name of the file, used in error messages.
 
     Raises:
-        UserError: If a key that is not a comment occurs twice.
+        UserError: If a key occurs twice and does not serve as a comment.
     """
     keys = [key for key, _ in pairs if not _is_comment(key)]
     duplicate_key = next((key for key in keys if keys.count(key) > 1), None)
-    require(duplicate_key is None, f"{name}: duplicate key {duplicate_key}; remove one of the two")
+    require(duplicate_key is None, f"{name}: duplicate key {duplicate_key}; remove one of the two lines")
     return dict(pairs)
 
 
 def _remove_comments_and_nulls(values: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of a nested mapping without comments and null values."""
+    """Return a copy of a nested mapping without null values and without keys that are comments.
+
+    A key is a comment if it begins with an underscore or two slashes.
+    """
     return {
         key: _remove_comments_and_nulls(value) if isinstance(value, dict) else value
         for key, value in values.items()
@@ -117,38 +129,49 @@ def _remove_comments_and_nulls(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_comment(key: object) -> bool:
-    """Return whether a key is a comment, because it begins with an underscore or two slashes."""
+    """Return whether a key is a comment: it begins with an underscore or two slashes."""
     return str(key).startswith(("_", "//"))
 
 
 def normalize_deepspeed_file(file: ForeignFile) -> None:
-    """Normalize a file in place to the layout that the table of keys expects.
+    """Bring a DeepSpeed config into the form that the key conversion expects, in place.
 
-    Removes comments and null values. Renames deprecated keys if DeepSpeed's own config classes do not
-    rename them, and adds a note about each renamed key.
+    - Comments and null values are removed.
+    - Deprecated keys are replaced by their current equivalents, except for keys that DeepSpeed's
+      own config classes convert. For example, ``bfloat16`` becomes ``bf16``. If the file also
+      contains the current key, the deprecated key is removed.
+    - In the section ``aio``, the strings ``true`` and ``false`` are converted to booleans for the
+      keys ``single_submit`` and ``overlap_events``.
+    - ``optimizer.params`` is removed if ``optimizer.type`` is missing, because DeepSpeed then
+      ignores it.
+
+    Notes in ``file.result`` describe the removal of ``optimizer.params`` and the replacement of
+    most deprecated keys. ``bfloat16`` and ``allgather_size`` are replaced without a note.
 
     Args:
         file: File whose keys have not been converted yet.
     """
     file.values = values = _remove_comments_and_nulls(file.values)
     zero = values.get("zero_optimization")
-    if isinstance(zero, bool):  # the form of DeepSpeed versions without stages
+    if isinstance(zero, bool):  # DeepSpeed versions without stages used a boolean
         zero = values["zero_optimization"] = {"stage": int(zero)}
         size = values.pop("allgather_size", None)
         if size is not None and zero["stage"]:
             zero["allgather_bucket_size"] = size
         file.add_note(
-            ("zero_optimization",), "true or false is deprecated: read as zero_optimization.stage 1 or 0"
+            ("zero_optimization",), f"a boolean is deprecated, and is read as stage: {zero['stage']}"
         )
     if isinstance(zero, dict) and "aio" in zero:
         values.setdefault("aio", zero.pop("aio"))
-        file.add_note(("aio",), "in zero_optimization is deprecated: moved to the top level")
+        file.add_note(
+            ("aio",), "is deprecated within zero_optimization, and is read as a section of the top level"
+        )
     if isinstance(aio := values.get("aio"), dict):
-        # Names in DeepSpeed 0.16 and in the output of ds_nvme_tune.
+        # DeepSpeed 0.16 and the output of ds_nvme_tune use these names.
         for old in ("thread_count", "num_threads"):
             if old in aio:
                 aio.setdefault("intra_op_parallelism", aio.pop(old))
-                file.add_note(("aio", old), "is deprecated: read as aio.intra_op_parallelism")
+                file.add_note(("aio", old), "is deprecated, and is read as aio.intra_op_parallelism")
         # Convert the strings that ds_nvme_tune prints, because DeepSpeed treats every string as true.
         for switch in ("single_submit", "overlap_events"):
             aio |= {switch: aio[switch] == "true"} if aio.get(switch) in ("true", "false") else {}
@@ -172,7 +195,7 @@ def parse_switch(value: Any) -> Any:
 
 
 def get_zero_stage(file: ForeignFile) -> Any:
-    """Return the ZeRO stage in a file, which may be ``auto``, or None if the file does not set it."""
+    """Return the ZeRO stage that a file sets: a number or ``auto``. None if the file does not set it."""
     return file.get_value("zero_optimization.stage")
 
 
@@ -200,28 +223,33 @@ def pass_key_to_deepspeed(file: ForeignFile, value: Any) -> None:
 
 @dataclass(frozen=True)
 class PassThroughKey(ForeignKey):
-    """Key that is passed through to DeepSpeed, except for some values.
+    """Entry for a key that is passed through to DeepSpeed unless its value is rejected.
 
     Attributes:
         check_value: Function that raises ``NoEffect`` or ``NoCounterpart`` for values that must not be
             passed through.
-        docs_text: Description of the key in docs/keys.md.
     """
 
     check_value: Callable[[Any, ForeignFile], None]
-    docs_text: str
     converts_empty_values: bool = field(default=True, kw_only=True)
 
     def has_no_effect(self, value: Any, file: ForeignFile) -> bool:
-        """Return False, because DeepSpeed interprets the values, so none of them may be ignored."""
+        """Return False, because DeepSpeed itself interprets the value.
+
+        For this reason, no value of the key may be ignored, not even false or an empty value. Null
+        values do not occur, because :func:`normalize_deepspeed_file` removes them.
+        """
         return False
 
     def convert(self, value: Any, file: ForeignFile) -> ConvertedSettings:
-        """Add the value to ``deepspeed.config`` in the result, and return no settings.
+        """Add the value to ``deepspeed.config`` in ``file.result``, and return no settings.
+
+        DeepSpeed reads the value there, so no setting of the run is needed.
 
         Raises:
-            NoEffect: If ``check_value`` raises it.
-            NoCounterpart: If ``check_value`` raises it.
+            NoEffect: If the function :attr:`check_value` finds that the value has no effect.
+            NoCounterpart: If :attr:`check_value` rejects the value, or if the key is in the section
+                ``optimizer`` or ``scheduler``.
         """
         self.check_value(value, file)
         pass_key_to_deepspeed(file, value)
@@ -229,26 +257,32 @@ class PassThroughKey(ForeignKey):
 
     @property
     def remedy(self) -> str:
-        """Description of the key in docs/keys.md."""
+        """Description of how the key is treated. Equal to :attr:`docs_text`.
+
+        No setting replaces the key, so this is the same text as :attr:`summary`, which docs/keys.md
+        shows.
+        """
         return self.docs_text
 
 
 def keep_value(value: Any, _: ForeignFile) -> Any:
     """Return ``value`` unchanged.
 
-    This is the converter for keys whose negative values and ``auto`` must be kept. The default
-    converter, :func:`drop_unset_value`, drops them.
+    This is the converter for keys whose negative values must be kept, so that an invalid value is
+    reported. The default converter, :func:`drop_unset_value`, drops negative values. The value
+    ``auto`` is not passed to this function, because :meth:`ForeignKey.has_no_effect` already drops
+    it for DeepSpeed configs.
     """
     return value
 
 
 def convert_precision(value: Any, file: ForeignFile) -> str | None:
-    """Convert ``bf16.enabled`` or ``fp16.enabled`` to the precision.
+    """Convert ``bf16.enabled`` or ``fp16.enabled`` to a value of the setting ``precision``.
 
     Returns:
-        ``bf16`` or ``fp16``, the name of the section, if the section is enabled. ``fp32`` if the
-        section is disabled and the other section is neither enabled nor ``auto``. None in all other
-        cases.
+        Name of the section that contains the key, ``bf16`` or ``fp16``, if ``value`` is true.
+        ``fp32`` if ``value`` is false, and the other section is neither enabled nor ``auto``. None
+        in all other cases.
 
     Raises:
         NoCounterpart: If both sections are enabled.
@@ -266,10 +300,15 @@ def convert_precision(value: Any, file: ForeignFile) -> str | None:
 def convert_loss_scale_param(value: Any, file: ForeignFile) -> Any:
     """Convert a parameter of dynamic loss scaling in the section ``fp16``.
 
-    If ``fp16.enabled`` is not true, the parameter is also passed through to DeepSpeed.
+    The conversion depends on ``fp16.enabled``:
+
+    - True: The value is returned.
+    - ``auto``: The value is returned, and the parameter is added to ``deepspeed.config``, which is
+      passed to DeepSpeed.
+    - False or missing: The parameter is only added to ``deepspeed.config``.
 
     Returns:
-        The value. None if fp16 is disabled or not set.
+        The value. None if ``fp16.enabled`` is false or missing.
     """
     is_on = parse_switch(file.get_value("fp16.enabled", False))
     if is_on is not True:
@@ -280,7 +319,9 @@ def convert_loss_scale_param(value: Any, file: ForeignFile) -> Any:
 def check_fixed_loss_scale(value: Any, file: ForeignFile) -> None:
     """Raise ``NoEffect`` for a fixed loss scale at ZeRO stage 0, which always uses a dynamic scale."""
     if value and parse_switch(file.get_value("fp16.enabled")) is True and get_zero_stage(file) == 0:
-        raise NoEffect("has no effect without ZeRO: the loss scale is dynamic")
+        raise NoEffect(
+            "has no effect without ZeRO, because the loss scale is then always dynamic; remove the key"
+        )
 
 
 def convert_gradient_clipping(value: Any, _: ForeignFile) -> dict[str, Any]:
@@ -294,10 +335,13 @@ def convert_gradient_clipping(value: Any, _: ForeignFile) -> dict[str, Any]:
 def build_offload_device_converter(
     offloaded_state: str, stage_getter: Callable[[ForeignFile], Any]
 ) -> ValueConverter:
-    """Build a converter for the device to which the optimizer state or the parameters are offloaded.
+    """Build a converter for the offload device of the optimizer state or the parameters.
 
-    The converter raises ``NoEffect`` if the ZeRO stage of the file does not support this kind of
-    offloading. At stages 1 and 2, it converts ``nvme`` to ``cpu``, like DeepSpeed, and adds a note.
+    The converter returns ``none``, ``cpu`` or ``nvme``, or None for ``auto``. At stages 1 and 2, it
+    converts ``nvme`` for the optimizer state to ``cpu``, like DeepSpeed, and adds a note. It raises
+    ``NoCounterpart`` if the device is unknown. It raises ``NoEffect`` for ``cpu`` and ``nvme`` if
+    the ZeRO stage does not support offloading: stage 0 for the optimizer state, and stages 0 to 2
+    for the parameters. Every device is accepted if the stage is ``auto`` or not set.
 
     Args:
         offloaded_state: ``optimizer`` or ``params``.
@@ -310,10 +354,10 @@ def build_offload_device_converter(
         device = translate_word(value, {"none": "none", "cpu": "cpu", "nvme": "nvme"})
         stage = stage_getter(file)
         if device != "none" and stage in ((0,) if offloaded_state == "optimizer" else (0, 1, 2)):
-            raise NoEffect(f"{device} has no effect at ZeRO stage {stage}, as in DeepSpeed")
+            raise NoEffect(f"{device} has no effect at ZeRO stage {stage}, as in DeepSpeed; remove the key")
         if device == "nvme" and stage in (1, 2):
             file.add_note(
-                file.path, f"nvme is read as cpu at ZeRO stage {stage}: only stage 3 offloads to disk"
+                file.path, f"nvme is read as cpu at ZeRO stage {stage}, because only stage 3 offloads to disk"
             )
             return "cpu"
         return str(device)
@@ -322,13 +366,15 @@ def build_offload_device_converter(
 
 
 def build_cpu_offload_converter(offloaded_state: str) -> ValueConverter:
-    """Build a converter for ``cpu_offload`` or ``cpu_offload_param``, boolean keys of old DeepSpeed versions.
+    """Build a converter for an old, boolean DeepSpeed key that offloads to the CPU.
 
-    Newer versions specify an offload device instead. The converter returns ``cpu`` if the key is true,
-    otherwise None.
+    The keys are ``cpu_offload`` for the optimizer state and ``cpu_offload_param`` for the
+    parameters. Newer versions specify an offload device instead. The converter returns ``cpu`` if
+    the key is true, otherwise None. It raises ``NoEffect`` if the key is true but the ZeRO stage of
+    the file does not support this kind of offloading.
 
     Args:
-        offloaded_state: ``optimizer`` or ``params``.
+        offloaded_state: State that the key offloads: ``optimizer`` or ``params``.
     """
     convert_device = build_offload_device_converter(offloaded_state, get_zero_stage)
     return lambda value, file: convert_device("cpu" if parse_switch(value) is True else AUTO, file)
@@ -337,11 +383,14 @@ def build_cpu_offload_converter(offloaded_state: str) -> ValueConverter:
 def build_nvme_path_converter(
     device_key: str, stage_getter: Callable[[ForeignFile], Any]
 ) -> Callable[[Any, ForeignFile], None]:
-    """Build a converter that stores the path of an NVMe disk as ``memory.nvme_path`` in the file's result.
+    """Build a converter that stores the path of an NVMe disk as ``memory.nvme_path``.
 
-    The converter does nothing unless the offload device is ``nvme`` and the ZeRO stage may be 3. It
-    marks the setting as assumed, so that the user's config can override it, because paths differ
-    between machines. It raises ``NoCounterpart`` if the file already contains a different NVMe path.
+    The converter does nothing if the path is ``none`` or ``auto``, or if the offload device is not
+    ``nvme``. It raises ``NoCounterpart`` if ``file.result`` already contains a different NVMe path.
+    Otherwise, it stores the path in ``file.result`` if the ZeRO stage is 3, ``auto`` or not set.
+
+    Paths differ between machines. The converter therefore marks the setting as assumed, so that the
+    user's config can override it.
 
     Args:
         device_key: Dotted key of the offload device in the file.
@@ -351,8 +400,12 @@ def build_nvme_path_converter(
     def convert_path(value: Any, file: ForeignFile) -> None:
         if value in ("none", AUTO) or str(file.get_value(device_key)).lower() != "nvme":
             return
-        if file.result.values.get("memory.nvme_path", str(value)) != str(value):
-            raise NoCounterpart("differs from the other nvme_path; use the same folder for both")
+        earlier_path = file.result.values.get("memory.nvme_path", str(value))
+        if earlier_path != str(value):
+            raise NoCounterpart(
+                f"{format_short_value(value)} differs from the other nvme_path, "
+                f"{format_short_value(earlier_path)}; use the same folder for both"
+            )
         if stage_getter(file) in (None, 3, AUTO):
             file.set_setting(file.path, "memory.nvme_path", str(value))
             file.result.assumed_keys.add("memory.nvme_path")
@@ -363,16 +416,20 @@ def build_nvme_path_converter(
 def convert_optimizer_type(value: Any, _: ForeignFile) -> str:
     """Convert the optimizer type to ``adamw`` or ``sgd``, ignoring case.
 
+    The supported types are AdamW, Adam and SGD. Adam becomes ``adamw``, because DeepSpeed's Adam
+    uses decoupled weight decay by default.
+
     Raises:
         NoCounterpart: If the optimizer is not supported.
     """
     kind = str(value).lower()
     if kind not in OPTIMIZER_DEFAULTS:
-        reason = "it scales updates by norms of complete tensors, which ZeRO's flat partitions do not have; "
-        raise NoCounterpart(
-            f"{format_short_value(value)} is not supported: {reason if kind == 'lamb' else ''}use AdamW, "
-            "Adam or SGD"
-        )
+        advice = "use AdamW, Adam or SGD"
+        if kind == "lamb":
+            advice = (
+                f"LAMB needs the norms of complete tensors, but ZeRO divides tensors among ranks; {advice}"
+            )
+        raise NoCounterpart(f"{format_short_value(value)} is not supported{format_advice(advice)}")
     return "sgd" if kind == "sgd" else "adamw"
 
 
@@ -384,15 +441,18 @@ def convert_optimizer_rate(value: Any, file: ForeignFile) -> Any:
     """
     rate = find_scheduler_rate_param(file)
     if rate is not None:
-        raise NoEffect(f"has no effect: scheduler.params.{rate} sets the learning rate")
+        raise NoEffect(f"has no effect: scheduler.params.{rate} sets the learning rate; remove the key")
     return value
 
 
 def find_scheduler_rate_param(file: ForeignFile) -> str | None:
-    """Find the scheduler parameter that sets the learning rate, either explicitly or by its default.
+    """Find the scheduler parameter that determines the learning rate.
+
+    This may be a parameter that the file does not contain but for which DeepSpeed has a default.
 
     Returns:
-        Name of the parameter. None if the optimizer sets the learning rate.
+        Name of the parameter, such as ``warmup_max_lr``. None if the optimizer sets the learning
+        rate.
     """
     params = {
         **SCHEDULER_DEFAULTS.get(str(file.get_value("scheduler.type")), {}),
@@ -402,13 +462,21 @@ def find_scheduler_rate_param(file: ForeignFile) -> str | None:
 
 
 def get_params(file: ForeignFile, section: str) -> dict[str, Any]:
-    """Return the params in the section ``optimizer`` or ``scheduler`` of a file, or an empty dict."""
+    """Return the dict ``params`` of a section, or an empty dict if there is none.
+
+    Args:
+        file: DeepSpeed config file.
+        section: Name of the section, ``optimizer`` or ``scheduler``.
+    """
     params = file.get_value(f"{section}.params")
     return params if isinstance(params, dict) else {}
 
 
 def convert_momentum_to_betas(value: Any, _: ForeignFile) -> list[Any]:
-    """Convert SGD's momentum to ``train.betas``, whose first value is SGD's momentum."""
+    """Convert SGD's momentum to ``train.betas``.
+
+    The trainer uses the first beta as the momentum of SGD, and ignores the second one.
+    """
     return [value, 0.95]
 
 
@@ -418,7 +486,7 @@ def check_adam_w_mode(value: Any, file: ForeignFile) -> None:
     Does nothing if the optimizer type is AdamW, because DeepSpeed then ignores ``adam_w_mode``.
     """
     if parse_switch(value) is False and str(file.get_value("optimizer.type")).lower() != "adamw":
-        raise NoCounterpart(f"{format_short_value(value)}: {UNSUPPORTED_UPDATE}")
+        raise NoCounterpart(f"{format_short_value(value)} is not supported: {ONLY_DECOUPLED_DECAY}")
 
 
 def convert_scheduler_type(value: Any, _: ForeignFile) -> Any:
@@ -430,7 +498,7 @@ def convert_scheduler_type(value: Any, _: ForeignFile) -> Any:
     if value not in SCHEDULER_DEFAULTS:
         remedy = (
             format_name_suggestion(str(value), SCHEDULER_DEFAULTS)
-            or "; remove the key and set train.schedule"
+            or "; remove the key, and set train.schedule, for example to cosine"
         )
         raise NoCounterpart(f"{format_short_value(value)} is not supported{remedy}")
     return value
@@ -443,15 +511,21 @@ def convert_scheduler_param(value: Any, _: ForeignFile) -> Any:
         NoCounterpart: If the value is a list with one element per parameter group.
     """
     if isinstance(value, list):
-        raise NoCounterpart("a list with a value per parameter group is not supported; give one number")
+        raise NoCounterpart("a list with one value per parameter group is not supported; use one number")
     return value
 
 
 def convert_to_schedule_params(value: Any, file: ForeignFile) -> dict[str, Any]:
-    """Add the current scheduler parameter to the parameters that were already converted.
+    """Convert a scheduler parameter, and return the new ``train.schedule_params``.
+
+    Args:
+        value: Value of the parameter.
+        file: File that is being converted. ``file.path`` ends with the name of the parameter, and
+            ``file.result`` contains the parameters that have already been converted.
 
     Returns:
-        The setting ``train.schedule_params`` with all parameters converted so far.
+        A dict with the single key ``train.schedule_params``. Its value is a dict of all parameters
+        converted so far.
 
     Raises:
         NoCounterpart: If the value is a list with one element per parameter group.
@@ -461,44 +535,52 @@ def convert_to_schedule_params(value: Any, file: ForeignFile) -> dict[str, Any]:
 
 
 def convert_recomputation(value: Any, file: ForeignFile) -> str | None:
-    """Convert ``cpu_checkpointing``, which implies activation checkpointing.
+    """Convert ``cpu_checkpointing`` to activation checkpointing, which it implies.
 
     At ZeRO stage 0, adds a note that nothing is offloaded to the CPU.
 
     Returns:
         ``full`` if the value is true, otherwise None.
     """
-    if value is True and get_zero_stage(file) == 0:
+    is_on = parse_switch(value) is True
+    if is_on and get_zero_stage(file) == 0:
         file.add_note(
-            file.path, "has no effect without ZeRO: the inputs of recomputed layers stay on the device"
+            file.path,
+            "has no effect without ZeRO, because the inputs of recomputed layers then stay on the device",
         )
-    return "full" if value is True else None
+    return "full" if is_on else None
 
 
 def build_implied_recomputation_converter(reason: str) -> ValueConverter:
-    """Build a converter for a boolean key that implies activation checkpointing and also has another effect.
+    """Build a converter for a key that enables activation checkpointing and has another effect.
 
-    If the value is true, the converter returns ``full`` and adds a note that the other effect is not
-    supported.
+    The key is a boolean, and its other effect is not supported. If the value is true, the converter
+    returns ``full``, a value of ``memory.activation_checkpointing``, and adds a note about the
+    other effect. Otherwise, it returns None.
 
     Args:
         reason: Reason why the other effect is not supported, used in the note.
     """
 
     def convert_switch(value: Any, file: ForeignFile) -> str | None:
-        if value is True:
-            file.add_note(file.path, f"has no effect: {reason}")
-        return "full" if value is True else None
+        if parse_switch(value) is not True:
+            return None
+        file.add_note(file.path, f"has no effect: {reason}")
+        return "full"
 
     return convert_switch
 
 
 def note_full_weights_export(value: Any, file: ForeignFile) -> None:
-    """Add a note at ZeRO stage 3 that the key has no effect, because full weights are always exported."""
-    if value is True and get_zero_stage(file) == 3:
+    """Add a note that the key has no effect, because the full weights are always exported.
+
+    The note is added only if the value is true and the ZeRO stage is 3.
+    """
+    if parse_switch(value) is True and get_zero_stage(file) == 3:
         file.add_note(
             file.path,
-            "has no effect: final/ always has the full weights, in fp32 (16 bits: portable-convert --dtype)",
+            "has no effect: final/ always contains the full weights in fp32; use portable-convert --dtype "
+            "for 16 bits",
         )
 
 
@@ -511,20 +593,22 @@ def check_is_step_count(value: Any, _: ForeignFile) -> None:
         NoCounterpart: If the value is not a positive integer.
     """
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise NoCounterpart(f"must be a whole number from 1, or auto, not {format_short_value(value)}")
+        raise NoCounterpart(f"must be a positive whole number or auto, not {format_short_value(value)}")
 
 
 def check_gradient_scaling(value: Any, file: ForeignFile) -> None:
-    """Check ``prescale_gradients`` or ``gradient_predivide_factor``.
+    """Check the value of ``prescale_gradients`` or ``gradient_predivide_factor``.
 
     Raises:
-        NoCounterpart: If the value scales gradients and ZeRO reduces them with reduce-scatter.
+        NoCounterpart: If the value enables gradient scaling, the ZeRO stage is not 0, and
+            ``zero_optimization.reduce_scatter`` is not false. ZeRO's reduce-scatter does not
+            support gradient scaling.
     """
     scatters = get_zero_stage(file) != 0 and file.get_value("zero_optimization.reduce_scatter") is not False
     if scatters and (value is True or value not in (None, AUTO, False, 1)):
         raise NoCounterpart(
-            f"{format_short_value(value)} needs zero_optimization.reduce_scatter false under ZeRO; remove "
-            "the key, or set reduce_scatter to false"
+            f"{format_short_value(value)} does not work with ZeRO's reduce-scatter; remove the key, or set "
+            "zero_optimization.reduce_scatter to false"
         )
 
 
@@ -532,7 +616,7 @@ def check_accumulation_dtype(value: Any, file: ForeignFile) -> None:
     """Raise ``NoCounterpart`` for fp32 gradient accumulation in bf16 training at ZeRO stage 1."""
     if value == "fp32" and get_zero_stage(file) == 1 and parse_switch(file.get_value("bf16.enabled")) is True:
         raise NoCounterpart(
-            "fp32 is supported at stages 2 and 3, where gradients are sharded; use zero_optimization.stage 2"
+            "fp32 is only supported at ZeRO stages 2 and 3; set zero_optimization.stage to 2 or 3"
         )
 
 
@@ -545,24 +629,30 @@ KEYS: ForeignKeys = {
     "gradient_accumulation_steps": MultiSettingKey(
         (), check_is_step_count, converts_empty_values=True, hint="train.global_batch_size"
     ),
-    "managed_gradient_accumulation": NeverFalseKey("DeepSpeed must know when a step ends; remove the key"),
+    "managed_gradient_accumulation": NeverFalseKey(
+        "otherwise, DeepSpeed does not detect the end of a step; remove the key"
+    ),
     "gradient_clipping": MultiSettingKey(
         ("train.max_grad_norm",), convert_gradient_clipping, converts_empty_values=True
     ),
-    "gradient_allreduce_op": RefusedKey("remove the key", unless=("mean",)),
+    "gradient_allreduce_op": RefusedKey(REMOVE_KEY, unless=("mean",)),
     **dict.fromkeys(
         ("prescale_gradients", "gradient_predivide_factor"),
-        PassThroughKey(check_gradient_scaling, "passed on, with reduce_scatter false"),
+        PassThroughKey(
+            check_gradient_scaling, docs_text="passed on if zero_optimization.reduce_scatter is false"
+        ),
     ),
     "data_types.grad_accum_dtype": PassThroughKey(
-        check_accumulation_dtype, "passed on; fp32 at stages 2 and 3"
+        check_accumulation_dtype, docs_text="passed on, but fp32 is only supported at stages 2 and 3"
     ),
     # Precision
     **dict.fromkeys(
         ("bf16.enabled", "fp16.enabled"),
         SettingKey("precision", convert_precision, converts_empty_values=True),
     ),
-    "bf16.check_grad_overflow": NeverFalseKey("non-finite updates would go unnoticed; remove the key"),
+    "bf16.check_grad_overflow": NeverFalseKey(
+        "otherwise, NaN and infinite gradients would not be detected; remove the key"
+    ),
     "fp16.initial_scale_power": SettingKey(
         "fp16.initial_scale_power", convert_loss_scale_param, converts_empty_values=True
     ),
@@ -573,14 +663,16 @@ KEYS: ForeignKeys = {
     "fp16.min_loss_scale": SettingKey(
         "fp16.min_loss_scale", convert_loss_scale_param, converts_empty_values=True
     ),
-    "fp16.loss_scale": PassThroughKey(check_fixed_loss_scale, "passed on; dynamic without ZeRO"),
+    "fp16.loss_scale": PassThroughKey(
+        check_fixed_loss_scale, docs_text="passed on, but without ZeRO the loss scale is always dynamic"
+    ),
     **dict.fromkeys(
         (
             "fp16.fp16_master_weights_and_grads",
             "bf16.bf16_master_weights_and_grads",
             "torch_autocast.enabled",
         ),
-        RefusedKey("remove the key"),
+        RefusedKey(REMOVE_KEY),
     ),
     # ZeRO
     "zero_optimization.stage": WordSettingKey(
@@ -596,7 +688,7 @@ KEYS: ForeignKeys = {
         ("memory.nvme_path",),
         build_nvme_path_converter("zero_optimization.offload_optimizer.device", get_zero_stage),
     ),
-    "zero_optimization.offload_optimizer.ratio": RefusedKey("remove the key", unless=(1.0,)),
+    "zero_optimization.offload_optimizer.ratio": RefusedKey(REMOVE_KEY, unless=(1.0,)),
     "zero_optimization.offload_param.device": SettingKey(
         "memory.offload_params", build_offload_device_converter("params", get_zero_stage)
     ),
@@ -607,7 +699,9 @@ KEYS: ForeignKeys = {
         ("memory.nvme_path",),
         build_nvme_path_converter("zero_optimization.offload_param.device", get_zero_stage),
     ),
-    "zero_optimization.cpu_offload_use_pin_memory": IgnoredKey("DeepSpeed has removed it"),
+    "zero_optimization.cpu_offload_use_pin_memory": IgnoredKey(
+        "DeepSpeed has removed this option; remove the key"
+    ),
     "zero_optimization.compute_grad_norm": NeverFalseKey(
         "the gradient norm is needed for clipping and metrics; remove the key"
     ),
@@ -617,18 +711,21 @@ KEYS: ForeignKeys = {
             "zero_optimization.gather_16bit_weights_on_model_save",
             "zero_optimization.stage3_gather_fp16_weights_on_model_save",
         ),
-        PassThroughKey(note_full_weights_export, "no effect at stage 3: final/ always has the full weights"),
+        PassThroughKey(
+            note_full_weights_export,
+            docs_text="passed on, but has no effect at stage 3: final/ always contains the full weights",
+        ),
     ),
     **dict.fromkeys(
         ("zero_optimization.zenflow", "zero_optimization.offload_optimizer.super_offload"),
-        RefusedKey("remove the key"),
+        RefusedKey(REMOVE_KEY),
     ),
     # The optimizer
     "optimizer.type": SettingKey("train.optimizer", convert_optimizer_type),
     "optimizer.params.lr": SettingKey("train.learning_rate", convert_optimizer_rate),
     "optimizer.params.betas": SettingKey("train.betas", keep_value),
     "optimizer.params.momentum": SettingKey(
-        "train.betas", convert_momentum_to_betas, hint="the first of train.betas"
+        "train.betas", convert_momentum_to_betas, hint="set the first value of train.betas"
     ),
     "optimizer.params.eps": SettingKey("train.eps", keep_value),
     "optimizer.params.weight_decay": SettingKey("train.weight_decay", keep_value),
@@ -636,7 +733,7 @@ KEYS: ForeignKeys = {
         (),
         check_adam_w_mode,
         converts_empty_values=True,
-        hint="never false for Adam: another update of the weights is not supported",
+        docs_text="cannot be false for Adam: only decoupled weight decay is supported",
     ),
     **dict.fromkeys(
         (
@@ -644,13 +741,13 @@ KEYS: ForeignKeys = {
             "optimizer.params.adamw_mode",
             "optimizer.params.fp32_optimizer_states",
         ),
-        NeverFalseKey(UNSUPPORTED_UPDATE),
+        NeverFalseKey(REQUIRED_UPDATE),
     ),
     **dict.fromkeys(
         ("optimizer.params.amsgrad", "optimizer.params.maximize", "optimizer.params.nesterov"),
-        RefusedKey("remove the key"),
+        RefusedKey(REMOVE_KEY),
     ),
-    "optimizer.params.dampening": RefusedKey("remove the key", unless=(0,)),
+    "optimizer.params.dampening": RefusedKey(REMOVE_KEY, unless=(0,)),
     "optimizer.legacy_fusion": IgnoredKey(),
     **dict.fromkeys(
         ("optimizer.params.torch_adam", "optimizer.params.fused", "optimizer.params.foreach"), IgnoredKey()
@@ -677,7 +774,7 @@ KEYS: ForeignKeys = {
     "scheduler.params.total_num_steps": SettingKey("train.steps", convert_scheduler_param),
     "scheduler.params.cos_min_ratio": SettingKey("train.min_learning_rate_ratio", convert_scheduler_param),
     "scheduler.params.last_batch_iteration": RefusedKey(
-        "a run starts at its first step, and resumes at its checkpoint's; remove the key", unless=(-1,)
+        "the checkpoint of a run determines the first step; remove the key", unless=(-1,)
     ),
     "scheduler.params.*": MultiSettingKey(
         ("train.schedule_params",), convert_to_schedule_params, converts_empty_values=True
@@ -689,35 +786,41 @@ KEYS: ForeignKeys = {
     "activation_checkpointing.partition_activations": SettingKey(
         "memory.activation_checkpointing",
         build_implied_recomputation_converter(
-            "it shards activations over model-parallel ranks, and there is only one"
+            "this key divides activations among model-parallel ranks, but there is only one such rank"
         ),
     ),
     "activation_checkpointing.contiguous_memory_optimization": SettingKey(
         "memory.activation_checkpointing",
         build_implied_recomputation_converter(
-            "it arranges the activations that partition_activations shards"
+            "this key applies only to activations that partition_activations divides among ranks"
         ),
     ),
     "activation_checkpointing.number_checkpoints": IgnoredKey(
-        "it sizes the buffer of contiguous_memory_optimization"
+        "this key only sets the buffer size of contiguous_memory_optimization; remove the key"
     ),
     "activation_checkpointing.synchronize_checkpoint_boundary": IgnoredKey(
-        "layers are recomputed without a host sync"
+        "no synchronization is needed when layers are recomputed; remove the key"
     ),
     "activation_checkpointing.profile": IgnoredKey(
         "use portable-train --profile, which records the time of each layer"
     ),
     # Other sections
-    "sequence_parallel_size": RefusedKey("set context_parallel_size", unless=(1,)),
+    "sequence_parallel_size": RefusedKey("set context_parallel_size to this value", unless=(1,)),
     **dict.fromkeys(
         ("weight_quantization", "datastates_ckpt"),
-        RefusedKey("remove the key"),
+        RefusedKey(REMOVE_KEY),
     ),
-    "tensor_parallel": RefusedKey("set tensor_parallel_size, and strategy to full_shard"),
-    "expert_parallel": RefusedKey("set expert_parallel_size, and strategy to full_shard"),
+    "tensor_parallel": RefusedKey(
+        "set tensor_parallel_size to the number of devices per copy of the model, and set strategy to "
+        "full_shard"
+    ),
+    "expert_parallel": RefusedKey(
+        "set expert_parallel_size to the number of ranks that share the experts of a layer, and set "
+        "strategy to full_shard"
+    ),
     **dict.fromkeys(
         ("hybrid_engine.enabled", "compile.deepcompile", "checkpoint.writer", "data_efficiency.enabled"),
-        RefusedKey("remove the key"),
+        RefusedKey(REMOVE_KEY),
     ),
 }
 REFUSED_KEYS = {name for name, key in KEYS.items() if isinstance(key, RefusedKey)}
@@ -725,13 +828,17 @@ REFUSED_KEYS = {name for name, key in KEYS.items() if isinstance(key, RefusedKey
 
 
 def complete_deepspeed_settings(file: ForeignFile, num_devices: int) -> None:
-    """Add DeepSpeed's defaults and the global batch size to the result.
+    """Add DeepSpeed's defaults and the global batch size to the settings in ``file.result``.
 
-    At ZeRO stage 0, also add a note about the keys that have no effect there.
+    Defaults are added only for parameters of the optimizer in ``optimizer.type`` and the scheduler
+    in ``scheduler.type``. For OneCycle with SGD, ``cycle_momentum`` is set to False. If keys are
+    passed on to DeepSpeed, a sentence about this is added to ``differences``. At ZeRO stage 0, a
+    note explains that the run uses DDP instead of DeepSpeed, and lists passed-on keys that are
+    therefore ignored.
 
     Args:
         file: File whose keys have been converted.
-        num_devices: Number of devices over which a batch is divided. 0 if it is unknown.
+        num_devices: Number of all devices of the original run. 0 if it is unknown.
     """
     reason = "default of DeepSpeed"
     kind, scheduler = str(file.get_value("optimizer.type", "")).lower(), str(file.get_value("scheduler.type"))
@@ -763,8 +870,8 @@ def complete_deepspeed_settings(file: ForeignFile, num_devices: int) -> None:
     if get_zero_stage(file) == 0:
         file.add_note(
             ("zero_optimization",),
-            "no ZeRO stage: the run uses torch's DDP (strategy no_shard) instead of DeepSpeed's engine"
-            + (f"; no effect: {', '.join(keys_without_effect)}" if keys_without_effect else ""),
+            "no ZeRO stage is enabled, so the run uses torch's DDP (strategy no_shard) instead of DeepSpeed"
+            + (f", and ignores {', '.join(keys_without_effect)}" if keys_without_effect else ""),
         )
     file.set_global_batch_size(num_devices)
 

@@ -1,13 +1,14 @@
-"""Entry types for the tables of other trainers' keys. An entry converts the values of one key.
+"""Types of the entries in key tables, which describe how to convert another trainer's config keys.
 
-A table maps keys of another trainer to entries. A nested key is written with dots. A key that ends
-with a star matches all keys with this prefix that have no separate entry::
+A key table maps each key of the other trainer to an entry, and the entry converts the values of the
+key. A nested key is written with dots. A key that ends with a star matches all keys with this
+prefix that have no separate entry::
 
     KEYS: ForeignKeys = {
         "learning_rate": SettingKey("train.learning_rate"),
         "sample_packing": SwitchKey({"data.packing": "documents"}),
         "skip_memory_metrics": IgnoredKey(),
-        "vllm_*": RefusedKey("training on rewards of generated answers is not supported; leave it out"),
+        "vllm_*": RefusedKey("reinforcement learning on generated answers is not available; remove the key"),
     }
 """
 
@@ -19,6 +20,7 @@ from typing import Any
 
 from portable.config.field_types import parse_boolean_word
 from portable.config.origins import format_short_value
+from portable.config.suggestions import format_advice
 from portable.importing.foreign_file import (
     ConvertedSettings,
     ForeignFile,
@@ -45,7 +47,8 @@ def parse_flag(value: Any) -> bool:
     """Convert a boolean, or a string such as ``yes``, to a boolean.
 
     Raises:
-        NoCounterpart: If ``value`` is not a boolean.
+        NoCounterpart: If ``value`` is neither a boolean nor a word for a boolean. Numbers such as 1
+            are not accepted.
     """
     flag = parse_boolean_word(value)
     if not isinstance(flag, bool):
@@ -60,17 +63,21 @@ def parse_name_list(value: Any) -> list[str]:
 
 
 def translate_word(value: Any, meanings: Mapping[str, Any]) -> Any:
-    """Look up the meaning of a word, ignoring case.
+    """Translate a value of another trainer with a table, ignoring case.
 
     Args:
-        value: Word to look up, a boolean, or None.
-        meanings: Meanings, keyed by word.
+        value: Value to translate: a string, a number, a boolean or None. A number matches the key
+            that contains its digits, such as ``4``. True and strings such as ``yes`` match the key
+            ``true``. False and strings such as ``off`` match the key ``false``. None matches the
+            key ``null``.
+        meanings: Translations, keyed by word.
 
     Returns:
-        The meaning. None if ``value`` is None and ``meanings`` has no key ``null``.
+        The translation. None if ``value`` is None and ``meanings`` has no key ``null``.
 
     Raises:
-        NoCounterpart: If ``value`` is not a key of ``meanings``. The message lists the keys.
+        NoCounterpart: If ``value`` does not match a key of ``meanings``. The message lists the
+            keys.
     """
     word = find_matching_word(value, meanings)
     if word is None and value is not None:
@@ -79,9 +86,11 @@ def translate_word(value: Any, meanings: Mapping[str, Any]) -> Any:
 
 
 def find_matching_word(value: Any, words: Mapping[str, Any]) -> str | None:
-    """Find the key of ``words`` that equals ``value``, ignoring case. Return None if none matches.
+    """Find the key of ``words`` that equals ``value``, ignoring case.
 
-    Booleans, and words such as ``yes`` or ``off``, also match the keys ``true`` and ``false``.
+    A number matches the key that contains its digits, and None matches the key ``null``. Booleans,
+    and words such as ``yes`` or ``off``, also match the keys ``true`` and ``false``. Returns None
+    if no key matches.
     """
     by_upper_case = {word.upper(): word for word in words}
     for item in (value, parse_boolean_word(value)):
@@ -93,10 +102,12 @@ def find_matching_word(value: Any, words: Mapping[str, Any]) -> str | None:
 
 @dataclass(frozen=True)
 class SingleTargetKey(ForeignKey):
-    """Base class of entries that convert the values of a key to values of a single setting.
+    """Base class of table entries for keys that correspond to a single setting.
+
+    Each entry converts one key of another trainer's config, such as TRL's.
 
     Attributes:
-        target: Dotted key of the setting.
+        target: Dotted key of the setting, such as ``train.learning_rate``.
     """
 
     target: str
@@ -108,22 +119,30 @@ class SingleTargetKey(ForeignKey):
 
     @property
     def summary(self) -> str:
-        """Dotted key of the setting. The hint is omitted, because it only explains the values."""
+        """Text that docs/keys.md shows for this key: the dotted key of the setting.
+
+        The page shows neither :attr:`hint`, which only explains the values, nor :attr:`docs_text`.
+        """
         return self.target
 
 
 @dataclass(frozen=True)
 class WordKey(ForeignKey):
-    """Base class of entries for a key with a fixed set of values.
+    """Base class of table entries for keys that have a fixed set of values.
 
     Attributes:
-        words: Meanings, keyed by the possible values of the key.
+        words: Mapping from each possible value of the key to its converted value, for example the
+            value of a setting. Subclasses define the type of the converted values.
     """
 
     words: Mapping[str, Any]
 
     def has_no_effect(self, value: Any, file: ForeignFile) -> bool:
-        """Return whether ``value`` is ignored. False for all keys of :attr:`words`, such as ``false``."""
+        """Return whether ``value`` can be dropped without a note, because it changes nothing.
+
+        This is never the case for a value with a translation in :attr:`words`. For all other
+        values, the rules of the base class apply.
+        """
         return find_matching_word(value, self.words) is None and super().has_no_effect(value, file)
 
 
@@ -132,65 +151,95 @@ class SettingKey(SingleTargetKey):
     """Entry for a key that corresponds to one setting.
 
     Attributes:
-        converter: Function that converts the value of the key to the value of the setting.
+        converter: Function that converts the value of the key to the value of the setting. If it
+            returns None, the setting is not set. The default, :func:`drop_unset_value`, drops
+            ``auto`` and negative numbers.
     """
 
     converter: ValueConverter = drop_unset_value
 
     def convert(self, value: Any, file: ForeignFile) -> ConvertedSettings:
-        """Return the setting with its converted value, or no settings if :attr:`converter` returns None."""
+        """Convert ``value``, and return the result as the value of the setting :attr:`target`.
+
+        Returns no settings if :attr:`converter` returns None.
+        """
         converted = self.converter(value, file)
         return {} if converted is None else {self.target: converted}
 
 
 @dataclass(frozen=True)
 class WordSettingKey(WordKey, SingleTargetKey):
-    """Entry for a key with a fixed set of values that correspond to values of one setting.
+    """Conversion table entry for a key whose values are translated to values of one setting.
 
-    If the meaning of a value in :attr:`words` is None, the setting is not set.
+    The key belongs to the config of another trainer. If :attr:`words` maps a value to None, the
+    setting is left unset.
     """
 
     def convert(self, value: Any, file: ForeignFile) -> ConvertedSettings:
-        """Return the setting with the meaning of the value, or no settings if the meaning is None."""
+        """Translate the value with :attr:`words`, and return a dict that sets :attr:`target` to it.
+
+        The dict is empty if the translation is None.
+
+        Raises:
+            NoCounterpart: If :attr:`words` does not contain the value.
+        """
         meaning = translate_word(value, self.words)
         return {} if meaning is None else {self.target: meaning}
 
 
 @dataclass(frozen=True)
 class PresetKey(WordKey):
-    """Entry for a key with a fixed set of values, each of which sets several settings.
+    """Table entry for a key with a fixed set of values, each of which sets several settings.
 
-    The meanings in :attr:`words` are dicts that map dotted keys to values.
+    :attr:`words` maps each value of the key to a dict. The dict maps the dotted keys of the
+    settings to their values.
     """
 
     def convert(self, value: Any, file: ForeignFile) -> ConvertedSettings:
-        """Return the settings that correspond to a value."""
+        """Return the settings to which :attr:`words` maps a value of the key.
+
+        Raises:
+            NoCounterpart: If :attr:`words` does not contain the value.
+        """
         settings: ConvertedSettings = translate_word(value, self.words)
         return settings
 
     @property
     def targets(self) -> tuple[str, ...]:
-        """Dotted keys of all settings that at least one value of the key sets."""
+        """Dotted keys of all settings that this key can set.
+
+        :attr:`words` maps each value of the key to the settings for this value. One value may set
+        only some of the settings.
+        """
         return tuple(dict.fromkeys(key for settings in self.words.values() for key in settings))
 
     @property
     def remedy(self) -> str:
-        """Hint of the entry, because the setting names by themselves do not show which values to write."""
+        """Advice on the settings to use instead of this key, which is the text of :attr:`hint`.
+
+        A list of setting names would not be enough. The hint also contains the values to set.
+        """
         return self.hint
 
 
 @dataclass(frozen=True)
 class SwitchKey(ForeignKey):
-    """Entry for a boolean key that sets settings if its value is true, ``auto`` or ``full``.
+    """Conversion table entry for a key that turns a feature on or off.
+
+    The values true, ``auto`` and ``full`` turn the feature on. The value false sets nothing.
 
     Attributes:
-        settings: Values to set if the key is true, keyed by dotted setting.
+        settings: Values of the settings to use if the feature is on, keyed by dotted key.
     """
 
     settings: Mapping[str, str]
 
     def convert(self, value: Any, file: ForeignFile) -> ConvertedSettings:
-        """Return the settings if the value of the key is true, otherwise no settings."""
+        """Return :attr:`settings` for true, ``auto`` and ``full``, and no settings for false.
+
+        Raises:
+            NoCounterpart: If ``value`` is any other value.
+        """
         settings_if_true = self.settings
         settings: ConvertedSettings = translate_word(
             value, {"true": settings_if_true, "auto": settings_if_true, "full": settings_if_true, "false": {}}
@@ -199,18 +248,18 @@ class SwitchKey(ForeignKey):
 
     @property
     def targets(self) -> tuple[str, ...]:
-        """Dotted keys of the settings."""
+        """Dotted keys of all settings in :attr:`settings`."""
         return tuple(self.settings)
 
     @property
     def remedy(self) -> str:
-        """Instruction to set the settings, such as ``set data.packing to documents``."""
-        return "set " + ", and ".join(f"{key} to {value}" for key, value in self.settings.items())
+        """Advice on which settings to use instead, such as ``set data.packing to documents``."""
+        return "set " + " and ".join(f"{key} to {value}" for key, value in self.settings.items())
 
     @property
     def summary(self) -> str:
-        """Instruction to set the settings, prefixed with the condition ``if true``."""
-        return f"if true: {self.remedy}"
+        """Description of the key in docs/keys.md, such as ```data.packing: documents` if true``."""
+        return " and ".join(f"`{key}: {value}`" for key, value in self.settings.items()) + " if true"
 
 
 @dataclass(frozen=True)
@@ -219,15 +268,15 @@ class MultiSettingKey(ForeignKey):
 
     Attributes:
         possible_settings: Dotted keys of the settings that the converter may return.
-        converter: Function that converts the value, given the value and the file. It returns settings,
-            or None for no settings.
+        converter: Function that takes the value of the key and the file that is being converted. It
+            returns settings, or None for no settings.
     """
 
     possible_settings: tuple[str, ...]
     converter: Callable[[Any, ForeignFile], ConvertedSettings | None]
 
     def convert(self, value: Any, file: ForeignFile) -> ConvertedSettings:
-        """Return the result of the converter."""
+        """Return the settings from :attr:`converter`, or no settings if it returns None."""
         return self.converter(value, file) or {}
 
     @property
@@ -238,33 +287,46 @@ class MultiSettingKey(ForeignKey):
 
 @dataclass(frozen=True)
 class CompanionKey(ForeignKey):
-    """Entry for a key that is not converted itself. The converter of another key reads its value.
+    """Table entry for a key whose value is read by the converter of another key.
+
+    The key does not have a separate converter.
 
     Attributes:
-        advice: Replacement for the key in the config of a run: a setting, or a sentence with advice.
+        advice: Dotted key of the setting to use instead, such as ``data.format``. If no single
+            setting replaces the key, a sentence of advice, such as ``set data.format and
+            data.columns to describe the records``.
     """
 
     advice: str
 
     def convert(self, value: Any, file: ForeignFile) -> ConvertedSettings:
-        """Return no settings, because the converter of the other key returns them."""
+        """Return no settings, because the converter of another key reads the value of this key."""
         return {}
 
     @property
     def remedy(self) -> str:
-        """Replacement for the key in the config of a run."""
+        """Advice on what to use instead of this key in the config of a run.
+
+        This is the text of :attr:`advice`: the dotted key of a setting, or a sentence.
+        """
         return self.advice
 
 
 @dataclass(frozen=True)
 class CounterpartlessKey(ForeignKey):
-    """Base class of entries for keys without an equivalent in a run.
+    """Base class of conversion table entries for keys without an equivalent setting in this project.
 
-    Values that turn the key off are ignored.
+    The keys belong to the configs of other trainers. If the value of a key disables a feature, for
+    example false or zero, the key is ignored. The values in :attr:`unless` are ignored as well.
+    Subclasses handle all other values in :meth:`convert`.
     """
 
     def has_no_effect(self, value: Any, file: ForeignFile) -> bool:
-        """Return whether ``value`` is ignored because it turns the key off, such as zero or ``no``."""
+        """Return whether ``value`` is ignored because it turns off the feature that the key controls.
+
+        Examples of such values are zero and ``no``. The values that the base class ignores are also
+        ignored here.
+        """
         return value == 0 or is_off_or_empty(parse_boolean_word(value)) or super().has_no_effect(value, file)
 
 
@@ -279,29 +341,40 @@ class IgnoredKey(CounterpartlessKey):
     reason: str = ""
 
     def convert(self, value: Any, file: ForeignFile) -> ConvertedSettings:
-        """Return no settings if :attr:`reason` is empty.
+        """Ignore the key, and return no settings.
 
         Raises:
-            NoEffect: If :attr:`reason` is not empty, so that a note is added.
+            NoEffect: If :attr:`reason` is not empty. The caller then adds a note with the reason.
         """
         if self.reason:
-            raise NoEffect(f"{format_short_value(value)} has no effect: {self.reason}")
+            raise NoEffect(f"{format_short_value(value)} has no effect{format_advice(self.reason)}")
         return {}
 
     @property
     def remedy(self) -> str:
-        """Reason or advice. Empty for a key that is ignored without a note."""
+        """Why the key has no effect, or what to do instead. Empty if no note is added."""
         return self.reason
 
     @property
     def summary(self) -> str:
-        """Reason or advice, prefixed with ``no effect``. Empty for a key that is ignored without a note."""
-        return self.reason and f"no effect: {self.reason}"
+        """Text that docs/keys.md shows for this key.
+
+        This is :attr:`reason`, prefixed with ``no effect``. Empty if no note is added.
+        """
+        if not self.reason:
+            return ""
+        return (
+            f"no effect{'' if '; ' in self.reason else '; instead,'}{format_advice(self.reason).lstrip(';')}"
+        )
 
 
 @dataclass(frozen=True)
 class RefusedKey(CounterpartlessKey):
-    """Entry for a key that has no counterpart. The key is an error unless its value turns it off.
+    """Conversion table entry for a key that has no counterpart in this project.
+
+    Converting the key raises :class:`NoCounterpart`, unless the value is ignored. The other keys of
+    the file are still converted. The ignored values are the values that disable a feature, such as
+    false and zero, and the values in :attr:`unless`.
 
     Attributes:
         advice: Advice at the end of the error message.
@@ -310,23 +383,29 @@ class RefusedKey(CounterpartlessKey):
     advice: str
 
     def convert(self, value: Any, file: ForeignFile) -> ConvertedSettings:
-        """Raise ``NoCounterpart`` for every value that is not ignored."""
-        raise NoCounterpart(f"{format_short_value(value)} is not supported: {self.advice}")
+        """Raise ``NoCounterpart``, because the value turns on an unsupported feature.
+
+        Values that turn the feature off never reach this method, because :meth:`has_no_effect`
+        returns True for them.
+        """
+        raise NoCounterpart(f"{format_short_value(value)} is not supported{format_advice(self.advice)}")
 
     @property
     def remedy(self) -> str:
-        """Advice for the user."""
+        """Advice on the refused key, such as ``FSDP shards every module; remove the key``."""
         return self.advice
 
     @property
     def summary(self) -> str:
-        """Advice for the user, prefixed with ``refused``."""
-        return f"refused: {self.advice}"
+        """Advice for the user, prefixed with ``not supported``."""
+        return f"not supported{format_advice(self.advice)}"
 
 
 @dataclass(frozen=True)
 class NeverFalseKey(ForeignKey):
-    """Entry for a boolean key whose effect cannot be turned off in a run.
+    """Table entry for a boolean key that must not be false.
+
+    A run always does what the key enables, so this behavior cannot be turned off.
 
     Attributes:
         reason: Reason and advice for the error message if the value is false.
@@ -336,7 +415,9 @@ class NeverFalseKey(ForeignKey):
     converts_empty_values: bool = field(default=True, kw_only=True)
 
     def convert(self, value: Any, file: ForeignFile) -> ConvertedSettings:
-        """Return no settings if the value is true or not set.
+        """Accept the value if it is true or not set, and return no settings.
+
+        No setting is needed, because a run always does what the key enables.
 
         Raises:
             NoCounterpart: If the value is false or zero.
@@ -347,10 +428,10 @@ class NeverFalseKey(ForeignKey):
 
     @property
     def remedy(self) -> str:
-        """Reason and advice, prefixed with ``never false``."""
-        return self.summary
+        """Text of :attr:`reason`: why the key must not be false, with advice."""
+        return self.reason
 
     @property
     def summary(self) -> str:
-        """Reason and advice, prefixed with ``never false``."""
-        return f"never false: {self.reason}"
+        """Text for docs/keys.md: ``cannot be false``, followed by :attr:`reason`."""
+        return f"cannot be false: {self.reason}"

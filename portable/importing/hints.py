@@ -26,10 +26,10 @@ def _find_program_title(values: Mapping[str, object]) -> str:
 
 
 def _build_foreign_meaning(key: ForeignKey) -> ForeignNameMeaning:
-    """Convert an entry of a key table to the meaning that error messages show.
+    """Convert an entry of a key table to the explanation that error messages give for the key.
 
-    The meaning is a setting if the entry's remedy is the dotted key of a setting. Otherwise, it is
-    advice.
+    The ``remedy`` of the entry is either the dotted key of a setting or advice for the user. The
+    result contains a setting in its field ``setting``, or advice in its field ``advice``.
     """
     is_setting = key.remedy in keys.get_setting_fields(RunConfig)
     return ForeignNameMeaning(setting=key.remedy) if is_setting else ForeignNameMeaning(advice=key.remedy)
@@ -49,4 +49,5 @@ FOREIGN_VOCABULARY = ForeignVocabulary(
     },
     find_program=_find_program_title,
 )
-"""All foreign names and values, for :func:`portable.config.suggestions.register_foreign_vocabulary`."""
+"""Names and values of other trainers that error messages explain. Passed to
+:func:`portable.config.suggestions.register_foreign_vocabulary`."""

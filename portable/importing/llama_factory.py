@@ -19,13 +19,19 @@ from portable.importing.foreign_keys import (
     parse_name_list,
 )
 from portable.importing.trainer_conversions import (
+    ADD_SYSTEM_MESSAGE,
+    BETA_ARGUMENT,
     BETA_OF_LOSS,
-    FP8_IS_A_SETTING,
+    GAMMA_ARGUMENT,
+    GAMMA_OF_LOSS,
     IS_AUTOMATIC,
     NO_LIGER,
     SET_ADAPTER,
     SET_EVAL,
+    SET_FP8,
     SET_PAIR_LOSS,
+    SET_PROCESSOR,
+    SFT_ARGUMENT,
     SFT_OF_LOSS,
     SOURCE_SETTINGS,
     TOKENIZED_ONCE,
@@ -37,6 +43,7 @@ from portable.importing.trainer_conversions import (
     convert_eval_fraction,
     convert_module_names,
     format_pair_loss,
+    note_missing_cross_entropy,
 )
 from portable.importing.trl import CUT_LATER, OTHER_ORDER, PACKED_APART
 from portable.importing.words import build_word_converter
@@ -58,30 +65,37 @@ def convert_dataset_names(value: Any, file: ForeignFile) -> dict[str, Any]:
     if file.get_value("dataset_dir", "ONLINE") == "ONLINE" and all("/" in name for name in names):
         return build_source_settings([{"source": name} for name in names])
     raise NoCounterpart(
-        f"{format_short_value(value)} is not supported: these are names of LLaMA-Factory's "
-        "dataset_info.json; set data.source to their files or hub datasets"
+        f"{format_short_value(value)} is not supported: the names refer to LLaMA-Factory's "
+        "dataset_info.json; set data.source to the files or hub datasets"
     )
 
 
 def convert_stage(value: Any, file: ForeignFile) -> dict[str, Any]:
-    """Convert ``stage``, which selects conversations (``sft``), text (``pt``), or preference pairs (``dpo``).
+    """Convert ``stage``, which selects the training method and the kind of data.
 
-    Returns:
-        Settings. Empty for ``sft``, because it is the default for conversations.
+    - ``sft`` (conversations) needs no settings, because it is the default for conversations.
+    - ``pt`` (text) sets ``data.format`` to ``text``, and turns on ``data.packing``.
+    - ``dpo`` (preference pairs) sets ``train.loss``. The arguments of the loss are read from the
+      keys ``pref_loss``, ``pref_beta`` and ``pref_ftx``.
 
     Raises:
-        NoCounterpart: If the stage is not supported.
+        NoCounterpart: If the value is another stage.
     """
     if value == "sft":
         return {}
     if value == "pt":
         return {"data.format": "text", "data.packing": True}
     if value == "dpo":
+        kind = file.get_value("pref_loss")
+        note_missing_cross_entropy(kind, "pref_ftx", 0.0, file)
         loss = format_pair_loss(
-            file.get_value("pref_loss"), file.get_value("pref_beta", 0.1), file.get_value("pref_ftx")
+            kind,
+            beta=file.get_value("pref_beta", 0.1),
+            gamma=file.get_value("simpo_gamma", 0.5),
+            sft=file.get_value("pref_ftx"),
         )
         return {"train.loss": loss}
-    raise NoCounterpart(f"{format_short_value(value)} is not supported: {SET_PAIR_LOSS}")
+    raise NoCounterpart(f"{format_short_value(value)} is not supported; {SET_PAIR_LOSS}")
 
 
 KEYS: ForeignKeys = {
@@ -91,7 +105,7 @@ KEYS: ForeignKeys = {
     "finetuning_type": PresetKey({"full": {}, "lora": {"adapter.type": "lora"}}, hint=SET_ADAPTER),
     "quantization_bit": PresetKey(
         {"4": {"adapter.base": "nf4"}, "8": {"adapter.base": "int8"}},
-        hint="set adapter.base to nf4 for 4 bits, to int8 for 8, and adapter.type to lora",
+        hint="set adapter.type to lora, and adapter.base to nf4 for 4 bits or to int8 for 8 bits",
     ),
     "double_quantization": IgnoredKey(),
     "adapter_name_or_path": SettingKey("adapter.name_or_path"),
@@ -99,8 +113,10 @@ KEYS: ForeignKeys = {
     "lora_target": SettingKey("adapter.target_modules", convert_module_names),
     **dict.fromkeys(("freeze_vision_tower", "freeze_multi_modal_projector"), NeverFalseKey(TRAIN_TOWER)),
     "freeze_language_model": RefusedKey(TRAIN_ONLY_TOWER),
-    "freeze_trainable_layers": RefusedKey("set train.trainable to a pattern of these layers", unless=(2,)),
-    "fp8_backend": RefusedKey(FP8_IS_A_SETTING, unless=("auto",)),
+    "freeze_trainable_layers": RefusedKey(
+        "set train.trainable to patterns that match the names of the layers to train", unless=(2,)
+    ),
+    "fp8_backend": RefusedKey(SET_FP8, unless=("auto",)),
     **dict.fromkeys(("enable_liger_kernel", "use_v1_kernels"), IgnoredKey(NO_LIGER)),
     # Data
     "dataset": MultiSettingKey(SOURCE_SETTINGS, convert_dataset_names, hint="data.source"),
@@ -109,7 +125,7 @@ KEYS: ForeignKeys = {
     "image_min_pixels": RefusedKey("small images are not scaled up; remove the key", unless=(1024,)),
     **dict.fromkeys(
         ("image_do_pan_and_scan", "crop_to_patches"),
-        RefusedKey("write it into processor_config.json of a local model folder"),
+        RefusedKey(SET_PROCESSOR),
     ),
     "eval_dataset": RefusedKey(SET_EVAL),
     "val_size": SettingKey("data.eval_fraction", convert_eval_fraction),
@@ -117,25 +133,29 @@ KEYS: ForeignKeys = {
     **dict.fromkeys(("cutoff_len", "model_max_length"), SettingKey("data.seq_len")),
     "neat_packing": SwitchKey({"data.packing": "documents"}),
     "template": SettingKey("data.chat_template", convert_chat_template),
-    "default_system": RefusedKey("put a system message into each record"),
+    "default_system": RefusedKey(ADD_SYSTEM_MESSAGE),
     "mask_history": SwitchKey({"data.train_on": "last_assistant"}),
     "train_on_prompt": SwitchKey({"data.train_on": "all"}),
     "use_fast_tokenizer": IgnoredKey(IS_AUTOMATIC),
     "preprocessing_num_workers": IgnoredKey(TOKENIZED_ONCE),
-    "tokenized_path": CompanionKey("data.cache_dir"),
+    "tokenized_path": IgnoredKey(
+        "the data is tokenized at the start of the run, and cached in data.cache_dir; remove the key"
+    ),
     # Training
     "stage": MultiSettingKey(
         ("data.format", "data.packing", "train.loss"),
         convert_stage,
-        hint="remove the key for sft and pt; set train.loss for dpo, model.task for a classifier",
+        hint="remove the key for sft and pt, set train.loss to dpo for dpo, or set model.task to "
+        "sequence-classification for a classifier",
     ),
-    "pref_loss": CompanionKey(SET_PAIR_LOSS),
-    "pref_beta": CompanionKey(BETA_OF_LOSS),
-    "pref_ftx": CompanionKey(SFT_OF_LOSS),
+    "pref_loss": CompanionKey(SET_PAIR_LOSS, docs_text="train.loss"),
+    "pref_beta": CompanionKey(BETA_OF_LOSS, docs_text=BETA_ARGUMENT),
+    "simpo_gamma": CompanionKey(GAMMA_OF_LOSS, docs_text=GAMMA_ARGUMENT),
+    "pref_ftx": CompanionKey(SFT_OF_LOSS, docs_text=SFT_ARGUMENT),
     "use_muon": SwitchKey({"train.optimizer": "muon"}),
     **dict.fromkeys(
         ("use_galore", "use_apollo", "use_badam", "use_adam_mini"),
-        RefusedKey("train.optimizer takes any by its import path, package.module:name; remove the key"),
+        RefusedKey("set train.optimizer to the import path of an optimizer, such as package.module:name"),
     ),
     "disable_gradient_checkpointing": WordSettingKey(
         "memory.activation_checkpointing", {"true": "none", "false": "full"}
@@ -159,18 +179,18 @@ DEFAULTS: dict[str, Any] = {
 }
 DIFFERENCES = (OTHER_ORDER, CUT_LATER, PACKED_APART)
 IMAGE_MAX_PIXELS = 768 * 768
-"""Default of ``image_max_pixels``. It is only set if ``media_dir`` is set, because other files may describe
-runs without images.
-"""
+"""Default of LLaMA-Factory's ``image_max_pixels``, in pixels. It is only applied to files that set
+``media_dir``, because other files may describe runs without images."""
 
 
 def complete_llama_factory_settings(file: ForeignFile, num_devices: int) -> None:
     """Add the defaults that depend on other keys, and call :func:`complete_run_settings`.
 
-    The default of ``adapter.alpha`` is twice the rank.
+    With an adapter, the default of ``adapter.alpha`` is twice the rank. In a file that sets
+    ``media_dir``, the default of ``data.image_max_pixels`` is :data:`IMAGE_MAX_PIXELS`.
 
     Args:
-        file: File whose keys have been converted.
+        file: File whose keys have been converted. Its ``result`` is modified in place.
         num_devices: Number of devices over which a batch is divided. 0 if it is unknown.
     """
     rank = file.result.values.get("adapter.r", DEFAULTS["adapter.r"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from portable.config.origins import Origin
@@ -17,10 +18,11 @@ if TYPE_CHECKING:
     from portable.importing.foreign_file import ForeignKeys, KeyPath
 
 TRAINER_KEYS: ForeignKeys = {**axolotl.KEYS, **llama_factory.KEYS, **trl.KEYS, **trl.FSDP_KEYS}
-"""Table of the keys of the Trainer and of the programs that are built on the Trainer.
+"""Table of the keys of transformers' Trainer and of the trainers that are built on it.
 
-The programs share one table, because their files mix the names: axolotl and LLaMA-Factory accept the
-arguments of the Trainer, and recipes for TRL contain names of axolotl."""
+The trainers share one table, because their files mix the names: axolotl and LLaMA-Factory accept the
+arguments of the Trainer, and recipes for TRL contain names of axolotl.
+"""
 TORCHTUNE = ForeignProgram(
     name="torchtune",
     keys=torchtune.KEYS,
@@ -37,6 +39,7 @@ AXOLOTL = ForeignProgram(
     usual_keys=("datasets", "sequence_len", "micro_batch_size", "val_set_size", "num_epochs"),
     defaults=axolotl.DEFAULTS,
     differences=axolotl.DIFFERENCES,
+    normalize_file=partial(trl.drop_overridden_precision_keys, is_bf16_default=True),
     complete_settings=axolotl.complete_axolotl_settings,
 )
 LLAMA_FACTORY = ForeignProgram(
@@ -46,6 +49,7 @@ LLAMA_FACTORY = ForeignProgram(
     usual_keys=("stage", "dataset_dir", "template"),
     defaults=llama_factory.DEFAULTS,
     differences=llama_factory.DIFFERENCES,
+    normalize_file=trl.drop_overridden_precision_keys,
     complete_settings=llama_factory.complete_llama_factory_settings,
 )
 ACCELERATE = ForeignProgram(
@@ -56,7 +60,6 @@ ACCELERATE = ForeignProgram(
         *("fsdp_config", "deepspeed_config", "num_processes", "num_machines"),
         *("main_training_function", "mixed_precision"),
     ),
-    unknown_key_message="not a key of Accelerate's",
     normalize_file=accelerate.normalize_accelerate_file,
     complete_settings=accelerate.complete_accelerate_settings,
 )
@@ -67,6 +70,7 @@ MS_SWIFT = ForeignProgram(
     usual_keys=("model", "attn_impl", "target_modules", "load_from_cache_file", "lora_rank", "dataset"),
     defaults=ms_swift.DEFAULTS,
     differences=ms_swift.DIFFERENCES,
+    normalize_file=trl.drop_overridden_precision_keys,
     complete_settings=ms_swift.complete_ms_swift_settings,
 )
 TRL = ForeignProgram(
@@ -80,6 +84,7 @@ TRL = ForeignProgram(
     ),
     defaults=trl.DEFAULTS,
     differences=trl.DIFFERENCES,
+    normalize_file=trl.drop_overridden_keys,
     complete_settings=trl.complete_trl_settings,
 )
 DEEPSPEED = ForeignProgram(
@@ -96,21 +101,23 @@ DEEPSPEED = ForeignProgram(
     complete_settings=deepspeed.complete_deepspeed_settings,
 )
 FOREIGN_PROGRAMS = (TORCHTUNE, AXOLOTL, LLAMA_FACTORY, ACCELERATE, MS_SWIFT, TRL, DEEPSPEED)
-"""All programs, in the order in which :func:`detect_program` tries them."""
+"""All supported trainers, in the order in which :func:`detect_program` tries them."""
 
 
 def detect_program(
     file_content: Mapping[str, object], *, is_foreign_file: bool = False
 ) -> ForeignProgram | None:
-    """Find the trainer that a config file belongs to, based on the keys in the file.
+    """Find the trainer that a config file belongs to, based on its top-level keys.
 
     Args:
         file_content: Content of the file.
-        is_foreign_file: Whether the file certainly belongs to one of the trainers. If so, fewer keys
-            are sufficient to identify the trainer.
+        is_foreign_file: Whether the file is known to belong to one of the trainers. If so, a single
+            key that only one trainer has is enough to identify it. Otherwise, at least two typical
+            keys of the trainer are required.
 
     Returns:
-        The trainer. None if the file does not seem to belong to any of them.
+        The trainer. If several trainers match, the first match in :data:`FOREIGN_PROGRAMS`. None if
+        no trainer matches.
     """
     return next(
         (
@@ -129,6 +136,9 @@ def format_program_names() -> str:
 
 def convert_foreign_file(document: YamlDocument, file_name: str, *, num_devices: int = 1) -> ImportedRun:
     """Detect the trainer of a config file, and convert the file.
+
+    References to other values of the file, such as ``${output_dir}``, are replaced before the
+    conversion (see :func:`resolve_references`).
 
     Args:
         document: Content of the file, with the line numbers of its keys.
@@ -164,23 +174,28 @@ def convert_accelerate_file(document: YamlDocument, file_name: str) -> ImportedR
         file_name: Name of the file, used in messages.
 
     Raises:
-        UserError: If a key is unknown or has no counterpart.
+        UserError: If the content is not a mapping, or if a key is unknown or has no counterpart.
+            The message describes only the first such key.
     """
     if not isinstance(document.value, dict):
-        raise UserError(f"{file_name}: is not an Accelerate config; create one with accelerate config")
+        raise UserError(f"{file_name}: is not an Accelerate config; create a config with: accelerate config")
     return _convert_file(
         _build_normalized_file(ACCELERATE, document.value, _build_origin_finder(document, file_name))
     ).raise_first_refusal()
 
 
 def convert_accelerate_environment(environment: Mapping[str, str]) -> ImportedRun:
-    """Convert the environment variables that ``accelerate launch`` has set for this process.
+    """Convert the environment variables of ``accelerate launch`` to the settings of a run.
+
+    In contrast to :func:`convert_accelerate_file`, Accelerate's default strategy and the number of
+    ranks are not added.
 
     Args:
-        environment: Environment variables of the process.
+        environment: Environment variables of this process, including the variables that the
+            launcher has set.
 
     Raises:
-        UserError: If a variable has no counterpart.
+        UserError: If a variable has no counterpart in this project.
     """
     values, variables = accelerate.parse_launch_variables(environment)
 
@@ -193,14 +208,14 @@ def convert_accelerate_environment(environment: Mapping[str, str]) -> ImportedRu
 
 
 def build_deepspeed_file(values: Mapping[str, Any], name: str) -> ForeignFile:
-    """Build the input of :func:`convert_deepspeed_file` from the content of a DeepSpeed JSON.
+    """Build the input of :func:`convert_deepspeed_file` from the content of a DeepSpeed config.
 
-    Deprecated keys are already renamed in the returned file, so the caller can read its values before
-    the conversion.
+    Deprecated keys are already renamed in the returned file. Before the conversion, the caller can
+    therefore read values under the current keys.
 
     Args:
-        values: Content of the JSON.
-        name: Name of the JSON file, or of the setting that contains the JSON, used in messages.
+        values: Content of the DeepSpeed config.
+        name: Name of the config file, or of the setting that contains the config, used in messages.
     """
     return _build_normalized_file(DEEPSPEED, values, lambda path: Origin(f"{name}: {'.'.join(path)}", 0))
 
@@ -208,7 +223,8 @@ def build_deepspeed_file(values: Mapping[str, Any], name: str) -> ForeignFile:
 def convert_deepspeed_file(file: ForeignFile) -> ImportedRun:
     """Convert a DeepSpeed JSON that was prepared by :func:`build_deepspeed_file`.
 
-    The global batch size is only set if the JSON contains it, because the number of ranks is unknown.
+    The global batch size is only set if the JSON contains it, because the number of ranks is
+    unknown. Keys without a counterpart become refusals in the result, and do not raise an error.
     """
     return _convert_file(file, num_devices=0)
 
@@ -230,7 +246,9 @@ def _build_origin_finder(document: YamlDocument, file_name: str) -> Callable[[Ke
 def _build_normalized_file(
     program: ForeignProgram, values: Mapping[str, Any], build_origin: Callable[[KeyPath], Origin]
 ) -> ForeignFile:
-    """Build a file and normalize it to the layout that its trainer's table expects.
+    """Build a :class:`ForeignFile` in the layout that the trainer's table of keys expects.
+
+    For example, deprecated keys of a DeepSpeed config are renamed.
 
     Args:
         program: Trainer to which the file belongs.
@@ -243,7 +261,18 @@ def _build_normalized_file(
 
 
 def _convert_file(file: ForeignFile, *, num_devices: int = 1) -> ImportedRun:
-    """Convert all keys of a normalized file, and add the settings that depend on several keys."""
+    """Convert all keys of a file, and then add the settings that depend on several keys.
+
+    If the result contains differences, the program's name is added to its ``differing_programs``.
+
+    Args:
+        file: File from :func:`_build_normalized_file`, in the layout that the trainer's key table
+            expects.
+        num_devices: Number of devices over which a batch is divided. 0 if it is unknown.
+
+    Returns:
+        The ``result`` of ``file``.
+    """
     file.convert_keys()
     file.program.complete_settings(file, num_devices)
     if file.result.differences:
@@ -254,21 +283,35 @@ def _convert_file(file: ForeignFile, *, num_devices: int = 1) -> ImportedRun:
 def resolve_references(values: dict[str, Any]) -> dict[str, Any]:
     """Replace references to top-level values of the same file, such as ``${output_dir}/logs``.
 
-    References to unknown values, such as environment variables, are not replaced.
+    If a value consists of a single reference, the result has the type of the referenced value, for
+    example a list. Within a longer string, the referenced value is converted to a string.
+    References to unknown values, such as environment variables, are not replaced. A reference to the
+    value that contains the reference, directly or through other references, is not replaced either.
 
     Args:
         values: Content of the file. Not modified.
     """
+    resolved: dict[str, Any] = {}
+    unfinished: set[str] = set()
 
-    def resolve_value(value: Any, depth: int = 0) -> Any:
+    def resolve_key(name: str, reference: str) -> Any:
+        if name not in values or name in unfinished:
+            return reference
+        if name not in resolved:
+            unfinished.add(name)
+            resolved[name] = resolve_value(values[name])
+            unfinished.remove(name)
+        return resolved[name]
+
+    def resolve_value(value: Any) -> Any:
         if isinstance(value, dict):
             return {key: resolve_value(item) for key, item in value.items()}
         if isinstance(value, list):
             return [resolve_value(item) for item in value]
-        if not isinstance(value, str) or "${" not in value or depth > len(values):
+        if not isinstance(value, str):
             return value
-        if (alone := re.fullmatch(r"\$\{(\w+)\}", value)) is not None and alone[1] in values:
-            return resolve_value(values[alone[1]], depth + 1)
-        return re.sub(r"\$\{(\w+)\}", lambda m: str(resolve_value(values.get(m[1], m[0]), depth + 1)), value)
+        if (reference := re.fullmatch(r"\$\{(\w+)\}", value)) is not None:
+            return resolve_key(reference[1], value)
+        return re.sub(r"\$\{(\w+)\}", lambda match: str(resolve_key(match[1], match[0])), value)
 
-    return {key: resolve_value(value) for key, value in values.items()}
+    return {key: resolve_key(key, "") for key in values}

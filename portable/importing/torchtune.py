@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from portable.config.origins import format_short_value
 from portable.importing import axolotl, llama_factory, trl
@@ -17,14 +17,20 @@ from portable.importing.foreign_keys import (
     WordSettingKey,
 )
 from portable.importing.trainer_conversions import (
+    ALWAYS_SHUFFLED,
+    BETA_ARGUMENT,
+    BETA_OF_LOSS,
+    GAMMA_OF_LOSS,
     NO_REWARDS,
-    ONLY_16_OR_32_BITS,
+    ONLY_FROZEN_QUANTIZED,
     SCALE_IMAGES,
     SET_EVAL,
+    SET_FP8,
     SOURCE_SETTINGS,
     TRAIN_TOWER,
     build_source_settings,
     complete_run_settings,
+    format_pair_loss,
 )
 from portable.importing.words import translate_setting_word
 
@@ -41,15 +47,36 @@ DATASETS: dict[str, dict[str, Any]] = {
     "instruct_dataset": {"format": "alpaca", "columns": {"instruction": "input", "output": "output"}},
     "preference_dataset": {"format": "preference"},
 }
-"""Settings of a source without the prefix ``data.``, by the name of torchtune's dataset builder."""
-LOSSES = {"DPOLoss": "dpo", "RSOLoss": "dpo(loss_type='hinge')", "IPOLoss": "ipo", "SimPOLoss": "simpo"}
-"""Values of ``train.loss``, by the name of torchtune's class."""
+"""Source settings, without the prefix ``data.``, keyed by the name of torchtune's dataset builder."""
+
+
+class PairLoss(NamedTuple):
+    """Preference loss of torchtune.
+
+    Attributes:
+        kind: Name of the loss, as in :func:`format_pair_loss`.
+        beta_name: Argument of torchtune's class that corresponds to ``beta``.
+        default_beta: Default of this argument.
+    """
+
+    kind: str
+    beta_name: str
+    default_beta: float
+
+
+PAIR_LOSSES = {
+    "DPOLoss": PairLoss("dpo", "beta", 0.1),
+    "RSOLoss": PairLoss("hinge", "gamma", 0.1),
+    "IPOLoss": PairLoss("ipo", "tau", 0.1),
+    "SimPOLoss": PairLoss("simpo", "beta", 2.0),
+}
+"""Preference losses, keyed by the name of torchtune's loss class."""
 ADAPTERS: dict[str, dict[str, Any]] = {
     "lora": {"adapter.type": "lora"},
     "dora": {"adapter.type": "lora", "adapter.use_dora": True},
     "qlora": {"adapter.type": "lora", "adapter.base": "nf4"},
 }
-"""Settings of the adapter, by the prefix in the name of torchtune's model builder."""
+"""Adapter settings, keyed by the prefix of the name of torchtune's model builder."""
 
 
 def get_component_name(component: Any) -> str:
@@ -60,7 +87,10 @@ def get_component_name(component: Any) -> str:
 def check_checkpointer(value: Any, _: ForeignFile) -> None:
     """Raise ``NoCounterpart`` for a checkpointer that reads Meta's original weight format."""
     if "Meta" in str(value):
-        raise NoCounterpart("reads Meta's own files; set model.name_or_path to a folder of transformers'")
+        raise NoCounterpart(
+            f"{format_short_value(value)} is not supported: the checkpointer reads files in Meta's format; "
+            "set model.name_or_path to a folder in the format of transformers"
+        )
 
 
 def convert_model_builder(value: Any, _: ForeignFile) -> dict[str, Any]:
@@ -73,9 +103,10 @@ def convert_model_builder(value: Any, _: ForeignFile) -> dict[str, Any]:
 
 
 def convert_adapted_modules(value: Any, file: ForeignFile) -> list[str]:
-    """Convert ``lora_attn_modules``, the attention modules with an adapter, to their names in transformers.
+    """Convert torchtune's ``lora_attn_modules`` to transformers' module names.
 
-    If ``apply_lora_to_mlp`` is true, the MLP modules are added.
+    The value lists the attention modules that LoRA adapts. For example, ``output_proj`` becomes
+    ``o_proj``. If ``apply_lora_to_mlp`` is true, the MLP modules are added.
     """
     names = ["o_proj" if name == "output_proj" else name for name in value or ()]
     adapts_mlp = file.get_value("model.apply_lora_to_mlp") is True
@@ -83,14 +114,19 @@ def convert_adapted_modules(value: Any, file: ForeignFile) -> list[str]:
 
 
 def convert_dataset_builder(value: Any, file: ForeignFile) -> dict[str, Any]:
-    """Convert the dataset builder and its arguments to settings of a data source.
+    """Convert a torchtune dataset builder, such as ``alpaca_dataset``, to data source settings.
+
+    The arguments of the builder are read from the section ``dataset`` of the file.
 
     Raises:
         NoCounterpart: If the builder is not supported.
     """
     name, arguments = get_component_name(value), file.get_value("dataset")
     if name not in DATASETS:
-        raise NoCounterpart(f"{format_short_value(name)} is not supported: set data.source and data.format")
+        raise NoCounterpart(
+            f"{format_short_value(name)} is not supported; set data.source to a file or a hub dataset, and "
+            "data.format to the format of the records"
+        )
     settings = {**DATASETS[name], "split": arguments.get("split"), "config_name": arguments.get("name")}
     if source := arguments.get("data_files") or arguments.get("source"):
         settings["source"] = source
@@ -106,7 +142,7 @@ def convert_dataset_builder(value: Any, file: ForeignFile) -> dict[str, Any]:
     settings["columns"] = {key: column for key, column in columns.items() if key != column} or None
     if settings["format"] == "text":
         settings["text_field"] = arguments.get("column")
-    # torchtune's datasets of instructions train on the prompt by default.
+    # torchtune's alpaca datasets train on the prompt by default.
     elif arguments.get("train_on_input", name.startswith("alpaca")):
         settings["train_on"] = "all"
     return build_source_settings([settings])
@@ -118,7 +154,7 @@ def convert_optimizer_class(value: Any, file: ForeignFile) -> Any:
 
 
 def convert_schedule_function(value: Any, _: ForeignFile) -> str:
-    """Convert the dotted path of a function that builds a schedule to a value of ``train.schedule``.
+    """Convert the dotted path of a learning rate scheduler to a value of ``train.schedule``.
 
     Only torchtune's cosine schedule is renamed. Other names are returned unchanged, so that the config
     validation reports unknown names.
@@ -127,9 +163,33 @@ def convert_schedule_function(value: Any, _: ForeignFile) -> str:
     return "cosine" if name == "get_cosine_schedule_with_warmup" else name
 
 
-def convert_loss_class(value: Any, _: ForeignFile) -> str | None:
-    """Convert the dotted path of a preference loss to ``train.loss``. Return None for other losses."""
-    return LOSSES.get(get_component_name(value))
+def convert_loss_class(value: Any, file: ForeignFile) -> str | None:
+    """Convert the dotted path of a preference loss to ``train.loss``. Return None for cross-entropies.
+
+    The arguments of the loss are read from the section ``loss`` of the file.
+
+    Raises:
+        NoCounterpart: If the loss is neither a preference loss nor a cross-entropy, or if it has an
+            argument that ``train.loss`` does not have.
+    """
+    name = get_component_name(value)
+    if "CrossEntropy" in name or name.startswith("CE"):
+        return None
+    if name not in PAIR_LOSSES:
+        raise NoCounterpart(f"{format_short_value(value)} is not supported; set train.loss to a custom loss")
+    kind, beta_name, default_beta = PAIR_LOSSES[name]
+    smoothing = file.get_value("loss.label_smoothing")
+    if smoothing and kind != "dpo":
+        raise NoCounterpart(
+            f"{name} with label_smoothing: {format_short_value(smoothing)} is not supported; set train.loss "
+            "to a custom loss"
+        )
+    return format_pair_loss(
+        kind,
+        beta=file.get_value(f"loss.{beta_name}", default_beta),
+        gamma=file.get_value("loss.gamma", 0.5),
+        label_smoothing=smoothing,
+    )
 
 
 def convert_metric_logger(value: Any, _: ForeignFile) -> dict[str, Any]:
@@ -141,7 +201,10 @@ def convert_metric_logger(value: Any, _: ForeignFile) -> dict[str, Any]:
 
 
 def convert_to_bool(value: Any, _: ForeignFile) -> bool:
-    """Convert any value, including null, to a boolean."""
+    """Convert any value, including null, to a boolean, as Python's ``bool`` does.
+
+    Non-empty strings and mappings therefore become True, even the string ``false``.
+    """
     return bool(value)
 
 
@@ -174,7 +237,7 @@ KEYS: ForeignKeys = {
     ),
     "model.apply_lora_to_mlp": IgnoredKey(),
     "model.apply_lora_to_output": RefusedKey(
-        "the head gets no adapter; name the head in adapter.target_modules"
+        "the output head gets no adapter by default; add lm_head to adapter.target_modules"
     ),
     "model.quantize_base": PresetKey({"true": {"adapter.base": "nf4"}, "false": {}}, hint="adapter.base"),
     **dict.fromkeys(
@@ -188,24 +251,30 @@ KEYS: ForeignKeys = {
     "dtype": WordSettingKey("precision", {"bf16": "bf16", "fp32": "fp32", "fp16": "fp16"}),
     "compile": SettingKey("compile", convert_to_bool, converts_empty_values=True),
     **dict.fromkeys(
-        ("quantizer", "fp8_recipe_name", "enable_fp8_training"),
-        RefusedKey(ONLY_16_OR_32_BITS),
+        ("fp8_recipe_name", "enable_fp8_training"),
+        RefusedKey(SET_FP8),
     ),
+    "quantizer": RefusedKey(ONLY_FROZEN_QUANTIZED),
     # Data
     "dataset._component_": MultiSettingKey(
-        SOURCE_SETTINGS, convert_dataset_builder, hint="data.source, data.format"
+        SOURCE_SETTINGS,
+        convert_dataset_builder,
+        hint="set data.source to a file or a hub dataset, and data.format to the format of the records",
+        docs_text="data.source, and the other settings of the source, such as data.format",
     ),
     **dict.fromkeys(("dataset.source", "dataset.data_files", "dataset.split", "dataset.name"), IgnoredKey()),
     **dict.fromkeys(("dataset.column", "dataset.conversation_style", "dataset.train_on_input"), IgnoredKey()),
     **dict.fromkeys(("dataset.column_map", "dataset.conversation_column"), CompanionKey("data.columns")),
     "dataset.packed": WordSettingKey("data.packing", {"true": "documents", "false": False}),
     "dataset.split_across_pack": RefusedKey("set data.packing to true, which splits texts"),
-    "dataset.new_system_prompt": RefusedKey("put a system message, or a field system, into each record"),
-    "dataset.filter_fn": RefusedKey("prepare the records with custom code in data.source"),
+    "dataset.new_system_prompt": RefusedKey("add a system message, or a field named system, to each record"),
+    "dataset.filter_fn": RefusedKey("set data.source to custom code that filters the records"),
     "dataset.image_dir": SettingKey("data.image_root"),
-    "dataset.image_tag": RefusedKey("write <image> into the texts of the records", unless=("<image>",)),
+    "dataset.image_tag": RefusedKey(
+        "mark each image with <image> in the text of the record", unless=("<image>",)
+    ),
     "dataset_val": RefusedKey(SET_EVAL),
-    "shuffle": IgnoredKey("samples are always shuffled", unless=(True,)),
+    "shuffle": IgnoredKey(ALWAYS_SHUFFLED, unless=(True,)),
     "tokenizer.max_seq_len": SettingKey("data.seq_len"),
     **dict.fromkeys(("tokenizer._component_", "tokenizer.path", "tokenizer.prompt_template"), IgnoredKey()),
     **dict.fromkeys(("tokenizer.merges_file", "tokenizer.merges_path", "tokenizer.vocab_path"), IgnoredKey()),
@@ -213,7 +282,7 @@ KEYS: ForeignKeys = {
     # Training
     "seed": SettingKey("seed"),
     "epochs": SettingKey("train.epochs"),
-    "max_steps_per_epoch": RefusedKey("set train.steps, or train.stop_after"),
+    "max_steps_per_epoch": RefusedKey("set train.steps or train.stop_after to a number of steps"),
     "batch_size": SettingKey("train.micro_batch_size"),
     **dict.fromkeys(("gradient_accumulation_steps", "batch_size_val"), IgnoredKey()),
     "optimizer._component_": SettingKey("train.optimizer", convert_optimizer_class),
@@ -227,7 +296,16 @@ KEYS: ForeignKeys = {
     "lr_scheduler.num_warmup_steps": SettingKey("train.warmup_steps"),
     "clip_grad_norm": SettingKey("train.max_grad_norm"),
     "loss._component_": SettingKey("train.loss", convert_loss_class),
-    **dict.fromkeys(("loss.num_output_chunks", "loss.beta"), IgnoredKey()),
+    "loss.num_output_chunks": IgnoredKey(),
+    **dict.fromkeys(("loss.beta", "loss.tau"), CompanionKey(BETA_OF_LOSS, docs_text=BETA_ARGUMENT)),
+    "loss.gamma": CompanionKey(
+        GAMMA_OF_LOSS,
+        docs_text="the argument `gamma` of train.loss, such as simpo(gamma=0.5), or `beta` for RSOLoss",
+    ),
+    "loss.label_smoothing": CompanionKey(
+        "specify label_smoothing as an argument of train.loss, such as dpo(label_smoothing=0.1)",
+        docs_text="the argument `label_smoothing` of train.loss, such as dpo(label_smoothing=0.1)",
+    ),
     "enable_activation_checkpointing": WordSettingKey(
         "memory.activation_checkpointing", {"true": "full", "false": "none"}
     ),
@@ -235,7 +313,7 @@ KEYS: ForeignKeys = {
     "run_val_every_n_steps": SettingKey("train.eval_every"),
     **dict.fromkeys(
         ("teacher_model", "teacher_checkpointer", "kd_loss", "kd_ratio"),
-        RefusedKey("distillation needs a custom train.loss"),
+        RefusedKey("set train.loss to a custom loss for distillation, as in examples/distillation.py"),
     ),
     **dict.fromkeys(
         ("tasks", "prompt", "max_new_tokens", "top_k", "limit", "enable_kv_cache"),
@@ -247,7 +325,7 @@ KEYS: ForeignKeys = {
     ),
     # Output and launch
     "output_dir": SettingKey("output_dir"),
-    "resume_from_checkpoint": IgnoredKey("a run resumes by default (checkpoint.resume)"),
+    "resume_from_checkpoint": IgnoredKey("a run resumes by default (see checkpoint.resume); remove the key"),
     **dict.fromkeys(("checkpointer.checkpoint_files", "checkpointer.recipe_checkpoint"), IgnoredKey()),
     **dict.fromkeys(("checkpointer.output_dir", "checkpointer.model_type"), IgnoredKey()),
     **dict.fromkeys(("checkpointer.safe_serialization", "checkpointer.adapter_checkpoint"), IgnoredKey()),
@@ -292,10 +370,10 @@ DIFFERENCES = (
     trl.OTHER_ORDER,
     trl.CUT_LATER,
     trl.PACKED_APART,
-    ProgramDifference("torchtune cuts no text without tokenizer.max_seq_len.", "data.seq_len"),
+    ProgramDifference("Without tokenizer.max_seq_len, torchtune does not truncate texts.", "data.seq_len"),
     ProgramDifference(
-        "torchtune stores the weights in its dtype. Here they are in 32 bits, and precision is the dtype of "
-        "the computation.",
+        "torchtune stores the weights in the dtype of its config. Here, the trained weights are in fp32, and "
+        "precision is the dtype of the computation.",
         "precision",
     ),
 )

@@ -1,4 +1,4 @@
-"""Table of the keys of transformers' Trainer and example scripts and of TRL, with their converters.
+"""Table of the keys of TRL, transformers' Trainer and transformers' example scripts, with converters.
 
 The files of axolotl and LLaMA-Factory also contain these keys, because both trainers pass most
 arguments to transformers' Trainer.
@@ -24,17 +24,25 @@ from portable.importing.foreign_keys import (
     drop_unset_value,
 )
 from portable.importing.trainer_conversions import (
+    BETA_ARGUMENT,
     BETA_OF_LOSS,
-    FP8_IS_A_SETTING,
+    EVALUATION_PACKED,
     IS_AUTOMATIC,
     NO_LIGER,
     NO_REWARDS,
+    NO_SETTING,
     NO_VIDEO,
+    PADDED_WITHOUT_PACKING,
     SET_ADAPTER,
+    SET_BETAS,
     SET_EVAL,
     SET_EVAL_EVERY,
+    SET_FP8,
     SET_HUB,
+    SET_RECORD_FORMAT,
+    SFT_ARGUMENT,
     SFT_OF_LOSS,
+    SHARED_BATCH_SIZE,
     SOURCE_SETTINGS,
     TOKENIZED_ONCE,
     build_interval_converter,
@@ -44,20 +52,35 @@ from portable.importing.trainer_conversions import (
     convert_module_names,
     convert_push_time,
     format_pair_loss,
+    read_loss_types,
 )
-from portable.importing.words import build_word_converter
+from portable.importing.words import build_word_converter, translate_setting_word
 
 if TYPE_CHECKING:
     from portable.importing.foreign_file import ForeignFile, ForeignKey, ForeignKeys
     from portable.importing.foreign_keys import ValueConverter
 
-SET_FSDP = "set strategy and the section fsdp, or use --accelerate-config with the file of accelerate config"
+SET_FSDP = (
+    "set strategy, for example to full_shard, and the settings in the section fsdp, or pass an Accelerate "
+    "config with --accelerate-config"
+)
+SET_EVALUATION = (
+    "set data.eval_fraction to a fraction such as 0.05, and train.eval_every to a number of steps, or use "
+    "--eval-only to evaluate without training"
+)
 SCRIPT_ARGUMENTS = {
     *("block_size", "do_train", "train_file", "validation_file", "validation_split_percentage", "task_name"),
     *("text_column", "text_column_name", "summary_column", "max_source_length", "source_prefix"),
     *("config_overrides", "max_seq_length", "overwrite_cache", "model_type"),
 }
 """Arguments that identify a file of transformers' example scripts, because TRL does not have them."""
+PRECISION_SWITCHES = {"fp16": "fp16", "bf16": "bf16", "pure_bf16": "bf16", "tf32": "tf32"}
+"""Values of ``precision``, keyed by the switch that selects the value."""
+MIXED_PRECISION_KEYS = ("fp16", "bf16", "mixed_precision")
+PRECISION_KEYS = (*MIXED_PRECISION_KEYS, "pure_bf16", "dtype", "torch_dtype", "tf32")
+"""Keys that select a value of ``precision``. The first key with a value other than ``fp32`` applies."""
+SFT_LOSS_TYPES = ("nll", "chunked_nll")
+"""Values of ``loss_type`` in TRL's SFT trainer that mean plain cross-entropy."""
 
 
 def build_betas_converter(default_second_beta: float) -> ValueConverter:
@@ -73,41 +96,105 @@ def build_betas_converter(default_second_beta: float) -> ValueConverter:
 
 
 def convert_logging_steps(value: Any, _: ForeignFile) -> int:
-    """Convert ``logging_steps``, the logging interval in steps. A fraction of all steps becomes 1."""
+    """Convert ``logging_steps``, the logging interval in steps, to an integer of at least 1.
+
+    The Trainer reads a value below 1 as a fraction of all steps. Such a value becomes 1.
+    """
     return max(1, int(value))
 
 
-def convert_tf32(value: Any, file: ForeignFile) -> str | None:
-    """Convert the boolean ``tf32`` to the precision. Return None if it is false or ``bf16`` is set."""
-    return "tf32" if parse_boolean_word(value) is True and not file.get_value("bf16") else None
+def drop_overridden_precision_keys(file: ForeignFile, *, is_bf16_default: bool = False) -> None:
+    """Remove the keys that select a precision and are overridden by another key of the file.
+
+    As in the Trainer, the first key that selects mixed precision (``fp16``, ``bf16`` or
+    ``mixed_precision``) overrides all other keys. Without such a key, the first key of
+    :data:`PRECISION_KEYS` that selects a precision other than fp32 overrides the others. If no key
+    selects such a precision, all keys are kept.
+
+    Args:
+        file: File whose keys have not been converted yet. Its ``values`` are modified in place.
+        is_bf16_default: Whether the trainer uses mixed precision with bf16 if ``bf16`` is not set
+            and no key selects mixed precision. In this case, only keys that select bf16 are kept.
+    """
+
+    def read_precision(key: str) -> Any:
+        value = file.get_value(key)
+        if key in PRECISION_SWITCHES:
+            is_on = parse_boolean_word(value) in ((True,) if key == "tf32" else (True, "auto", "full"))
+            return PRECISION_SWITCHES[key] if is_on else None
+        return translate_setting_word("precision", value, file)
+
+    precisions = {key: read_precision(key) for key in PRECISION_KEYS}
+    mixed = next((key for key in MIXED_PRECISION_KEYS if precisions[key] in ("bf16", "fp16")), None)
+    if mixed is None and is_bf16_default and file.get_value("bf16") is None:
+        remaining = {key for key in PRECISION_KEYS if precisions[key] == "bf16"}
+    else:
+        key = mixed or next((key for key in PRECISION_KEYS if precisions[key] not in (None, "fp32")), None)
+        remaining = {*PRECISION_KEYS} if key is None else {key}
+    for key, precision in precisions.items():
+        if precision is not None and key not in remaining:
+            del file.values[key]
 
 
-def convert_scheduler_arguments(value: Any, file: ForeignFile) -> dict[str, Any]:
+def drop_overridden_keys(file: ForeignFile) -> None:
+    """Remove the keys that select a precision and that TRL or the Trainer overrides."""
+    drop_overridden_precision_keys(file, is_bf16_default=not is_example_script(file))
+
+
+def is_example_script(file: ForeignFile) -> bool:
+    """Return whether a file has arguments of transformers' example scripts, and so not TRL's defaults."""
+    return any(map(file.get_value, SCRIPT_ARGUMENTS))
+
+
+def set_precision_without_bf16(file: ForeignFile) -> None:
+    """Set ``precision`` to ``fp32`` if the file turns off bf16, which is the default of its trainer."""
+    if parse_boolean_word(file.get_value("bf16")) is False:
+        reason = f"default of {file.program.name} with bf16: false"
+        file.set_default_setting("precision", "fp32", reason)
+
+
+def convert_tf32(value: Any, _: ForeignFile) -> str | None:
+    """Return the precision ``tf32`` if ``value`` is true, otherwise None."""
+    return "tf32" if parse_boolean_word(value) is True else None
+
+
+def convert_scheduler_arguments(value: Any, _: ForeignFile) -> dict[str, Any]:
     """Convert ``lr_scheduler_kwargs`` to ``train.min_learning_rate_ratio``.
 
-    The supported arguments are ``min_lr``, the minimum learning rate, and ``min_lr_rate``, its ratio to
-    the learning rate.
+    The supported arguments are ``min_lr_rate``, the ratio of the minimum learning rate to the learning
+    rate, and ``min_lr``, the minimum learning rate. :func:`complete_run_settings` divides ``min_lr`` by
+    the learning rate, which may be a default of the trainer.
 
     Raises:
         NoCounterpart: If there are other arguments.
+        TypeError: If ``min_lr`` is not a number.
     """
     arguments = dict(value)
     ratio, lowest = arguments.pop("min_lr_rate", None), arguments.pop("min_lr", None)
-    ratio = lowest / file.get_value("learning_rate", 5e-5) if lowest else ratio
+    if not isinstance(lowest, int | float | None):
+        raise TypeError
     if arguments:
-        raise NoCounterpart(f"{format_short_value(arguments)} is not supported: set train.schedule_params")
+        raise NoCounterpart(
+            f"{format_short_value(arguments)} is not supported; set train.schedule_params to the arguments "
+            "of train.schedule"
+        )
     return {} if ratio is None else {"train.min_learning_rate_ratio": ratio}
 
 
 def convert_warmup(value: Any, _: ForeignFile) -> dict[str, Any]:
-    """Convert ``warmup_steps``, a number of steps or, if it is below 1, a fraction of all steps."""
+    """Convert ``warmup_steps`` to one of the two warmup settings.
+
+    A value between 0 and 1 is a fraction of all steps, and becomes ``train.warmup_ratio``. Any
+    other value is a number of steps, and becomes ``train.warmup_steps``.
+    """
     return {"train.warmup_ratio" if 0 < value < 1 else "train.warmup_steps": value}
 
 
 def convert_trackers(value: Any, _: ForeignFile) -> list[str] | None:
-    """Convert ``report_to``, a tracker or a list of trackers. ``none`` becomes an empty list.
+    """Convert ``report_to``, a tracker or a list of trackers, to a list of trackers.
 
-    Returns None if the list contains ``all``, because no setting selects all trackers.
+    Null, false and ``none`` become an empty list, which means no trackers. Returns None if the list
+    contains ``all``, because no setting selects all trackers.
     """
     names = [
         str(name) for name in (value if isinstance(value, list) else [value]) if not is_off_or_empty(name)
@@ -118,8 +205,14 @@ def convert_trackers(value: Any, _: ForeignFile) -> list[str] | None:
 def convert_trained_tokens(_: Any, file: ForeignFile) -> dict[str, Any]:
     """Convert TRL's ``assistant_only_loss`` and ``completion_only_loss`` to ``data.train_on``.
 
-    If both are true, ``assistant_only_loss`` takes precedence. If neither is true, the result is
-    ``all`` if ``completion_only_loss`` is false, or an empty dict if it is not set.
+    The result sets ``data.train_on`` to one of the following values. The first condition that is
+    met applies:
+
+    - ``assistant`` if ``assistant_only_loss`` is true.
+    - ``completion`` if ``completion_only_loss`` is true.
+    - ``all`` if ``completion_only_loss`` is false.
+
+    If none of these conditions is met, the result is an empty dict.
     """
     if parse_boolean_word(file.get_value("assistant_only_loss")) is True:
         return {"data.train_on": "assistant"}
@@ -133,25 +226,30 @@ def convert_trained_tokens(_: Any, file: ForeignFile) -> dict[str, Any]:
 
 
 def convert_max_length(value: Any, file: ForeignFile) -> Any:
-    """Return ``max_length``. If it is null, as in scripts for images, add a note and return None.
+    """Return ``max_length``. If it is null, add a note and return None.
 
-    The note recommends setting ``data.seq_len``.
+    Scripts that train on images often set ``max_length`` to null, which means no limit. This value
+    has no effect in a run, so the note recommends setting ``data.seq_len``. The function also
+    returns None for the values that :func:`drop_unset_value` drops.
     """
     if value is None:
         file.add_note(
             file.path,
-            "null means no limit: set data.seq_len to the number of tokens of the longest conversation",
+            "null, which means no limit, has no effect; set data.seq_len to the length of the longest "
+            "conversation",
         )
     return drop_unset_value(value, file)
 
 
 def convert_mixture(value: Any, file: ForeignFile) -> dict[str, Any]:
-    """Convert TRL's ``dataset_mixture``, or ``dataset_mixer`` of older recipes, to data sources.
+    """Convert TRL's ``dataset_mixture``, or ``dataset_mixer`` of older recipes, to sources.
 
-    The value of ``dataset_mixer`` is a mapping from datasets to fractions of their samples.
+    The value of ``dataset_mixer`` is a mapping from datasets to fractions of their samples. If the
+    mixture sets ``test_split_size``, a note that this key has no effect is added to
+    ``file.result``.
     """
     if value.get("test_split_size"):
-        file.add_note(file.path, f"test_split_size has no effect: {SET_EVAL}")
+        file.add_note(file.path, f"test_split_size has no effect; {SET_EVAL}")
     entries = value.get("datasets") or [{"id": name, "weight": share} for name, share in value.items()]
     return convert_mixture_entries(entries, file)
 
@@ -180,8 +278,8 @@ MIXTURE_ENTRY_KEYS: ForeignKeys = {
     **dict.fromkeys(("id", "path", "data_files"), CompanionKey("data.source")),
     **dict.fromkeys(("config", "name"), CompanionKey("data.config_name")),
     **dict.fromkeys(("split", "weight", "fraction"), CompanionKey("data.split")),
-    "columns": IgnoredKey("set data.format and data.columns"),
-    "data_dir": RefusedKey("name the files in data.source"),
+    "columns": IgnoredKey(SET_RECORD_FORMAT),
+    "data_dir": RefusedKey("set data.source to the files in this folder"),
 }
 """Table of the keys of an entry in TRL's ``dataset_mixture``."""
 
@@ -191,46 +289,53 @@ _MODEL: ForeignKeys = {
     "trust_remote_code": SettingKey("model.trust_remote_code"),
     "attn_implementation": SettingKey("model.attention", build_word_converter("model.attention")),
     **dict.fromkeys(
-        ("dtype", "torch_dtype", "mixed_precision"),
+        ("mixed_precision", "dtype", "torch_dtype"),
         SettingKey("precision", build_word_converter("precision")),
     ),
     "bf16": SwitchKey({"precision": "bf16"}),
     "fp16": SwitchKey({"precision": "fp16"}),
     "tf32": SettingKey(
-        "precision", convert_tf32, hint="set precision to tf32; bf16 is faster if its precision suffices"
+        "precision", convert_tf32, hint="set precision to tf32, or to bf16, which is faster and less precise"
     ),
     **dict.fromkeys(("use_cpu", "no_cuda"), SwitchKey({"backend": "cpu"})),
     "torch_compile": SettingKey("compile"),
     "torch_compile_backend": SettingKey("compile_backend"),
     "torch_compile_mode": SettingKey("compile_mode"),
     "model_revision": RefusedKey(
-        "the newest revision is used; name a local folder in model.name_or_path for another",
+        "only the newest revision is used; for another revision, set model.name_or_path to a local folder",
         unless=("main",),
     ),
     "model_type": IgnoredKey(
-        "the model's config defines its class; remove the key, or set model.config for a new model",
+        "the config of the model defines its class; remove the key, or set model.config to the settings "
+        "of a new model",
         unless=("AutoModelForCausalLM", "LlamaForCausalLM", "MistralForCausalLM"),
     ),
-    "router_aux_loss_coef": RefusedKey("set router_aux_loss_coef and output_router_logits in model.config"),
-    "fp8": RefusedKey(FP8_IS_A_SETTING),
+    "router_aux_loss_coef": RefusedKey(
+        "in model.config, set router_aux_loss_coef to this value, and output_router_logits to true"
+    ),
+    "fp8": RefusedKey(SET_FP8),
     "image_max_pixels": SettingKey("data.image_max_pixels"),
     "video_max_pixels": RefusedKey(NO_VIDEO),
     **dict.fromkeys(
         ("expert_parallel_size", "expert_model_parallel_size"), SettingKey("expert_parallel_size")
     ),
     "expert_tensor_parallel_size": RefusedKey(
-        "each expert is complete on its rank; set expert_parallel_size, and remove the key", unless=(1,)
+        "the weights of a single expert cannot be sharded across ranks; remove the key, and set "
+        "expert_parallel_size to the number of ranks that share the experts of a layer",
+        unless=(1,),
     ),
     "tensor_model_parallel_size": SettingKey("tensor_parallel_size"),
     "pipeline_model_parallel_size": RefusedKey(
-        "pipeline parallelism is not supported; set strategy to full_shard, and remove the key", unless=(1,)
+        "pipeline parallelism is not available; remove the key, and set strategy to full_shard", unless=(1,)
     ),
     "low_cpu_mem_usage": IgnoredKey(IS_AUTOMATIC),
     **dict.fromkeys(("use_cache", "quantization_method", "gptq_groupsize", "gptq_model_v1"), IgnoredKey()),
 }
 _ADAPTER: ForeignKeys = {
     "use_peft": PresetKey({"true": {"adapter.type": "lora"}, "false": {}}, hint=SET_ADAPTER),
-    "peft_config": RefusedKey("set adapter.config to a file, or the section adapter"),
+    "peft_config": RefusedKey(
+        "set adapter.config to an adapter_config.json, or configure the adapter in the adapter section"
+    ),
     "lora_r": SettingKey("adapter.r"),
     "lora_alpha": SettingKey("adapter.alpha"),
     "lora_dropout": SettingKey("adapter.dropout"),
@@ -241,15 +346,18 @@ _ADAPTER: ForeignKeys = {
     "lora_modules_to_save": SettingKey("adapter.modules_to_save", convert_module_names),
     "load_in_4bit": SwitchKey({"adapter.base": "nf4", "adapter.type": "lora"}),
     "load_in_8bit": SwitchKey({"adapter.base": "int8", "adapter.type": "lora"}),
-    "bnb_4bit_*": IgnoredKey("set adapter.base to nf4, and adapter.type to lora"),
-    "lora_task_type": RefusedKey("set model.task", unless=("CAUSAL_LM",)),
+    "bnb_4bit_*": IgnoredKey("set adapter.base to nf4 and adapter.type to lora"),
+    "lora_task_type": RefusedKey(
+        "set model.task to the task of the model, such as sequence-classification", unless=("CAUSAL_LM",)
+    ),
     "loraplus_lr_ratio": RefusedKey(
-        "set train.parameter_groups to [{pattern: lora_B, learning_rate: 1.6e-3}]"
+        "set a higher learning rate for lora_B in train.parameter_groups, such as [{pattern: lora_B, "
+        "learning_rate: 1.6e-3}]"
     ),
     "lora_*": RefusedKey(SET_ADAPTER),
     **dict.fromkeys(
         ("task_type", "peft_type", "inference_mode"),
-        IgnoredKey("model.task and adapter.type decide it; remove the key"),
+        IgnoredKey("model.task and adapter.type determine this value; remove the key"),
     ),
 }
 _DATA: ForeignKeys = {
@@ -267,7 +375,9 @@ _DATA: ForeignKeys = {
         ("max_seq_length", "max_seq_len", "max_source_length", "block_size"), SettingKey("data.seq_len")
     ),
     "max_target_length": SettingKey("data.target_seq_len"),
-    "max_prompt_length": CompanionKey("data.seq_len and data.truncation"),
+    "max_prompt_length": IgnoredKey(
+        "only the length of prompt and answer together is limited; set data.seq_len and data.truncation"
+    ),
     "truncation_mode": WordSettingKey("data.truncation", {"keep_start": "end", "keep_end": "start"}),
     "source_prefix": SettingKey("data.source_prefix"),
     **dict.fromkeys(("dataset_text_field", "text_column", "text_column_name"), SettingKey("data.text_field")),
@@ -280,31 +390,30 @@ _DATA: ForeignKeys = {
     "streaming": WordSettingKey("data.stream", {"true": True, "false": None}),
     "dataloader_num_workers": SettingKey("data.num_workers"),
     "packing": WordSettingKey("data.packing", {"true": "documents", "false": False}),
-    "packing_strategy": IgnoredKey("set data.packing to documents, as bfd does, or to true, as wrapped does"),
-    "padding_free": IgnoredKey("set data.packing to documents, which leaves hardly any padding"),
-    "eval_packing": IgnoredKey("set data.packing to documents"),
-    "pad_to_max_length": IgnoredKey("set data.packing; if it is false, sequences are padded to data.seq_len"),
+    "packing_strategy": IgnoredKey(
+        "for bfd, set data.packing to documents; for wrapped, set data.packing to true"
+    ),
+    "padding_free": IgnoredKey("set data.packing to documents, which needs almost no padding"),
+    "eval_packing": IgnoredKey(EVALUATION_PACKED),
+    "pad_to_max_length": IgnoredKey(PADDED_WITHOUT_PACKING),
     **dict.fromkeys(
         ("assistant_only_loss", "completion_only_loss"),
         MultiSettingKey(("data.train_on",), convert_trained_tokens, converts_empty_values=True),
     ),
     **dict.fromkeys(
         ("formatting_func", "field_messages", "message_field_role", "roles"),
-        RefusedKey(
-            "set data.format to messages or sharegpt, whose keys are recognized; "
-            "convert other records to one of them"
-        ),
+        RefusedKey("convert the records to messages or sharegpt, and set data.format to this format"),
     ),
     "eos_token": RefusedKey(
-        "the eos_token of the tokenizer is used; change the eos_token in the folder of data.tokenizer"
+        "the eos_token of the tokenizer is used; set data.tokenizer to a folder with another eos_token"
     ),
     "validation_file": RefusedKey(SET_EVAL),
     "dataset_test_split": RefusedKey(SET_EVAL, unless=("test",)),
-    "validation_split_percentage": RefusedKey("set data.eval_fraction, a share of 1"),
+    "validation_split_percentage": RefusedKey("set data.eval_fraction to a fraction such as 0.05"),
     "test_split_size": IgnoredKey(SET_EVAL),
     **dict.fromkeys(("dataset_kwargs", "dataset_num_proc", "overwrite_cache"), IgnoredKey(TOKENIZED_ONCE)),
     "remove_unused_columns": IgnoredKey(
-        "only the fields in data.text_field etc. are read; remove the key", unless=(True,)
+        "fields that the run does not need are not read; remove the key", unless=(True,)
     ),
     **dict.fromkeys(("dataloader_drop_last", "dataloader_pin_memory"), IgnoredKey(IS_AUTOMATIC)),
     **dict.fromkeys(
@@ -320,8 +429,9 @@ _TRAINING: ForeignKeys = {
     "train_batch_size": SettingKey("train.global_batch_size"),
     "auto_find_batch_size": SwitchKey({"train.micro_batch_size": "auto"}),
     "gradient_accumulation_steps": CompanionKey(
-        "set train.global_batch_size to the product of micro-batch, devices and accumulation steps; how "
-        "often to accumulate follows from it"
+        "set train.global_batch_size to micro-batch size x devices x accumulation steps, which determines "
+        "the accumulation",
+        docs_text="a factor of train.global_batch_size: micro-batch size x devices x accumulation steps",
     ),
     **dict.fromkeys(("learning_rate", "lr"), SettingKey("train.learning_rate")),
     **dict.fromkeys(
@@ -334,7 +444,7 @@ _TRAINING: ForeignKeys = {
             "train.betas",
             build_betas_converter(0.999),
             converts_empty_values=True,
-            hint="set train.betas, a list of both",
+            hint=SET_BETAS,
         ),
     ),
     "adam_epsilon": SettingKey("train.eps"),
@@ -342,7 +452,8 @@ _TRAINING: ForeignKeys = {
     "lr_scheduler_kwargs": MultiSettingKey(
         ("train.min_learning_rate_ratio",),
         convert_scheduler_arguments,
-        hint="set train.min_learning_rate_ratio or train.schedule_params",
+        hint="set train.min_learning_rate_ratio to the lowest learning rate divided by the highest, or "
+        "train.schedule_params to the arguments of train.schedule",
     ),
     "warmup_ratio": SettingKey("train.warmup_ratio"),
     "warmup_steps": MultiSettingKey(
@@ -362,39 +473,45 @@ _TRAINING: ForeignKeys = {
     ),
     **dict.fromkeys(
         ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"),
-        CompanionKey("memory.activation_checkpointing"),
+        IgnoredKey(
+            "layers are always recomputed as with use_reentrant=False; remove the key",
+            unless=({"use_reentrant": False},),
+        ),
     ),
     "activation_offloading": WordSettingKey(
         "memory.offload_activations", {"true": True, "legacy": True, "false": False}
     ),
     "disable_dropout": IgnoredKey(
-        "dropout is off with losses of pairs; train.dropout: true switches it on", unless=(True,)
+        "dropout is inactive for preference losses; set train.dropout to true to use dropout", unless=(True,)
     ),
-    "do_train": IgnoredKey("training is the default; remove the key", unless=(True,)),
+    "do_train": IgnoredKey(
+        "a run always trains; use --eval-only to evaluate without training", unless=(True,)
+    ),
     **dict.fromkeys(
         ("cut_cross_entropy", "unsloth_cross_entropy_loss"),
-        IgnoredKey("memory.loss_chunk_tokens computes the loss in parts, without all logits"),
+        IgnoredKey(NO_LIGER),
     ),
     "use_kernels": IgnoredKey(NO_LIGER),
     **dict.fromkeys(
         ("liger_*", "use_liger_*"),
-        IgnoredKey(
-            "Liger kernels are not used; memory.loss_chunk_tokens saves the logits' memory, as Liger's "
-            "fused loss does"
-        ),
+        IgnoredKey(NO_LIGER),
     ),
     "torch_empty_cache_steps": IgnoredKey(),
 }
 _PAIRS: ForeignKeys = {
-    "beta": CompanionKey(BETA_OF_LOSS),
+    "beta": CompanionKey(BETA_OF_LOSS, docs_text=BETA_ARGUMENT),
     "loss_type": CompanionKey(
-        "an argument of the loss: train.loss: dpo(loss_type='hinge'); or ipo, simpo, orpo"
+        "specify loss_type as an argument of train.loss, such as dpo(loss_type='hinge'), or set "
+        "train.loss to ipo, simpo or orpo",
+        docs_text="train.loss, or its argument `loss_type`, such as dpo(loss_type='hinge')",
     ),
-    "loss_weights": CompanionKey(SFT_OF_LOSS),
+    "loss_weights": CompanionKey(SFT_OF_LOSS, docs_text=SFT_ARGUMENT),
     "ld_alpha": RefusedKey(
-        "the losses of pairs do not have this argument; remove the key, or set train.loss to a custom class"
+        "the preference losses do not have this argument; remove the key, or set train.loss to a custom loss"
     ),
-    "ref_model": RefusedKey("an argument of the loss: train.loss: dpo(reference='folder')"),
+    "ref_model": RefusedKey(
+        "specify the reference model as an argument of train.loss, such as dpo(reference='folder')"
+    ),
     "precompute_ref_log_probs": IgnoredKey(IS_AUTOMATIC),
     **dict.fromkeys(
         ("max_completion_length", "missing_eos_penalty", "num_generations", "reward_funcs"),
@@ -405,7 +522,9 @@ _PAIRS: ForeignKeys = {
 _EVALUATION: ForeignKeys = {
     "eval_steps": MultiSettingKey(
         ("train.eval_every", "train.eval_every_epochs"),
-        build_interval_converter("train.eval_every", "train.eval_every_epochs", "eval_strategy"),
+        build_interval_converter(
+            "train.eval_every", "train.eval_every_epochs", "eval_strategy", "evaluation_strategy"
+        ),
         hint="train.eval_every",
     ),
     "eval_strategy": PresetKey(
@@ -414,30 +533,25 @@ _EVALUATION: ForeignKeys = {
     ),
     "eval_delay": RefusedKey(SET_EVAL_EVERY),
     "max_eval_samples": SettingKey("train.eval_batches"),
-    "early_stopping": RefusedKey("set train.early_stopping_patience, and train.early_stopping_threshold"),
+    "early_stopping": RefusedKey("set train.early_stopping_patience to a number of evaluations, such as 3"),
     "early_stopping_patience": SettingKey("train.early_stopping_patience"),
     "early_stopping_threshold": SettingKey("train.early_stopping_threshold"),
     "metric_for_best_model": SettingKey("checkpoint.best_metric"),
     "greater_is_better": WordSettingKey(
         "checkpoint.best_mode",
         {"true": "max", "false": "min"},
-        hint="set checkpoint.best_mode: max if greater is better, otherwise min",
+        hint="set checkpoint.best_mode to max if greater is better, otherwise to min",
     ),
     "load_best_model_at_end": SettingKey("checkpoint.export_best"),
-    "do_eval": IgnoredKey(
-        "set data.eval_fraction and train.eval_every; to evaluate without training, use --eval-only",
-        unless=(True,),
-    ),
-    "do_predict": IgnoredKey(
-        "set data.eval_fraction and train.eval_every; to evaluate without training, use --eval-only"
-    ),
-    "per_device_eval_batch_size": IgnoredKey("evaluation takes train.micro_batch_size; remove the key"),
+    "do_eval": IgnoredKey(SET_EVALUATION, unless=(True,)),
+    "do_predict": IgnoredKey(SET_EVALUATION),
+    "per_device_eval_batch_size": IgnoredKey(SHARED_BATCH_SIZE),
     **dict.fromkeys(("eval_accumulation_steps", "eval_do_concat_batches"), IgnoredKey()),
 }
 _OUTPUT: ForeignKeys = {
     "output_dir": SettingKey("output_dir"),
     "overwrite_output_dir": IgnoredKey(
-        "a run resumes by default (checkpoint.resume); choose another output_dir", unless=(True,)
+        "a run resumes by default; choose another output_dir to start a new run", unless=(True,)
     ),
     "save_steps": MultiSettingKey(
         ("checkpoint.every_steps", "checkpoint.every_epochs"),
@@ -446,27 +560,33 @@ _OUTPUT: ForeignKeys = {
     ),
     "save_strategy": PresetKey(
         {"no": {"checkpoint.every_steps": None}, "epoch": {"checkpoint.every_epochs": 1}, "steps": {}},
-        hint="set checkpoint.every_steps or checkpoint.every_epochs",
+        hint="set checkpoint.every_steps to a number of steps, or checkpoint.every_epochs to a number of "
+        "epochs",
     ),
     "save_total_limit": SettingKey("checkpoint.keep"),
-    "save_only_model": IgnoredKey("set checkpoint.export; checkpoints always contain the optimizer"),
-    "save_safetensors": IgnoredKey(IS_AUTOMATIC),
+    "save_only_model": IgnoredKey(
+        "checkpoints always contain the optimizer state; set checkpoint.export to export only the model"
+    ),
+    "save_safetensors": IgnoredKey("models are always exported as safetensors; remove the key"),
     "resume_from_checkpoint": SettingKey("checkpoint.resume"),
     "ignore_data_skip": SettingKey("checkpoint.resume_samples"),
     "push_to_hub": SettingKey("hub.push", convert_push_time, hint=SET_HUB),
     "hub_model_id": SettingKey("hub.repo", hint=SET_HUB),
     "hub_private_repo": WordSettingKey("hub.private", {"true": True, "false": False}, hint=SET_HUB),
-    "hub_strategy": CompanionKey(SET_HUB),
+    "hub_strategy": CompanionKey(SET_HUB, docs_text="hub.push"),
     **dict.fromkeys(("hub_*", "push_to_hub*"), RefusedKey(SET_HUB)),
     "logging_steps": SettingKey("log.every_steps", convert_logging_steps),
-    **dict.fromkeys(("logging_first_step", "logging_strategy"), CompanionKey("log.every_steps")),
+    "logging_first_step": IgnoredKey("the first step is always logged; remove the key", unless=(True,)),
+    "logging_strategy": IgnoredKey(
+        "metrics are always logged after a number of steps; set log.every_steps", unless=("steps",)
+    ),
     "logging_dir": IgnoredKey("logs are written to output_dir; remove the key"),
     "report_to": SettingKey("log.trackers", convert_trackers, converts_empty_values=True),
     "run_name": SettingKey("log.name"),
     "project": SettingKey("log.project"),
-    "include_num_input_tokens_seen": IgnoredKey("report.html always contains it; remove the key"),
-    "disable_tqdm": IgnoredKey(IS_AUTOMATIC),
-    "log_level": IgnoredKey(IS_AUTOMATIC, unless=("info",)),
+    "include_num_input_tokens_seen": IgnoredKey("report.html always contains this number; remove the key"),
+    "disable_tqdm": IgnoredKey(NO_SETTING),
+    "log_level": IgnoredKey(NO_SETTING, unless=("info",)),
     **dict.fromkeys(("logging_nan_inf_filter", "log_on_each_node", "skip_memory_metrics"), IgnoredKey()),
 }
 _LAUNCH: ForeignKeys = {
@@ -475,9 +595,11 @@ _LAUNCH: ForeignKeys = {
     "fsdp_config": RefusedKey(SET_FSDP),
     "fsdp_transformer_layer_cls_to_wrap": SettingKey("fsdp.transformer_layer_cls_to_wrap"),
     "deepspeed": SettingKey("deepspeed.config"),
-    "num_processes": IgnoredKey("start the run with this number of ranks"),
-    "local_rank": IgnoredKey("the launcher sets each process's rank; remove the key", unless=(-1,)),
-    "ddp_timeout": CompanionKey("log.hang_timeout"),
+    "num_processes": IgnoredKey(
+        "start the run with this number of ranks, for example with the option --nproc"
+    ),
+    "local_rank": IgnoredKey("the launcher sets the rank of each process; remove the key", unless=(-1,)),
+    "ddp_timeout": IgnoredKey("a watchdog ends a run that hangs; set log.hang_timeout", unless=(1800,)),
     **dict.fromkeys(
         ("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers"), IgnoredKey()
     ),
@@ -488,7 +610,9 @@ _LAUNCH: ForeignKeys = {
 def _build_fsdp_config_keys() -> dict[str, ForeignKey]:
     """Build the table of the keys in the Trainer's ``fsdp_config`` from Accelerate's table.
 
-    Each key is added with and without the prefix ``fsdp_``, because the Trainer accepts both.
+    Each key with the prefix ``fsdp_`` is also added without the prefix, because the Trainer accepts
+    both keys. The two keys share one entry, except for ``reshard_after_forward``. Without the
+    prefix, this key gets the entry for FSDP on XLA, because its value is always a boolean.
     """
     keys = {
         name.replace(".fsdp_", start): key
@@ -501,16 +625,18 @@ def _build_fsdp_config_keys() -> dict[str, ForeignKey]:
     return keys
 
 
-KEYS: ForeignKeys = {
-    **_MODEL,
-    **_ADAPTER,
-    **_DATA,
-    **_TRAINING,
-    **_PAIRS,
-    **_EVALUATION,
-    **_OUTPUT,
-    **_LAUNCH,
+KEYS_BY_TOPIC: dict[str, ForeignKeys] = {
+    "Model": _MODEL,
+    "Adapter": _ADAPTER,
+    "Data": _DATA,
+    "Training": _TRAINING,
+    "Preference losses": _PAIRS,
+    "Evaluation": _EVALUATION,
+    "Output and logging": _OUTPUT,
+    "Launch and sharding": _LAUNCH,
 }
+"""Table of keys for each topic. Each topic is a section of docs/keys.md."""
+KEYS: ForeignKeys = {name: key for table in KEYS_BY_TOPIC.values() for name, key in table.items()}
 FSDP_KEYS: ForeignKeys = _build_fsdp_config_keys()
 """Table of the keys in the Trainer's ``fsdp_config``."""
 DEFAULTS: dict[str, Any] = {
@@ -529,24 +655,24 @@ DEFAULTS: dict[str, Any] = {
     "memory.activation_checkpointing": "full",
 }
 OTHER_ORDER = ProgramDifference(
-    "Samples come in a different random order: losses agree in the mean, not step by step."
+    "Samples are in a different random order, so losses agree on average, but not step by step."
 )
 CUT_LATER = ProgramDifference(
-    "A text longer than data.seq_len is cut one token later: its last token is a label here, and not an "
-    "input.",
+    "A text longer than data.seq_len is truncated one token later, because its last token is only a label "
+    "here, and not an input.",
     "data.seq_len",
 )
 PACKED_APART = ProgramDifference(
-    "Packed texts never attend to each other, and are packed in another order: an epoch may have a few more "
-    "or fewer steps.",
+    "Packed texts never attend to each other, and are packed in a different order, so an epoch may have a "
+    "few more or fewer steps.",
     "data.packing",
 )
 DIFFERENCES = (
     OTHER_ORDER,
     CUT_LATER,
     ProgramDifference(
-        "TRL trains all tokens of a conversation without assistant_only_loss, and only the completion of a "
-        "record with a prompt. For such records, remove data.train_on.",
+        "Without assistant_only_loss, TRL trains all tokens of a conversation, but only the completion of a "
+        "record with a prompt. For records with a prompt, remove data.train_on.",
         "data.train_on",
     ),
     PACKED_APART,
@@ -554,17 +680,22 @@ DIFFERENCES = (
 
 
 def complete_trl_settings(file: ForeignFile, num_devices: int) -> None:
-    """Add the preference loss and TRL's default for conversations to the result of a file.
+    """Add a preference loss and TRL's defaults to the settings that were converted from a file.
 
-    Then call :func:`complete_run_settings`.
+    If the file belongs to a DPO trainer, ``train.loss`` is set; see :func:`_set_pair_loss`. If
+    ``train.loss`` remains unset, ``data.train_on`` gets TRL's default, ``all``. Files of
+    transformers' example scripts are excepted from this default. Finally,
+    :func:`complete_run_settings` adds the other defaults and removes settings without effect.
 
     Args:
-        file: File whose keys have been converted.
+        file: File whose keys have been converted. Its ``result`` is modified in place.
         num_devices: Number of devices over which a batch is divided. 0 if it is unknown.
     """
     _set_pair_loss(file)
-    if "train.loss" not in file.result.values and not any(map(file.get_value, SCRIPT_ARGUMENTS)):
-        reason = "default of TRL for conversations: no assistant_only_loss"
+    if not is_example_script(file):
+        set_precision_without_bf16(file)
+    if "train.loss" not in file.result.values and not is_example_script(file):
+        reason = "default of TRL for conversations, without assistant_only_loss"
         file.set_default_setting("data.train_on", "all", reason)
     complete_run_settings(file, num_devices)
 
@@ -572,30 +703,29 @@ def complete_trl_settings(file: ForeignFile, num_devices: int) -> None:
 def _set_pair_loss(file: ForeignFile) -> None:
     """Set ``train.loss`` and TRL's default learning rate for DPO if the file belongs to a DPO trainer.
 
-    A file does not name its TRL trainer. It counts as a DPO file, with a note, if it contains a key
-    that only TRL's preference trainers have. A loss that combines several formulas becomes a refusal.
+    A file does not name its TRL trainer. If it contains a key that only TRL's preference trainers
+    have, such as ``beta``, or a type of DPO loss, it is assumed to belong to the DPO trainer, and a note
+    about this assumption is added to ``file.result``. Otherwise, nothing is set.
+
+    Only one preference loss with weight 1 can be converted, optionally combined with ``sft``. For
+    any other combination, and for a ``loss_type`` of the SFT trainer that has no counterpart,
+    ``train.loss`` is not set, and an error message is added to ``file.result.refusals``.
     """
-    key = next(
-        (key for key in ("beta", "max_prompt_length", "loss_weights") if file.get_value(key) is not None),
-        None,
-    )
+    names = ("beta", "max_prompt_length", "loss_weights", "rpo_alpha", "loss_type")
+    key = next((name for name in names if file.get_value(name) not in (None, *SFT_LOSS_TYPES)), None)
     if key is None:
         return
-    kinds, weights = file.get_value("loss_type", "sigmoid"), file.get_value("loss_weights")
-    kinds = [str(kind) for kind in (kinds if isinstance(kinds, list) else [kinds])]
-    weights = [1] * len(kinds) if weights is None else weights
-    fits = isinstance(weights, list) and len(weights) == len(kinds)
-    weight_of = dict(zip(kinds, weights, strict=True)) if fits else {}
-    sft = weight_of.pop("sft", file.get_value("rpo_alpha"))
-    if [*weight_of.values()] == [1]:
-        file.set_setting(
-            (key,), "train.loss", format_pair_loss(next(iter(weight_of)), file.get_value("beta"), sft)
-        )
-    else:
-        file.add_refusal(
-            ("loss_type",),
-            f"{format_short_value(kinds)} is not supported: only one formula, with weight 1, and sft are "
-            "trained; set train.loss to dpo",
-        )
+    if key == "loss_type" and file.get_value(key) == "dft":
+        file.add_refusal((key,), "dft is not supported; remove the key, or set train.loss to a custom loss")
+        return
+    try:
+        kind, sft = read_loss_types(file)
+        file.set_setting((key,), "train.loss", format_pair_loss(kind, beta=file.get_value("beta"), sft=sft))
+    except NoCounterpart as reason:
+        file.add_refusal(("loss_type",), str(reason))
     file.set_default_setting("train.learning_rate", 1e-6, "default of TRL's DPO")
-    file.add_note((key,), "read as TRL's DPO; of another of its trainers, such as ORPO, change train.loss")
+    file.add_note(
+        (key,),
+        "the file is read as a config of DPOTrainer; for another trainer, set train.loss, for example to "
+        "orpo",
+    )

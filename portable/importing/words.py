@@ -1,8 +1,8 @@
-"""Table that maps other trainers' names of setting values to the names in this project.
+"""Table that translates the setting values of other trainers to the values of this project.
 
-For the settings in :data:`TRANSLATED_SETTINGS`, the table is used to convert values when a file is
-imported. For all other settings, it is only used for suggestions in error messages about invalid
-values.
+For example, ``fa2`` becomes ``flash_attention_2``. For the settings in :data:`TRANSLATED_SETTINGS`,
+the table is used to convert values when a file is imported. For all other settings, it is only used
+for suggestions in error messages about invalid values.
 """
 
 from __future__ import annotations
@@ -18,12 +18,15 @@ if TYPE_CHECKING:
 
 
 class WordMeaning(NamedTuple):
-    """Setting value that corresponds to another trainer's value, with advice.
+    """Equivalent in this project of another trainer's setting value, with a remark for the user.
+
+    For example, ``cosine_with_restarts`` becomes ``cosine``, with the remark ``which has no
+    restarts``.
 
     Attributes:
-        value: Value of the setting.
-        advice: Text that follows the value in messages: another setting to change, or a difference in
-            meaning.
+        value: Value of the setting in this project.
+        advice: Remark that follows the value in error messages. It names another setting to change,
+            or a difference in meaning.
     """
 
     value: str
@@ -41,7 +44,7 @@ FOREIGN_WORDS: dict[str, dict[str, str | WordMeaning]] = {
         **dict.fromkeys(("4bit", "int4", "fp4", "qlora"), "nf4"),
         **dict.fromkeys(("8bit", "fp8"), "int8"),
     },
-    "log.trackers": {"none": "[], which is none", "all": "a list of trackers"},
+    "log.trackers": {"none": "[] for no trackers", "all": "a list of trackers, such as [wandb]"},
     "memory.activation_checkpointing": dict.fromkeys(("true", "block", "offload"), "full"),
     "model.attention": dict.fromkeys(("fa2", "flash_attn", "flash_attention"), "flash_attention_2"),
     "backend": dict.fromkeys(("gpu", "rocm", "nvidia"), "cuda"),
@@ -92,7 +95,7 @@ FOREIGN_WORDS: dict[str, dict[str, str | WordMeaning]] = {
         **dict.fromkeys(("instruct", "instruction"), "alpaca"),
     },
 }
-"""Values of settings and sections, keyed by the dotted key and then by the value of another trainer.
+"""Values in this project, keyed by the dotted setting or section, then by another trainer's value.
 
 For settings that are not in :data:`TRANSLATED_SETTINGS`, a value may contain advice.
 """
@@ -101,19 +104,20 @@ TRANSLATED_SETTINGS = ("model.attention", "precision", "train.optimizer", "train
 
 
 def translate_setting_word(setting: str, value: Any, file: ForeignFile) -> Any:
-    """Convert another trainer's value to the value of a setting.
+    """Convert a value from another trainer's file to the equivalent value of a setting.
 
-    For ``adafactor``, ``train.adafactor_rule`` is also set in the result of the file, so that the
-    update rule stays the same.
+    For ``adafactor``, this function also sets ``train.adafactor_rule`` in ``file.result``, so that
+    the update rule stays the same.
 
     Args:
-        setting: Dotted key, one of :data:`TRANSLATED_SETTINGS`.
+        setting: Dotted key of the setting, one of :data:`TRANSLATED_SETTINGS`.
         value: Value in the other trainer's file.
         file: File that is being converted.
 
     Returns:
-        The converted value. An unknown value is returned unchanged, as a string. None for a boolean, an
-        empty value, or ``auto``.
+        The converted value. None if ``value`` is empty, ``auto``, a boolean, or a word for a
+        boolean such as ``no``. A value without a known equivalent is not translated, but only
+        converted to a string.
     """
     if value == "adafactor":
         file.set_setting(file.path, "train.adafactor_rule", "transformers")
