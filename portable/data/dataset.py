@@ -1,7 +1,7 @@
 """Build the tokenizer, training samples and evaluation samples from the ``data`` section.
 
-Training calls :func:`build_data`. For a plan, :func:`inspect_data_sizes` computes the same sizes
-without writing or downloading anything.
+Training calls :func:`build_data`. The plan of a run needs only the numbers of documents, tokens and
+samples. :func:`inspect_data_sizes` computes these numbers without writing or downloading anything.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ from portable.data.tokens.tokenizer import (
     train_tokenizer,
 )
 from portable.errors import UserError
+from portable.formatting import format_count
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -65,14 +66,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunData:
-    """Tokenizer, samples and sizes of a run."""
+    """Tokenizer, training samples and evaluation samples of a run, with statistics of the data."""
 
     tokenizer: Any
     """Tokenizer of transformers."""
     train: Samples
     """Samples to train on. A :class:`MixtureSamples` if ``data.sources`` has several sources."""
     evals: Mapping[str, Samples]
-    """Samples to evaluate on, keyed by source name. The name is empty if there is only one source."""
+    """Samples to evaluate on, keyed by source name. The key is empty if there is only one source."""
     sizes: DataSizes
     """Numbers of documents, tokens and samples, for the first lines of the run and for the plan."""
     fingerprint: str
@@ -80,7 +81,9 @@ class RunData:
     tokenizer.
     """
     vocab_size: int
-    """Minimum number of rows of the model's embedding: the largest token id of the tokenizer plus one."""
+    """Minimum number of rows of the model's embedding: the number of tokens of the tokenizer, or its largest
+    token id plus one if that is larger.
+    """
     classes: LabelMapping | None = None
     """Mapping from the labels to the outputs of a classifier. None if the task is not classification."""
     target_frame: Frame | None = None
@@ -91,18 +94,22 @@ class RunData:
     """Token that ends an answer in conversations. None if no source has conversations."""
     stream_names: tuple[str, ...] = ()
     """Names of the sources that are tokenized during training. ``tokenized_sources`` contains only the first
-    shard of each.
+    shard of each stream.
     """
     eval_fingerprints: Mapping[str, str] = field(default_factory=dict)
     """Fingerprint of each source of ``data.eval``, keyed by name.
 
-    In contrast to ``fingerprint``, it may differ when a run resumes, because other evaluation data does not
-    change the training.
+    Unlike ``fingerprint``, these may change when a run resumes, because evaluation data does not affect the
+    training.
     """
 
     @property
     def first_tokens(self) -> TokenCache:
-        """Token cache of the first training source."""
+        """Token cache of the first training source.
+
+        For a stream, this is the token cache of a single shard. Raises ``StopIteration`` if the
+        samples come from user-defined code, because they have no token cache.
+        """
         return next(iter(self.tokenized_sources.values())).tokens
 
     @property
@@ -122,7 +129,7 @@ class RunData:
 
     @property
     def description(self) -> str:
-        """One-line summary of the sizes."""
+        """One-line summary of the data: its sources, tokenizer, and numbers of tokens and samples."""
         return str(self.sizes)
 
 
@@ -132,7 +139,7 @@ class ModelDataHints(TypedDict, total=False):
     model_tokenizer: str | None
     """Hub id or folder of the pretrained model's tokenizer, used if ``data.tokenizer`` is null.
 
-    If both are None, a tokenizer is trained on the sources.
+    If this is None as well, a tokenizer is trained on the sources.
     """
     model_vocab_size: int | None
     """Vocabulary size of a trained tokenizer if ``data.vocab_size`` is null."""
@@ -148,7 +155,7 @@ class ModelDataHints(TypedDict, total=False):
     It is a token id, a function that computes the token id from the tokenizer, or ``LAST_LABEL``.
     """
     label_shift: Callable[[Any], LabelShift | None] | None
-    """Function that returns the :data:`LabelShift` of a masked language model with a decoder for a tokenizer.
+    """Function that takes a tokenizer and returns the :data:`LabelShift` of a masked language model.
 
     None if the model does not have a decoder.
     """
@@ -175,13 +182,15 @@ class _RunSamples(NamedTuple):
 def _build_run_samples(
     settings: DataConfig, sources: RunSources, classes: LabelMapping | None
 ) -> _RunSamples:
-    """Build the samples of each source. Samples held out from a training source are evaluation samples.
+    """Build the training and evaluation samples of each source.
+
+    Samples that are held out from a training source become evaluation samples.
 
     Args:
         settings: The ``data`` section of the config.
         sources: Opened sources of the run, with their tokens.
-        classes: Mapping from the labels of the first source to the classifier's outputs. None for other
-            tasks.
+        classes: Mapping from the labels of the first training source to the outputs of the
+            classifier. None for other tasks.
     """
     first = next(iter(sources.tokenized_training_sources.values()))
     train: dict[str, Samples] = {}
@@ -217,15 +226,17 @@ def build_data(
 ) -> RunData:
     """Open the data of a run, and tokenize the sources that are not in the token cache.
 
-    Must be called on all ranks with the same arguments. On each machine, one rank writes missing caches
-    and shows progress, and the other ranks wait.
+    Must be called on all ranks with the same arguments. On each machine, one rank writes missing
+    caches and shows progress, and the other ranks wait.
 
     Args:
         settings: The ``data`` section of the config.
         task: Task of the model, one of ``TASKS``.
-        model_classes: Classes of the model. None if its head is untrained, or if it is not a
-            classifier.
-        problem_type: ``problem_type`` of the model's config. None detects it from the labels.
+        model_classes: Label names that a classifier's trained head or ``model.config`` defines. If
+            None, a classifier takes its classes from the labels in the data. Other tasks ignore
+            this argument.
+        problem_type: ``problem_type`` in the model's config. If None, it is regression if
+            ``model_classes`` contains a single output. Otherwise, it is determined from the labels.
         global_batch_size: Number of samples per step, used to convert the steps of
             ``data.weight_schedule`` to samples.
         progress: Whether to show a progress bar on stderr if tokenizing takes more than a second.
@@ -276,7 +287,11 @@ def inspect_data_sizes(
 ) -> DataSizes:
     """Compute the sizes of the data without writing or downloading anything.
 
-    A size is None if it requires a download, or tokens that are not in the cache.
+    A size is None if its computation requires a download. A size that requires tokens is also None
+    if the data has not been tokenized yet, or if a training source is a stream.
+
+    There is one exception to the rule that nothing is written: if image files have new modification
+    times but the same contents, the token cache records this.
 
     Args:
         settings: The ``data`` section of the config.
@@ -285,6 +300,8 @@ def inspect_data_sizes(
 
     Raises:
         UserError: If ``build_data`` would reject the settings or the first document of a source.
+            Documents that require a download are not checked.
+        MissingDataError: If a path of a source does not exist, or if its pattern matches no file.
     """
     sources = open_sources(settings, task, offline=True, **hints)
     if sources.custom_samples_source is not None and sources.context is not None:
@@ -298,17 +315,23 @@ def inspect_data_sizes(
 class RunSources:
     """Opened sources of a run, with their tokens if they are available.
 
-    :func:`open_sources` sets the attributes in the order below. If it stops early, for example because
-    it is offline, the remaining attributes keep their defaults.
+    :func:`open_sources` sets the attributes. With ``offline=True``, attributes that would require a
+    write or a download keep their defaults. With ``tokenize=False``, or if the samples come from
+    user-defined code, the attributes after ``context`` also keep their defaults.
 
     Attributes:
-        training_sources: Sources to train on, keyed by name. A single source has the empty name.
+        training_sources: Sources to train on, keyed by name. A single source has the empty
+            name.
         eval_sources: Sources to evaluate on, keyed by name.
-        tokenizer_name: Hub id or folder of the tokenizer. None if the tokenizer is trained on the data.
-        vocab_size: Largest token id of the tokenizer plus one. None if it is not known yet.
-        context: Tokenizer and task. None if the tokenizer is not available offline.
-        tokenized_training_sources: Tokenized training sources, keyed by name. For a stream, only the
-            first shard.
+        tokenizer_name: Hub id or folder of the tokenizer. None if the tokenizer is trained on
+            the data.
+        vocab_size: Number of tokens of the tokenizer, or its largest token id plus one if that is
+            larger. The requested size if the tokenizer is not trained yet. None if neither is
+            known.
+        context: Tokenizer and task. None if the tokenizer or the image processor is not
+            available offline.
+        tokenized_training_sources: Tokenized training sources, keyed by name. For a stream,
+            only the first shard.
         tokenized_eval_sources: Tokenized evaluation sources, keyed by name.
         streams: Samples of the streams, keyed by source name.
         end_of_turn_token: Token that ends an answer in conversations. None if it is not known.
@@ -328,7 +351,7 @@ class RunSources:
     def joined_training_source(self) -> DataSource:
         """Source with the documents of all training sources, to train a tokenizer on.
 
-        If there is only one training source, this is the source itself.
+        If there is only one training source, the result is this source.
         """
         if ONLY_SOURCE in self.training_sources:
             return self.training_sources[ONLY_SOURCE]
@@ -347,14 +370,23 @@ class RunSources:
             if source.settings.data.format == CUSTOM_SAMPLES:
                 if name:
                     raise UserError(
-                        f"{format_training_source_key(name)}: finished samples cannot be part of a mixture; "
-                        "use a source of texts"
+                        f"{format_training_source_key(name)}: finished samples (data.format: samples) cannot "
+                        "be part of a mixture; use a source that contains text, or train only on this "
+                        "source with data.source"
                     )
                 return source
         return None
 
     def compute_sizes(self) -> DataSizes:
-        """Compute the total sizes over all sources. Sizes that require missing tokens are None."""
+        """Compute the total sizes over all sources.
+
+        Sizes that require tokens, such as the number of documents, are None if a training source
+        has not been tokenized or is a stream.
+
+        Raises:
+            UserError: If the samples of a tokenized source cannot be counted, for example because
+                it has too few tokens for one sample, or if the tokenizer does not fit the settings.
+        """
         local_sources = {
             name: source
             for name, source in self.tokenized_training_sources.items()
@@ -395,14 +427,16 @@ def open_sources(
     progress: bool = False,
     **hints: Unpack[ModelDataHints],
 ) -> RunSources:
-    """Open the sources, load or train the tokenizer, and open or build the tokens.
+    """Open the sources, load or train the tokenizer, and open or build the token caches.
+
+    A token cache contains the tokenized documents of one source.
 
     Args:
         settings: The ``data`` section of the config.
         task: Task of the model, one of ``TASKS``.
-        offline: Whether to avoid all writes and downloads. Attributes of the result that require them
-            are not set.
-        tokenize: Whether to open or build the tokens.
+        offline: Whether to avoid all writes and downloads. Attributes of the result that require a
+            write or a download are not set.
+        tokenize: Whether to open or build the token caches.
         progress: Whether to show a progress bar.
         **hints: Properties of the model. See :class:`ModelDataHints`.
 
@@ -412,8 +446,11 @@ def open_sources(
     sources = RunSources({}, {}, settings.tokenizer or hints.get("model_tokenizer"))
     _open_training_sources(sources.training_sources, build_training_settings(settings, task, offline=offline))
     _open_eval_sources(sources, build_evaluation_settings(settings, task, offline=offline))
-    if sources.tokenizer_name is None and sources.custom_samples_source is not None and not offline:
-        raise UserError("data.tokenizer: finished samples do not record their tokenizer; set data.tokenizer")
+    if sources.tokenizer_name is None and sources.custom_samples_source is not None:
+        raise UserError(
+            "data.tokenizer: is required for finished samples (data.format: samples); set data.tokenizer to "
+            "the tokenizer that created the samples"
+        )
     tokenizer = _load_or_train_tokenizer(sources, settings, hints)
     if tokenizer is None:
         return sources
@@ -483,40 +520,60 @@ def _open_training_sources(
 ) -> None:
     """Open the training sources, and add them to ``sources_by_name``.
 
+    In a mixture, or if ``offline`` is set, also checks that the first document of each source can
+    be read, unless reading it requires a download.
+
     Args:
         sources_by_name: Opened sources, keyed by name. Modified in place.
         settings_by_name: Settings of the sources, keyed by name.
 
     Raises:
-        UserError: If a source cannot be used, or if two sources have the same data.
+        UserError: If a source cannot be used, or if two sources have the same data. Sources that
+            may download data when they are opened are not compared.
     """
-    keys: dict[str, str] = {}
+    readable_sources: dict[str, DataSource] = {}
     for name, settings in settings_by_name.items():
         with settings.convert_errors():
             source = sources_by_name[name] = _open_and_detect_format(settings)
             if name or settings.offline:
                 source.check_readable()
-            if (
-                name
-                and not source.downloads_to_open
-                and (twin := keys.setdefault(source.cache_key, name)) != name
-            ):
+            if not name or source.downloads_to_open:
+                continue
+            twin = next(
+                (other for other, data in readable_sources.items() if _have_same_data(source, data)), None
+            )
+            if twin is not None:
                 raise UserError(
                     f"{format_training_source_key(name)}: has the same data as "
-                    f"{format_training_source_key(twin)}; to repeat the data, raise the weight or epochs "
-                    "of one of them"
+                    f"{format_training_source_key(twin)}; remove one of the two sources (to repeat the data, "
+                    "raise the weight or epochs of the remaining source)"
                 )
+            readable_sources[name] = source
+
+
+def _have_same_data(source: DataSource, other: DataSource) -> bool:
+    """Return whether two sources have the same data and read it with the same settings."""
+    if isinstance(source, StreamSource):
+        return source.has_same_data(other)
+    if isinstance(other, StreamSource):
+        return other.has_same_data(source)
+    return source.cache_key == other.cache_key
 
 
 def _open_eval_sources(sources: RunSources, settings_by_name: Mapping[str, SourceSettings]) -> None:
     """Open the evaluation sources, and add them to ``sources.eval_sources``.
+
+    Also checks that the first document of each source can be read, unless reading it requires a
+    download.
 
     Args:
         sources: Sources of the run. Modified in place.
         settings_by_name: Settings of the evaluation sources, keyed by name.
 
     Raises:
-        UserError: If a source cannot be used, or if it has the same data as a training source.
+        UserError: If a source cannot be used, or if it has the same data as a training source. If
+            ``offline`` is set, sources that may download data when they are opened are not
+            compared.
     """
     for name, settings in settings_by_name.items():
         with settings.convert_errors():
@@ -527,22 +584,25 @@ def _open_eval_sources(sources: RunSources, settings_by_name: Mapping[str, Sourc
             for other in (source, *sources.training_sources.values())
             if not (settings.offline and other.downloads_to_open)
         ]
-        if source in readable_sources and source.cache_key in {
-            other.cache_key for other in readable_sources if other is not source
-        }:
+        if source in readable_sources and any(
+            _have_same_data(source, other) for other in readable_sources if other is not source
+        ):
             raise UserError(
-                f"{settings.config_key}: is the same data as the training data; specify other files or "
-                "another split"
+                f"{settings.config_key}: contains the same data as the training data; specify other files "
+                "or another split"
             )
 
 
 def _load_or_train_tokenizer(run_sources: RunSources, settings: DataConfig, hints: ModelDataHints) -> Any:
     """Load the tokenizer of a run, or train it on the sources.
 
-    Uses the first tokenizer that exists: ``data.tokenizer``, the tokenizer of the pretrained model, or
-    the tokenizer of pretokenized data. If none exists, trains a tokenizer. Updates
-    ``run_sources.tokenizer_name``. If the tokenizer is trained, also sets ``run_sources.vocab_size`` to
-    the requested size.
+    Uses ``data.tokenizer`` or, if it is not set, the tokenizer of the pretrained model. If there is
+    no pretrained model either, uses the tokenizer of pretokenized data. Otherwise, trains a
+    tokenizer, or loads the trained tokenizer from the cache. Adds the tokens in
+    ``data.added_tokens``.
+
+    Updates ``run_sources.tokenizer_name``. If the tokenizer is trained, also sets
+    ``run_sources.vocab_size`` to the requested size.
 
     Args:
         run_sources: Sources of the run, including the name of the tokenizer if it is known.
@@ -550,7 +610,8 @@ def _load_or_train_tokenizer(run_sources: RunSources, settings: DataConfig, hint
         hints: Properties of the model.
 
     Returns:
-        The tokenizer. None if it would have to be trained or downloaded, but the sources are offline.
+        The tokenizer. None if it would have to be trained or downloaded, but the sources forbid
+        writing and downloading (``offline``).
     """
     sources, combined_source = list(run_sources.training_sources.values()), run_sources.joined_training_source
     first = sources[0].settings
@@ -598,13 +659,16 @@ def _load_image_processor(
 ) -> ImageProcessor | None:
     """Load the model's image processor.
 
-    If the tokenizer has no chat template, it gets the template of the processor.
+    If neither ``data.chat_template`` nor the tokenizer has a chat template, the tokenizer gets
+    the template of the processor.
 
     Returns:
-        The processor. None if ``offline`` is set and the processor would have to be downloaded.
+        The processor. None if ``offline`` is set, the model is not a local folder, and the
+        processor cannot be loaded without a download.
 
     Raises:
-        UserError: If the model has no image processor, or if its image tokens are not in the tokenizer.
+        UserError: If the model is built from scratch or has no image processor, if the
+            processor cannot be loaded, or if its image tokens are not in the tokenizer.
     """
     from portable.data.tokens.image_processing import load_image_processor
 
@@ -612,7 +676,7 @@ def _load_image_processor(
     if name is None:
         raise UserError(
             "data.images: a model that is built from scratch has no image processor; set model.name_or_path "
-            "to a model that accepts images, or remove the images"
+            "to a model that accepts images, or set data.images: false to train on text"
         )
     try:
         processor = load_image_processor(
@@ -625,12 +689,12 @@ def _load_image_processor(
     if processor is None:
         raise UserError(
             f"data.images: {name} has no image processor; set model.name_or_path to a model that accepts "
-            "images, or remove the images"
+            "images, or set data.images: false to train on text"
         )
     if missing := processor.list_missing_tokens(tokenizer):
         raise UserError(
-            f"data.tokenizer: the tokenizer does not have {missing[0]!r}, which the model uses for images; "
-            "remove data.tokenizer to use the model's tokenizer"
+            f"data.tokenizer: the tokenizer does not have the token {missing[0]!r}, which the model uses for "
+            "images; remove data.tokenizer to use the model's tokenizer"
         )
     if settings.chat_template is None and not getattr(tokenizer, "chat_template", None):
         tokenizer.chat_template = processor.chat_template
@@ -640,7 +704,7 @@ def _load_image_processor(
 def _read_mixture_shares(settings: DataConfig) -> dict[str, MixtureShare]:
     """Read the weight or the number of epochs of each source in a mixture, keyed by source name.
 
-    The default, if a source has neither, is one epoch.
+    A source for which neither is set gets one epoch.
     """
     from portable.data.samples.mixture import MixtureShare
 
@@ -661,9 +725,12 @@ def _build_mixture(
     Args:
         settings: The ``data`` section of the config.
         train: Samples of each source, keyed by name.
-        step_samples: Number of samples per step, used to convert the steps of ``data.weight_schedule``
-            to samples.
+        step_samples: Number of samples per step, used to convert the steps of
+            ``data.weight_schedule`` to samples.
         task: Task of the model, one of ``TASKS``.
+
+    Raises:
+        UserError: If the samples of the sources have different columns.
     """
     from portable.data.samples.mixture import MixtureSamples
 
@@ -674,7 +741,7 @@ def _build_mixture(
 
 
 def _compute_mixture_fingerprint(settings: DataConfig, token_fingerprints: Mapping[str, str]) -> str:
-    """Compute a digest of the tokens of all sources and of their shares in the mixture."""
+    """Compute a digest of the tokens and shares of all sources, and of the weight schedule."""
     shares = [(name, share.weight, share.epochs) for name, share in _read_mixture_shares(settings).items()]
     return compute_text_digest(
         repr((shares, list(token_fingerprints.items()), get_weight_schedule(settings)))
@@ -687,12 +754,18 @@ def _map_eval_classes(
     """Map the labels of a source to the outputs of the classifier.
 
     Args:
-        classes: Mapping of the training source's labels. None if the task is not classification.
+        classes: Mapping from the training source's labels to the outputs. None if the task is
+            not classification.
         training: Training source from which ``classes`` was computed.
         other: Source whose labels to map.
 
     Returns:
-        The mapping. None if ``classes`` is None.
+        The mapping for ``other``. None if ``classes`` is None.
+
+    Raises:
+        UserError: If a label of ``other`` corresponds neither to a label of ``training`` nor to the
+            name of an output, or if the labels do not fit the problem type or the number of
+            outputs.
     """
     if classes is None:
         return None
@@ -705,7 +778,9 @@ def _map_eval_classes(
 def _build_custom_sample_data(
     settings: DataConfig, sources: RunSources, context: TokenizationContext, model_vocab_size: int
 ) -> RunData:
-    """Build the data of a run from the samples of user-defined code, without tokenizing.
+    """Build the data of a run from the samples of a user-defined object, without tokenizing.
+
+    ``data.source`` is the import path of the object. In the result, ``tokenized_sources`` is empty.
 
     Args:
         settings: The ``data`` section of the config.
@@ -714,8 +789,10 @@ def _build_custom_sample_data(
         model_vocab_size: Vocabulary size of the model. 0 if it is not known.
 
     Raises:
-        UserError: If the object is not a sequence with a fingerprint, or if the shapes of its samples
-            do not match the settings.
+        UserError: If a user-defined object lacks ``__len__``, ``__getitem__`` or a string
+            ``fingerprint``, if its first sample is not valid, or if its samples do not have
+            ``data.seq_len`` tokens. Also raised if evaluation samples and training samples have
+            different numbers of sequences.
     """
     from portable.data.samples.custom_samples import CustomSamples
 
@@ -730,14 +807,14 @@ def _build_custom_sample_data(
             raise UserError(f"{subject}: lacks __len__ or __getitem__; define both methods")
         if not isinstance(getattr(records, "fingerprint", None), str):
             raise UserError(
-                f"{subject}: has no attribute fingerprint; define fingerprint as a string that identifies "
-                "the content"
+                f"{subject}: the attribute fingerprint is missing or not a string; set fingerprint to a "
+                "string that identifies the content"
             )
         samples = CustomSamples(data_source.name, records, part or SampleRange(0, len(records)), vocab_size)
         if samples.tokens_per_sequence != (length := data_source.settings.data.seq_len):
             raise UserError(
-                f"data.seq_len: is {length}, but a sample has {samples.tokens_per_sequence} tokens; set "
-                "data.seq_len to the length of the samples"
+                f"data.seq_len: is {length}, but the samples have {samples.tokens_per_sequence} tokens; set "
+                f"data.seq_len to {samples.tokens_per_sequence}"
             )
         return samples
 
@@ -750,9 +827,10 @@ def _build_custom_sample_data(
             eval_samples[name] = build_samples(eval_source)
             if eval_samples[name].sequences_per_sample != all_samples.sequences_per_sample:
                 raise UserError(
-                    f"data.source: the samples have {eval_samples[name].sequences_per_sample} sequences, "
-                    f"but the training samples have {all_samples.sequences_per_sample}; use the same kind "
-                    "of samples for both"
+                    "data.source: each evaluation sample consists of "
+                    f"{format_count(eval_samples[name].sequences_per_sample, 'sequence')}, but each training "
+                    f"sample consists of {format_count(all_samples.sequences_per_sample, 'sequence')}; use "
+                    "the same number of sequences for both"
                 )
     sizes = replace(
         sources.compute_sizes(),

@@ -42,9 +42,9 @@ THUMBNAIL_PIXELS = 96
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 """Formats that Pillow may decode."""
 _URL_SECONDS = 30.0
-"""Maximum number of seconds without an answer of a server."""
+"""Timeout in seconds for each response of a server."""
 _DOWNLOAD_SECONDS = 300.0
-"""Maximum number of seconds of a download."""
+"""Maximum duration of a download in seconds."""
 _DOWNLOAD_CHUNK_BYTES = 1 << 20
 
 
@@ -69,7 +69,8 @@ class ImageFileState(NamedTuple):
         path: Path in the record. Relative paths are relative to the image folder.
         num_bytes: Size of the file in bytes. -1 if there was no file.
         modified_ns: Time of the last modification in nanoseconds. -1 if there was no file.
-        digest: BLAKE2b digest of the file, as hexadecimal digits. Empty if the image could not be read.
+        digest: BLAKE2b digest of the file, as hexadecimal digits. Empty if the image could not
+            be read or decoded.
     """
 
     path: str
@@ -98,14 +99,17 @@ class LoadedImage:
 
 @dataclass(frozen=True)
 class ImageReader:
-    """Reads the images that records refer to.
+    """Reader of the images that records refer to.
 
     Attributes:
-        root: Folder that contains all image files. None if there is no such folder.
+        root: Folder that contains all image files. It is the setting ``data.image_root`` or, if
+            this is not set, the folder of the source. None if the source has no single local folder
+            either.
         allow_urls: Whether URLs are read. ``private`` also allows servers with private addresses.
-        max_pixels: Largest number of pixels of an image. Larger images are scaled down. None for no limit.
+        max_pixels: Largest number of pixels of an image. Larger images are scaled down. None for no
+            limit.
         no_root_reason: Reason why ``root`` is None, used in error messages.
-        is_root_set: Whether the settings contain ``root``. Otherwise, it is the folder of the source.
+        is_root_set: Whether ``root`` comes from ``data.image_root``.
     """
 
     root: Path | None
@@ -116,9 +120,9 @@ class ImageReader:
 
     @property
     def cache_key(self) -> str:
-        """Text with all settings that determine the images of a record, except the files themselves.
+        """Text that identifies all settings that determine how the images of a record are read.
 
-        It does not contain the folder of the source, so a source keeps its cache when it is moved.
+        The text does not contain the folder of the source, so a source keeps its cache when it is moved.
         """
         return repr((self.root if self.is_root_set else None, self.allow_urls, self.max_pixels))
 
@@ -130,7 +134,9 @@ class ImageReader:
         Args:
             reference: Reference to the image in a record.
             location: Location of the record in its source, used in error messages.
-            states: List to which the state of a local file is appended, even if it cannot be read.
+            states: List to which the size, modification time and digest of a local image file are
+                appended. They are appended even if the file cannot be read or decoded, but then
+                without the digest. If None, they are not recorded.
 
         Raises:
             RecordError: If the image cannot be read or decoded.
@@ -158,7 +164,7 @@ class ImageReader:
         try:
             data = self._read_reference(reference, path, location)
             if len(data) > MAX_IMAGE_FILE_BYTES:
-                raise ValueError(f"the file is larger than {MAX_IMAGE_FILE_BYTES >> 20} MiB")
+                raise ValueError(f"the file is larger than the limit of {MAX_IMAGE_FILE_BYTES >> 20} MiB")
             width, height = decode_image(data).size
         except RecordError:
             raise
@@ -177,7 +183,16 @@ class ImageReader:
         return ImageSize(max(1, int(width * scale)), max(1, int(height * scale)))
 
     def _read_reference(self, reference: ImageReference, path: Path | None, location: str) -> bytes:
-        """Read the file of a reference, at most one byte more than :data:`MAX_IMAGE_FILE_BYTES`."""
+        """Read the content of the image file that a reference refers to.
+
+        At most ``MAX_IMAGE_FILE_BYTES + 1`` bytes of a local or remote file are returned. The
+        additional byte allows the caller to detect a file that is too large.
+
+        Args:
+            reference: Reference to the image in a record: a path, a URL, or the content itself.
+            path: Resolved path of the local file. None if the reference is not a path.
+            location: Location of the record in its source, used in error messages.
+        """
         if reference.data is not None:
             return reference.data
         if path is None:
@@ -193,7 +208,8 @@ class ImageReader:
             location: Location of the record in its source, used in error messages.
 
         Raises:
-            RecordError: If there is no image folder, or if the file is outside it.
+            RecordError: If there is no image folder, or if the file is outside it. Also raised if
+                ``path`` is invalid, or is a URL with another scheme than ``http`` and ``https``.
         """
         name = _quote_reference(path)
         if re.match(r"[a-z][a-z0-9+.-]+://", path):
@@ -210,17 +226,24 @@ class ImageReader:
             return Path(resolve_local_path_inside(self.root / path, self.root))
         except LinkError as error:
             raise RecordError(
-                f"data.image_root: {location}: the image {name} is outside of {self.root}; move the "
-                "image, or set data.image_root to the folder of the images"
+                f"data.image_root: {location}: the image {name} is outside the image folder {self.root}; "
+                "move the image into this folder, or set data.image_root to a folder that contains all images"
             ) from error
         except (OSError, ValueError) as error:  # the path is too long, or contains a null character
             raise RecordError(
                 f"data.source: {location}: cannot read the image {name} ({_describe_error(error)}); "
-                "correct or remove the image"
+                "correct the path, or remove the image"
             ) from error
 
     def _read_url(self, url: str, location: str) -> bytes:
-        """Read the file at an ``http`` or ``https`` URL."""
+        """Read the file at an ``http`` or ``https`` URL.
+
+        If :attr:`allow_urls` is True, servers with private addresses are refused.
+
+        Raises:
+            RecordError: If :attr:`allow_urls` is False.
+            Exception: If the download fails. See :func:`_download`.
+        """
         if not self.allow_urls:
             raise RecordError(
                 f"data.image_urls: {location}: the image {_quote_reference(url)} is a URL; set "
@@ -230,14 +253,14 @@ class ImageReader:
 
 
 class _PrivateAddressError(OSError):
-    """Error of a connection to a private address."""
+    """Raised if a connection leads to a private address."""
 
 
 def _check_address_is_public(connection: http.client.HTTPConnection) -> None:
-    """Close a connection to an address that is not public, before a request is sent.
+    """Check that an open connection leads to a public address, and close it otherwise.
 
-    Only the address of the open connection is reliable, because a second look-up of the name of the host may
-    have another result.
+    Must be called before a request is sent. Checking the host name instead would not be safe, because
+    the name could resolve to a different address when the connection is opened.
 
     Raises:
         _PrivateAddressError: If the address is private, such as an address of this machine.
@@ -246,12 +269,13 @@ def _check_address_is_public(connection: http.client.HTTPConnection) -> None:
     if not ipaddress.ip_address(address).is_global:
         connection.close()
         raise _PrivateAddressError(
-            f"{address} is a private address, which data.image_urls: private would allow"
+            f"{address} is a private address, but only data.image_urls: private allows downloads from "
+            "private addresses"
         )
 
 
 class _PublicHTTPConnection(http.client.HTTPConnection):
-    """Connection that is only opened to public addresses."""
+    """HTTP connection that refuses servers with a private address."""
 
     def connect(self) -> None:
         """Open the connection. Raises _PrivateAddressError if the address is private."""
@@ -260,52 +284,81 @@ class _PublicHTTPConnection(http.client.HTTPConnection):
 
 
 class _PublicHTTPSConnection(http.client.HTTPSConnection):
-    """Encrypted connection that is only opened to public addresses.
+    """Encrypted connection that refuses servers with a private address.
 
-    The address of a proxy is not checked, because the user has set the proxy.
+    The address is checked after the connection is opened, but before a request is sent. The
+    address of a proxy is not checked, because the user has set the proxy.
     """
 
     is_tunnel = False
 
     def set_tunnel(self, *arguments: Any, **options: Any) -> None:
-        """Set the host to which the proxy connects."""
+        """Set the host to which the proxy connects.
+
+        Overrides ``HTTPConnection.set_tunnel`` and has the same arguments. It also marks the
+        connection as a tunnel, so that :meth:`connect` does not check the address of the proxy.
+        """
         self.is_tunnel = True
         super().set_tunnel(*arguments, **options)
 
     def connect(self) -> None:
-        """Open the connection. Raises _PrivateAddressError if the address is private."""
+        """Open the connection.
+
+        Raises:
+            _PrivateAddressError: If the address is private. Not raised if the connection leads
+                through a proxy.
+        """
         super().connect()
         if not self.is_tunnel:
             _check_address_is_public(self)
 
 
 class _PublicHTTPHandler(urllib.request.HTTPHandler):
-    """Handler of ``http`` URLs, which also checks the addresses of redirects."""
+    """Handler of ``http`` URLs that refuses private addresses, also after a redirect.
+
+    If a proxy is used, addresses are not checked. See :meth:`http_open`.
+    """
 
     def http_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
-        """Open a URL. The address of a proxy is not checked, because the user has set the proxy."""
+        """Open a URL. Without a proxy, refuse a server with a private address.
+
+        With a proxy, no address is checked, because the user has set the proxy, and the proxy connects
+        to the server.
+        """
         return self.do_open(http.client.HTTPConnection if req.has_proxy() else _PublicHTTPConnection, req)
 
 
 class _PublicHTTPSHandler(urllib.request.HTTPSHandler):
-    """Handler of ``https`` URLs, which also checks the addresses of redirects."""
+    """Handler of ``https`` URLs that refuses private addresses, also after a redirect.
+
+    If a proxy is used, addresses are not checked. See :meth:`https_open`.
+    """
 
     def https_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
-        """Open a URL."""
+        """Open an ``https`` URL. Without a proxy, refuse a server with a private address.
+
+        With a proxy, no address is checked, because the user has set the proxy, and the proxy connects
+        to the server.
+        """
         return self.do_open(_PublicHTTPSConnection, req)
 
 
 def _download(url: str, *, allow_private: bool) -> bytes:
-    """Download the file at a URL, at most one byte more than :data:`MAX_IMAGE_FILE_BYTES`.
+    """Download the file at a URL.
+
+    Returns at most one byte more than :data:`MAX_IMAGE_FILE_BYTES`, so that the caller can detect a
+    file that is too large. The download ends soon after this size.
 
     Args:
         url: ``http`` or ``https`` URL.
         allow_private: Whether the server may have a private address.
 
     Raises:
-        OSError: If the server does not answer, or the download takes too long.
+        OSError: If the server does not answer or returns an HTTP error, if it has a private
+            address that is not allowed, or if the download takes too long.
+        Exception: If the URL or the answer of the server is malformed. The type varies.
     """
-    opener = urllib.request.OpenerDirector()  # without handlers of files and other protocols
+    opener = urllib.request.OpenerDirector()  # has no handlers for local files and other protocols
     for handler in (
         urllib.request.ProxyHandler,
         urllib.request.HTTPHandler if allow_private else _PublicHTTPHandler,
@@ -322,16 +375,20 @@ def _download(url: str, *, allow_private: bool) -> bytes:
         while len(data) <= MAX_IMAGE_FILE_BYTES and (chunk := response.read1(_DOWNLOAD_CHUNK_BYTES)):
             data += chunk
             if time.monotonic() > end:
-                raise TimeoutError(f"the download takes more than {_DOWNLOAD_SECONDS:.0f} seconds")
+                raise TimeoutError(
+                    f"the download took longer than the limit of {_DOWNLOAD_SECONDS:.0f} seconds"
+                )
     return bytes(data[: MAX_IMAGE_FILE_BYTES + 1])
 
 
 def _read_file_state(name: str, path: Path) -> ImageFileState:
-    """Read the state of a local file, without its digest.
+    """Read the size and the modification time of a local image file.
+
+    The digest in the result is empty. Both numbers are -1 if the file does not exist.
 
     Args:
-        name: Path in the record.
-        path: Path of the file.
+        name: Path of the file, as written in the data record.
+        path: Resolved path of the file.
     """
     try:
         status = path.stat()
@@ -341,12 +398,13 @@ def _read_file_state(name: str, path: Path) -> ImageFileState:
 
 
 class ImageFileComparison(NamedTuple):
-    """Result of comparing local image files with their states when they were read.
+    """Result of checking whether local image files have changed since they were read.
 
     Attributes:
-        changed_path: Path of the first file whose content has changed. None if there is none.
-        verified_digest: Digest of the current sizes and modification times of all files. Set only if a
-            size or time has changed but no content has changed, otherwise empty.
+        changed_path: Path of the first file whose content has changed. None if no content has
+            changed.
+        verified_digest: Digest of the current sizes and modification times of all files. Set only
+            if a size or time has changed but no content has changed, otherwise empty.
     """
 
     changed_path: str | None
@@ -358,12 +416,22 @@ def find_changed_image_file(
 ) -> ImageFileComparison:
     """Find a local image file whose content has changed since it was read.
 
-    Files whose size or modification time differs are read again. Deleted files are ignored.
+    A file is read again only if its size or modification time has changed. Deleted files are
+    ignored. A file that could not be read or decoded earlier counts as changed if it has been
+    created, modified or deleted since then.
 
     Args:
-        root: Image folder.
+        root: Image folder. None means the current folder.
         states: States of the files when they were read.
-        verified_digest: Digest of the sizes and times for which an earlier comparison found no change.
+        verified_digest: Digest of the sizes and modification times of all files, returned by an
+            earlier comparison that found no changed content. If the files still have these sizes
+            and times, no file is read.
+
+    Returns:
+        The path of the first changed file, if there is one. If files were read again and no content
+        has changed, the result has a new digest. Pass it as ``verified_digest`` to later
+        comparisons. If no file was read, the digest in the result is empty, and the previous
+        ``verified_digest`` can still be used.
     """
     folder = Path() if root is None else root
     current = [_read_file_state(state.path, folder / state.path) for state in states]
@@ -386,7 +454,7 @@ def find_changed_image_file(
 
 
 def _compute_file_digest(path: Path) -> str:
-    """Compute the digest of a file, as in :attr:`LoadedImage.digest`. Empty if it cannot be read."""
+    """Compute the digest of a file, as in :attr:`ImageFileState.digest`. Empty if it cannot be read."""
     try:
         with open_file(path) as file:
             return hashlib.blake2b(file.read(MAX_IMAGE_FILE_BYTES + 1) or b"", digest_size=16).hexdigest()
@@ -407,8 +475,13 @@ def _quote_reference(text: str) -> str:
 
 
 def _describe_error(error: BaseException) -> str:
-    """Describe an exception in at most 200 characters."""
-    if type(error).__name__ == "UnidentifiedImageError":  # of Pillow, which may not be installed
+    """Describe an exception in at most 200 characters.
+
+    The result is the message without the type. It is the name of the type if there is no message.
+    For an image in an unknown format, the message lists the supported formats.
+    """
+    # Compare the name, because Pillow may not be installed.
+    if type(error).__name__ == "UnidentifiedImageError":
         return f"not a {', '.join(_FORMATS[:-1])} or {_FORMATS[-1]} file"
     if isinstance(error, urllib.error.URLError) and not isinstance(error, urllib.error.HTTPError):
         error = error.reason if isinstance(error.reason, BaseException) else error
@@ -418,24 +491,29 @@ def _describe_error(error: BaseException) -> str:
 
 
 def decode_image(data: bytes, size: ImageSize | None = None) -> Any:
-    """Decode an image file to a Pillow image in RGB.
+    """Decode the first frame of an image file to a Pillow image in RGB.
+
+    The image is rotated according to its EXIF data before it is scaled.
 
     Args:
         data: Content of the file.
         size: Size to scale the image to. None keeps its original size.
 
     Raises:
-        Exception: If the file is damaged. Pillow raises many types of exceptions.
+        ValueError: If the image has more than :data:`MAX_PIXELS` pixels.
+        Exception: If the file is damaged or its format is not supported. Pillow raises many
+            types of exceptions.
     """
     from PIL import Image, ImageOps
 
-    Image.init()  # registers the formats, at the first call
+    Image.init()  # registers the formats at the first call
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of Pillow about large images, whose size is checked below
+        warnings.simplefilter("ignore")  # Pillow warns about large images, but the size is checked below
         with Image.open(io.BytesIO(data), formats=_FORMATS) as image:
             if image.width * image.height > MAX_PIXELS:
                 raise ValueError(
-                    f"{image.width} x {image.height} pixels, more than {MAX_PIXELS // 1_000_000} million"
+                    f"the image has {image.width:,} x {image.height:,} pixels, more than the limit of "
+                    f"{MAX_PIXELS // 1_000_000} million"
                 )
             image.load()
             decoded = ImageOps.exif_transpose(image).convert("RGB")
@@ -450,11 +528,11 @@ def read_image_file(path: Path) -> ImageFile:
     """
     try:
         if not path.is_file():
-            raise FileNotFoundError("no such file")
+            raise FileNotFoundError("the file does not exist")
         with path.open("rb") as file:
             data = file.read(MAX_IMAGE_FILE_BYTES + 1)
         if len(data) > MAX_IMAGE_FILE_BYTES:
-            raise ValueError(f"the file is larger than {MAX_IMAGE_FILE_BYTES >> 20} MiB")
+            raise ValueError(f"the file is larger than the limit of {MAX_IMAGE_FILE_BYTES >> 20} MiB")
         return ImageFile(data, ImageSize(*decode_image(data).size))
     except Exception as error:  # a damaged file can raise any exception in Pillow
         raise ValueError(_describe_error(error)) from error
@@ -493,7 +571,11 @@ def build_image_reader(data: DataConfig) -> ImageReader:
 
 
 def _find_source_folder(name: str) -> Path | None:
-    """Return the local folder of a source's files. None if the source is not local."""
+    """Return the local folder of a source's files. None if the source is not local.
+
+    For a file, this is its parent folder. For a pattern, it is the folder before the first
+    wildcard.
+    """
     path = Path(name)
     parts = [index for index, part in enumerate(path.parts) if glob.has_magic(part)]
     folder = Path(*path.parts[: parts[0]]) if parts else path if path.is_dir() else path.parent

@@ -47,17 +47,23 @@ MachinePart = tuple[int, int]
 """Index of this machine, from 0, and the number of machines that share the work."""
 _EMPTY_RECORD = ShardRecord(0, 0, "")
 _DRAFTS_FOLDER = ".making"
-_NUM_READ_THREADS = 32  # records read in parallel, because each takes a request or the checksums of a file
+# Number of records to read in parallel, because each needs a request or the checksums of a file.
+_NUM_READ_THREADS = 32
 
 
 @dataclass(frozen=True)
 class PretokenizeResult:
-    """Progress of writing the tokens of a source.
+    """Result of writing the tokens of a source, possibly as one of several machines.
+
+    A source is divided into shards, and each machine writes its part of the shards.
 
     Attributes:
-        num_shards: Number of complete shards, including those from previous calls and other machines.
+        num_shards: Number of complete shards. Shards from previous calls and from other machines
+            are included.
         num_tokens: Number of tokens in the complete shards.
-        num_shards_left: Number of shards that other machines have not written yet.
+        num_shards_left: Number of shards that are not complete yet. Other machines have to write
+            these shards, because this machine has written all shards that were
+            assigned to it.
     """
 
     num_shards: int
@@ -74,22 +80,30 @@ def pretokenize_source(
     machine_part: MachinePart = (0, 1),
     progress: bool = False,
 ) -> PretokenizeResult:
-    """Write the tokens of ``source`` to ``output_folder``. Skips shards that are already complete.
+    """Write the tokens of ``source`` to ``output_folder``.
 
-    Also writes the tokenizer, and ``tokens.json`` once all shards are complete.
+    Skips shards that are already complete. Damaged shards in a local folder are written again. Also
+    writes the tokenizer, and ``tokens.json`` once all shards are complete.
 
     Args:
         context: Tokenizer and task.
         source: Source to tokenize.
         output_folder: Folder or URL to write to.
         num_processes: Maximum number of concurrent tokenizing processes.
-        machine_part: Index of this machine and number of machines. Machine ``k`` of ``n`` writes every
-            ``n``-th shard, starting with shard ``k``.
+        machine_part: Index of this machine and number of machines. Machine ``k`` of ``n``
+            writes every ``n``-th shard, starting with shard ``k``. Machines and shards are
+            counted from 0.
         progress: Whether to show a progress bar.
 
+    Returns:
+        Numbers of complete shards, of their tokens, and of shards that are left for other
+        machines.
+
     Raises:
-        UserError: If the source or ``output_folder`` cannot be used, or if the folder contains tokens
-            of a different source or tokenizer.
+        UserError: If the source or ``output_folder`` cannot be used, or if the folder contains
+            tokens of a different source or tokenizer. Also raised if a local folder contains
+            unrelated files.
+        RunError: If all retries of a request to the object store have failed.
         NoTextError: If all shards are complete but contain no tokens.
     """
     drafts = (
@@ -144,10 +158,11 @@ def pretokenize_source(
 
 
 def _start_or_resume_output(output_folder: AnyPath, contents: dict[str, str], name: str) -> bool:
-    """Create the output folder, or check that an existing one has the same source files and settings.
+    """Create the output folder, or check that an existing one was begun with the same input.
 
-    Their digests are stored in ``begun.json``. If the digests differ, the file is replaced, provided
-    that no shard is complete.
+    The input is described by digests of the source files and of the settings. They are stored in
+    ``begun.json``. If the stored digests differ but the folder has no complete shard,
+    ``begun.json`` is replaced and the output is written from scratch.
 
     Args:
         output_folder: Folder or URL to write to.
@@ -158,7 +173,8 @@ def _start_or_resume_output(output_folder: AnyPath, contents: dict[str, str], na
         Whether the output is new, which means that the tokenizer has to be saved.
 
     Raises:
-        UserError: If the folder contains complete shards with different digests, or unrelated files.
+        UserError: If the folder contains complete shards with different digests. Also raised if a
+            local folder contains unrelated files.
     """
     create_folder(output_folder)
     has_begun = (output_folder / BEGUN_FILE).is_file()
@@ -171,8 +187,9 @@ def _start_or_resume_output(output_folder: AnyPath, contents: dict[str, str], na
                 return False
         if any(name.endswith(LAST_FILE) for name in list_files_below(output_folder / "shards")):
             raise UserError(
-                f"--out: {output_folder} was started with other files, another tokenizer or another chat "
-                f"template than {name} has; choose another folder or URL, or remove the existing output"
+                f"--out: {output_folder} contains output that does not match {name}, because the files, the "
+                "tokenizer or the chat template differ; choose another folder or URL, or remove the "
+                "existing output"
             )
     elif not is_in_store(output_folder) and any(
         path.name != _DRAFTS_FOLDER for path in output_folder.iterdir()
@@ -183,11 +200,13 @@ def _start_or_resume_output(output_folder: AnyPath, contents: dict[str, str], na
 
 
 def _fill_in_finished_records(output_folder: AnyPath, records: list[ShardRecord | None]) -> None:
-    """Read the record of each shard that is complete but has no record yet.
+    """Read the record of each complete shard whose item in ``records`` is None.
+
+    The record is read from the output folder, where another process may have written it.
 
     Args:
         output_folder: Folder or URL of the shards.
-        records: Record of each shard, or None. Modified in place.
+        records: Record of each shard, or None if it has not been read yet. Modified in place.
     """
     missing = [number for number, record in enumerate(records) if record is None]
     names = list_files_below(output_folder / "shards")
@@ -225,11 +244,15 @@ def _build_shard_record(tokens: TokenCache) -> ShardRecord:
 
 @dataclass(frozen=True)
 class _ShardWriter:
-    """Callable that writes one shard. It can be pickled for worker processes.
+    """Callable that tokenizes one shard and writes its tokens.
+
+    It can be pickled for worker processes. The argument is a pair of the shard's number and the
+    shard. For a shard without text, only a file that marks the shard as complete is written.
 
     Attributes:
-        job: Job that tokenizes a shard.
-        output_folder: Folder or URL of all shards.
+        job: Job whose method ``tokenize_shard`` tokenizes a shard. It contains all settings that
+            determine the tokens.
+        output_folder: Folder or URL of the output. Each shard has its own folder in it.
     """
 
     job: TokenizeJob

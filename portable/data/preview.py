@@ -13,6 +13,7 @@ from portable.converters.console import escape_control_characters
 from portable.data.images import build_thumbnail
 from portable.data.samples.base import select_sequence_of_samples
 from portable.data.samples.order import EpochIndex
+from portable.data.sizes import compute_trained_share
 from portable.data.tokens.bounded_tokenizer import decode
 from portable.formatting import format_count
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 REPORT_SAMPLES = 3
 """Number of samples in the preview that a run saves in its output folder for the HTML report."""
 _NUM_NARROW_BINS = 12
-_CHUNK = 1 << 20  # documents that are processed at a time
+_CHUNK = 1 << 20  # number of documents to process at a time
 _MAX_CHARS = 20_000
 """Maximum number of characters of a sequence in the preview."""
 _MAX_THUMBNAILS = 8
@@ -48,11 +49,11 @@ class TextPiece(NamedTuple):
 
 
 class _ImagePiece(NamedTuple):
-    """Image in a sequence.
+    """Image in the token sequence of a document.
 
     Attributes:
-        tokens: Range of the image's tokens.
-        piece: Piece that represents the image in the preview.
+        tokens: Range of the image's tokens in the document.
+        piece: Text and thumbnail that the preview shows for the image.
     """
 
     tokens: range
@@ -63,8 +64,9 @@ class LengthBin(NamedTuple):
     """Bin of the histogram of document lengths.
 
     Attributes:
-        low: Smallest length in tokens.
-        high: Exclusive upper bound of the lengths. None for the last bin.
+        low: Inclusive lower bound of the lengths, in tokens.
+        high: Exclusive upper bound of the lengths. None if the bin has no upper bound, which
+            only occurs for extremely long documents.
         num_documents: Number of documents in the bin.
     """
 
@@ -77,8 +79,10 @@ class _LengthHistogram(NamedTuple):
     """Histogram of document lengths.
 
     Attributes:
-        bins: Bins from the first to the last non-empty one.
-        num_filled: Number of sample positions that documents would fill without packing.
+        bins: Consecutive bins. The first and the last bin are not empty.
+        num_filled: Number of positions that would not be padding if each document had its own
+            sample. A document of *n* tokens fills *n* - 1 positions, but at most one sample.
+            Documents that truncation excludes do not count.
     """
 
     bins: list[LengthBin]
@@ -104,12 +108,15 @@ class SamplePreview:
     """One sample of a run, as text.
 
     Attributes:
-        position: Position of the sample in the run, from 0.
-        documents: Numbers of the sample's documents in the source.
+        position: Position of the sample in the run, counted from 0.
+        documents: Indices of the sample's documents, counted from 0 in their source. For a stream,
+            counted from 0 in their shard.
         tokens: Number of tokens without padding.
-        trained: Number of labels that contribute to the loss.
-        pieces: Text of the sample, split at images and where the loss mask changes.
-        source: Name of the source in a mixture. Empty without a mixture.
+        trained: Number of tokens that contribute to the loss as labels.
+        pieces: Text of the sample, split at images and at changes of the loss mask. The text of
+            each sequence is truncated to :data:`_MAX_CHARS` characters.
+        source: For a mixture, the name of the sample's source. For a stream, the name of the file.
+            For a stream in a mixture, both names, separated by a space. Otherwise empty.
     """
 
     position: int
@@ -127,7 +134,8 @@ class DataPreview:
     Attributes:
         facts: Statistics as text, keyed by name.
         lengths: Histogram of the documents' lengths in tokens.
-        samples: First samples of the run.
+        samples: First samples of the run. If complete documents are packed, one item for each
+            of the first documents.
     """
 
     facts: dict[str, str]
@@ -144,9 +152,16 @@ def build_preview(
 ) -> DataPreview:
     """Compute statistics of a run's data, and decode its first samples.
 
+    The statistics of a stream cover only its first part, because the other parts are not tokenized
+    yet.
+
+    For a stream, the numbers of documents and tokens and the histogram cover only one shard.
+
     Args:
-        data: Data of a causal language model.
-        num_samples: Number of samples to include, or of documents if complete documents are packed.
+        data: Data of a causal language model. It must have tokenized sources, so samples from
+            user-defined code are not supported.
+        num_samples: Number of samples to include. If complete documents are packed, number of
+            documents to include.
         seed: Seed of the run, which determines the order of the samples.
         with_thumbnails: Whether to include thumbnails of images.
     """
@@ -156,14 +171,16 @@ def build_preview(
     lengths, num_filled = _compute_length_histogram(data)
     samples = list(islice(_iter_sample_previews(data, seed, with_thumbnails), num_samples))
     mean = total / max(1, documents)
+    has_streams = bool(data.stream_names)
+    num_samples_text = "an unknown number" if has_streams else f"{len(data.train):,}"
+    part_text = " (only the first part of each stream)" if has_streams else ""
+    trained_share = compute_trained_share(list(data.tokenized_sources.values()))
     facts = {
         "source": data.sizes.source,
-        "documents": f"{documents:,}",
-        "samples": f"{len(data.train):,} to train, of {length:,} tokens",
-        "tokens": f"{total:,}, {mean:,.1f} per document",
-        "trained": "all"
-        if data.sizes.trained_share is None
-        else f"{data.sizes.trained_share:.1%} of the tokens",
+        "documents": f"{documents:,}{part_text}",
+        "samples": f"{num_samples_text} for training, {length:,} tokens each",
+        "tokens": f"{total:,}, {mean:,.1f} per document{part_text}",
+        "trained": "all" if trained_share is None else f"{trained_share:.1%} of the tokens{part_text}",
     }
     if any(cache.has_images for cache in caches):
         num_images = sum(cache.num_images for cache in caches)
@@ -185,7 +202,11 @@ def build_preview(
 
 
 def _compute_length_histogram(data: RunData) -> _LengthHistogram:
-    """Compute the histogram of document lengths, and the number of positions that the documents fill."""
+    """Compute the histogram of document lengths, and the number of filled token positions.
+
+    A filled position contains a token of a document, not padding. The number is counted without
+    packing, as if each sample contained one document. Excluded documents have no filled positions.
+    """
     length = data.sizes.seq_len
     step = max(1, -(-length // (_NUM_NARROW_BINS - 4)))
     # Bins are equally wide up to about the length of a sample. After that, each bin is twice as wide as the
@@ -216,10 +237,11 @@ def _compute_length_histogram(data: RunData) -> _LengthHistogram:
 
 
 def _iter_sample_previews(data: RunData, seed: int, with_thumbnails: bool) -> Iterator[SamplePreview]:
-    """Yield previews of the samples of a run, in order.
+    """Yield previews of the samples of a run, in the order in which the run trains on them.
 
     If complete documents are packed, each document gets its own preview. The two sequences of a
-    preference pair share one preview.
+    preference pair share one preview. Images are separate pieces only if the preview has a single
+    document and the source is not a stream. Otherwise, their tokens are decoded as text.
 
     Args:
         data: Data of the run.
@@ -273,9 +295,13 @@ def _list_image_pieces(
     Args:
         data: Data of the run.
         source: Name of the source in a mixture. Empty without a mixture.
-        number: Number of the document in the source.
-        num_tokens: Number of the document's tokens in the sample. Later images are omitted.
+        number: Index of the document in the source.
+        num_tokens: Number of tokens to consider at the start of the document. Images that begin
+            after these tokens are omitted.
         with_thumbnails: Whether to include thumbnails of the first :data:`_MAX_THUMBNAILS` images.
+
+    Returns:
+        The images, in token order. Empty if the source contains no images or is a stream.
     """
     tokens = data.tokenized_sources[source].tokens if source in data.tokenized_sources else None
     if tokens is None or not tokens.has_images:
@@ -293,12 +319,12 @@ def _list_image_pieces(
 
 
 class _TokenRun(NamedTuple):
-    """Consecutive tokens that are shown as one piece.
+    """Consecutive tokens of a sample that become one :class:`TextPiece` of its preview.
 
     Attributes:
         tokens: Token ids.
         is_trained: Whether the tokens are labels that contribute to the loss.
-        image: Piece to show if the tokens are an image. None for text.
+        image: Preview of the image that the tokens represent. None if the tokens are text.
     """
 
     tokens: list[int]
@@ -310,11 +336,13 @@ def _decode_sequence(data: RunData, arrays: Any, images: Sequence[_ImagePiece] =
     """Decode a sequence into pieces of text, split at images and where the loss mask changes.
 
     The text is truncated to :data:`_MAX_CHARS` characters, but the token counts cover the complete
-    sequence.
+    sequence. A label that is not also the next input, such as the last token of a document, is
+    decoded and counted as well.
 
     Args:
         data: Data of the run, including the tokenizer.
-        arrays: Batch of one sequence.
+        arrays: Batch of one sequence, with ``input_ids``, ``labels`` and optionally
+            ``attention_mask``. Without ``attention_mask``, no position is padding.
         images: Images of the sequence.
     """
     inputs, labels = arrays["input_ids"][0].tolist(), arrays["labels"][0].tolist()
@@ -356,13 +384,14 @@ def format_preview(preview: DataPreview, *, color: bool) -> str:
 
     Args:
         preview: Preview from :func:`build_preview`.
-        color: Whether to print trained text in green. If not, it is enclosed in double brackets.
+        color: Whether to print in green the text that contributes to the loss. If not, this text is
+            enclosed in double brackets.
     """
     from portable.formatting import format_table
 
     most = max((count for *_, count in preview.lengths), default=1) or 1
     rows = [
-        (f"{low:,} to {high - 1:,}" if high is not None else f"{low:,} and more", count)
+        (f"{low:,} to {high - 1:,}" if high is not None else f"{low:,} or more", count)
         for low, high, count in preview.lengths
     ]
     bars = [(name, f"{'#' * -(-40 * count // most):<40} {count:,}") for name, count in rows]
@@ -370,14 +399,18 @@ def format_preview(preview: DataPreview, *, color: bool) -> str:
     for sample in preview.samples:
         which = _format_documents(sample.documents) + (f" of {sample.source}" if sample.source else "")
         head = (
-            f"--- sample {sample.position}, of {which}: {sample.tokens:,} tokens, {sample.trained:,} trained"
+            f"--- sample {sample.position}, from {which}: {sample.tokens:,} tokens, "
+            f"{sample.trained:,} trained"
         )
         parts.append(f"{head}\n{_mark_trained_pieces(sample.pieces, color)}")
     return "\n".join(parts)
 
 
 def _format_documents(documents: Sequence[int]) -> str:
-    """Format the document numbers of a sample, such as ``documents 3 to 5``."""
+    """Format the document numbers of a sample, such as ``documents 3 to 5``.
+
+    The numbers must be consecutive, because the text contains only the first and the last number.
+    """
     several = f" to {documents[-1]}" if len(documents) > 1 else ""
     return f"document{'s' if several else ''} {documents[0] if documents else '?'}{several}"
 

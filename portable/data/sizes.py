@@ -1,4 +1,4 @@
-"""Sizes of a run's data, shown in a plan and at the start of a run."""
+"""Compute the sizes of a run's data, which are shown in a plan and at the start of a run."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     from portable.data.tokens.special_tokens import Frame
 
 _COMPRESSED = r"\.(parquet|arrow|gz|zst)\b"
-MAX_TRUNCATED_SHARE = 0.05  # a larger share of truncated tokens causes a warning
+MAX_TRUNCATED_SHARE = 0.05  # a larger fraction of truncated tokens causes a warning
 
 
 class EvalSize(NamedTuple):
     """Name and size of an evaluation source.
 
     Attributes:
-        source: Name of the source.
+        source: Name of the source, such as the path of its data.
         num_samples: Number of samples. None if the source is not tokenized yet.
     """
 
@@ -41,9 +41,12 @@ class EvalSize(NamedTuple):
 class ImageCounts(NamedTuple):
     """Image counts over all training sources.
 
+    Images that do not fit into a sample are included in ``images`` and ``tokens``, but ignored
+    in the other attributes.
+
     Attributes:
         images: Number of images.
-        documents: Number of conversations with an image.
+        documents: Number of conversations that contain an image.
         tokens: Number of image tokens.
         largest: Sizes of the images in the conversation with the most image tokens.
         largest_tokens: Number of image tokens in this conversation.
@@ -64,71 +67,85 @@ class ImageCounts(NamedTuple):
 
 @dataclass(frozen=True)
 class DataSizes:
-    """Sizes of a run's data. Those that require tokens are None if the data is not tokenized yet."""
+    """Sizes of a run's data, which are shown in a plan and at the start of a run.
+
+    Sizes that require tokens are None if a training source is not tokenized yet or is a stream. In
+    this case, ``truncated_share`` is 0, ``train_samples_by_source`` is empty, and ``notes``
+    contains only notes about evaluation sources.
+    """
 
     source: str
-    """Names of the sources, with additional facts that are known without reading them."""
+    """Description of the training sources: their names, with facts that are known without reading them."""
     tokenizer: str
     """Name of the tokenizer, or a description of the tokenizer to train."""
     vocab_size: int | None
-    """Largest token id of the tokenizer plus one."""
+    """Vocabulary size: the number of tokens, or the largest token id plus one if that is larger.
+
+    The requested size if the tokenizer is not trained yet. None if neither is known.
+    """
     seq_len: int
     """Number of tokens per sample, ``data.seq_len``."""
     packing: bool | Literal["documents"]
     """Value of ``data.packing``. False if the task does not support packing."""
     documents: int | None = None
-    """Number of documents of all training sources."""
+    """Total number of documents in all training sources."""
     tokens: int | None = None
-    """Number of tokens of all training sources."""
+    """Total number of tokens in all training sources."""
     train_samples: int | None = None
     """Number of samples to train on."""
     eval_samples: int | None = None
-    """Number of samples of the training sources that are held out for evaluation."""
+    """Number of samples held out from the training sources for evaluation."""
     held_out_records: int | None = None
     """Number of documents, pairs or blocks that are held out for evaluation.
 
     It is larger than ``eval_samples`` if complete documents are packed.
     """
     truncated_share: float = 0.0
-    """Share of tokens that are cut off because their documents are longer than ``seq_len``."""
+    """Fraction of tokens that are cut off because their documents are longer than ``seq_len``."""
     padding_share: float | None = None
-    """Share of padding in the positions of training samples. None if complete documents are not packed."""
+    """Fraction of the positions in training samples that are padding. None if complete documents are
+    not packed."""
     truncation_stats: TruncationStats | None = None
-    """Effect of truncation. None for texts that are only cut off at the end (see ``truncated_share``), and
-    for tasks other than causal language modeling.
+    """Effect of truncation. None for tasks other than causal language modeling, and for texts that are only
+    truncated at the end (see ``truncated_share``).
     """
     trained_share: float | None = None
-    """Share of tokens that contribute to the loss. None if all tokens contribute."""
+    """Fraction of tokens that contribute to the loss. None if all tokens contribute, or if the data is not
+    tokenized yet.
+    """
     notes: tuple[str, ...] = ()
-    """Unexpected effects of the chat template and numbers of blank records, one sentence each."""
+    """Notes to the user, one sentence each: unexpected effects of the chat template, and counts of
+    blank records."""
     size_bytes: int | None = None
-    """Size of the text of all training sources in bytes. None if it is not known, as for compressed files."""
+    """Total size of the text in all training sources, in bytes. None if unknown, for example for
+    compressed files."""
     cache_folder: Path | None = None
     """Folder of the token cache. None if the tokens are not in the cache."""
     train_samples_by_source: Mapping[str, int] = field(default_factory=dict)
-    """Number of samples to train on of each source of a mixture, keyed by name."""
+    """Number of training samples from each source of a mixture, keyed by source name."""
     evals: Mapping[str, EvalSize] = field(default_factory=dict)
-    """Description and number of samples of each source of ``data.eval``, keyed by name."""
+    """Name and size of each evaluation source, keyed by its name in ``data.eval``."""
     evals_in_training_data: tuple[str, ...] = ()
-    """Names of the sources of ``data.eval`` that read a file which is also read for training."""
+    """Names of the sources of ``data.eval`` that share a file with the training data."""
     images: ImageCounts | None = None
-    """Counts of the images. None if conversations may not have images."""
+    """Image counts. None if the data cannot contain images."""
     image_processor: ImageProcessor | None = field(default=None, compare=False, repr=False)
-    """Processor of the model for images. None if conversations may not have images, or if the processor is
-    not available without a download.
+    """Image processor of the model. None if the data cannot contain images, or if the processor has to be
+    downloaded.
     """
     tokenizer_object: Any = field(default=None, compare=False, repr=False)
-    """The tokenizer of transformers. None if it is not available without a download."""
+    """Transformers tokenizer. None if it is not available without a download."""
     end_of_turn_token: int | None = field(default=None, compare=False, repr=False)
-    """Token that ends an answer in conversations. None if it is not known."""
+    """Id of the token that ends an answer in conversations. None if it is not known."""
     target_frame: Frame | None = field(default=None, compare=False, repr=False)
-    """Special tokens around a target text for seq2seq. None if the tokenizer is not available."""
+    """Special tokens to put around each target text for seq2seq. None if the tokenizer is not available."""
 
     def __str__(self) -> str:
         """Format the sizes as one line.
 
-        If the data is not tokenized yet, the line contains only the sources, the tokenizer and the sample
-        length.
+        If the data is not tokenized yet or is a stream, the line contains only the sources, the
+        tokenizer, its vocabulary size, the length and kind of the samples, and the evaluation
+        sources.
         """
         vocabulary = "" if self.vocab_size is None else f" ({self.vocab_size:,} tokens)"
         packed = "complete documents packed" if self.packing == "documents" else "packed"
@@ -159,7 +176,11 @@ class DataSizes:
         )
 
     def describe_held_out(self) -> str:
-        """Describe the held-out data, such as ``2 to evaluate (16 documents)``."""
+        """Return a description of the held-out data, such as ``2 to evaluate (16 documents)``.
+
+        The first number counts samples. If :attr:`packing` is not ``documents``, the parentheses
+        are omitted. :attr:`eval_samples` must not be None.
+        """
         packed = (
             f" ({format_count(self.held_out_records or 0, 'document')})"
             if self.packing == "documents"
@@ -169,26 +190,51 @@ class DataSizes:
 
     @property
     def warnings(self) -> list[str]:
-        """Warnings about the data, one line each."""
+        """Warnings about the data, one line each. Empty if there are none.
+
+        A warning is added if documents are truncated or excluded according to
+        :attr:`truncation_stats`. Otherwise, a warning is added if :attr:`truncated_share` exceeds
+        ``MAX_TRUNCATED_SHARE``. There is also a warning for each evaluation source that shares a
+        file with the training data. All :attr:`notes` are included.
+        """
         lines = []
         if self.truncation_stats is not None and (lost := str(self.truncation_stats)):
-            lines.append(f"data.truncation: of the samples, {lost}")
+            lines.append(f"data.truncation: {lost}")
         elif self.truncated_share > MAX_TRUNCATED_SHARE:
             lines.append(self._cut_warning)
         lines += [
-            f"{format_eval_source_key(name)}: the run also trains on some of its files"
+            f"{format_eval_source_key(name)}: some of its files are also training data; evaluate on other "
+            "files"
             for name in self.evals_in_training_data
         ]
         return [*lines, *self.notes]
 
     @property
     def _cut_warning(self) -> str:
-        """Text of the warning that truncation removes many tokens, with remedies."""
+        """Warning that truncation removes many tokens, with ways to avoid it.
+
+        The text is returned even if few tokens are removed, so the caller must compare
+        :attr:`truncated_share` with ``MAX_TRUNCATED_SHARE``.
+        """
         return (
             f"data.seq_len: {self.truncated_share:.0%} of the tokens are cut off, because documents are "
             f"truncated to {self.seq_len} tokens; raise data.seq_len, set data.packing to true (language "
             "models), or for .txt files set data.text_split to paragraph or line"
         )
+
+
+def compute_trained_share(sources: Sequence[TokenizedSource]) -> float | None:
+    """Compute the fraction of tokens that contribute to the loss.
+
+    Returns:
+        The fraction. None if all tokens of all sources contribute.
+    """
+    counts = [source.num_trained_tokens for source in sources]
+    if all(count is None for count in counts):
+        return None
+    totals = [source.tokens.num_tokens for source in sources]
+    trained = sum(total if count is None else count for total, count in zip(totals, counts, strict=True))
+    return trained / max(1, sum(totals))
 
 
 def compute_data_sizes(
@@ -197,14 +243,23 @@ def compute_data_sizes(
     tokenizer: str | None,
     vocab_size: int | None,
 ) -> DataSizes:
-    """Compute the total sizes over all sources of a run.
+    """Compute the total sizes over all training sources of a run.
+
+    ``seq_len`` and ``packing`` are taken from the first source. The following fields keep their
+    defaults, so the caller must set them: ``evals``, ``evals_in_training_data``,
+    ``image_processor``, ``tokenizer_object``, ``end_of_turn_token`` and ``target_frame``.
 
     Args:
         sources: Training sources, keyed by name.
-        tokenized_sources: Tokenized training sources, keyed by name. If a source is missing, the sizes
-            that require tokens are None.
+        tokenized_sources: Tokenized training sources, keyed by name. If a source is missing, the
+            sizes that require tokens keep their defaults. See :class:`DataSizes`.
         tokenizer: Name of the tokenizer. None if the tokenizer is trained on the data.
-        vocab_size: Largest token id of the tokenizer plus one. None if it is not known.
+        vocab_size: Vocabulary size of the tokenizer, as in ``Vocabulary.size``. None if it is not
+            known.
+
+    Raises:
+        UserError: If a source has too few tokens for one sample, if a document is too long for
+            ``data.truncation: error``, or if truncation or the loss mask excludes all samples.
     """
     first = next(iter(sources.values()))
     lengths = [
@@ -231,10 +286,6 @@ def compute_data_sizes(
         count.train * count.padding_share for count in counts.values() if count.padding_share is not None
     ]
     tokens = sum(source.tokens.num_tokens for source in parts)
-    masks = [source.num_trained_tokens for source in parts]
-    trained = sum(
-        source.tokens.num_tokens if mask is None else mask for source, mask in zip(parts, masks, strict=True)
-    )
     truncated = [source.truncation_stats for source in parts if source.truncation_stats is not None]
     return replace(
         sizes,
@@ -249,7 +300,7 @@ def compute_data_sizes(
         if len(truncated) > 1
         else next(iter(truncated), None),
         images=count_images([source.tokens for source in parts], sizes.seq_len),
-        trained_share=None if set(masks) == {None} else trained / max(1, tokens),
+        trained_share=compute_trained_share(parts),
         notes=tuple(dict.fromkeys(note for source in parts for note in source.tokens.meta.get("notes", ()))),
         cache_folder=parts[0].tokens.folder,
         train_samples_by_source={name: count.train for name, count in counts.items() if name},
@@ -261,8 +312,8 @@ def count_images(caches: Sequence[TokenCache], seq_len: int) -> ImageCounts | No
 
     Args:
         caches: Token caches of the training sources.
-        seq_len: Number of tokens per sample. ``largest`` considers only the images that fit into a
-            sample.
+        seq_len: Number of tokens per sample. Images that do not fit into a sample are ignored in
+            the fields ``documents``, ``largest`` and ``largest_tokens`` of the result.
 
     Returns:
         The counts. None if no cache can contain images.

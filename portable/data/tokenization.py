@@ -25,6 +25,7 @@ from portable.data.samples.base import (
 )
 from portable.data.samples.order import derive_seed
 from portable.data.samples.truncation import (
+    NoSampleLeftError,
     TruncationStats,
     compute_block_truncation_stats,
     compute_truncation_stats,
@@ -54,13 +55,13 @@ if TYPE_CHECKING:
 
 
 class SampleCounts(NamedTuple):
-    """Sample counts of a source.
+    """Number of samples that a source provides for training and for evaluation.
 
     Attributes:
         train: Number of training samples.
         held_out: Number of samples held out for evaluation.
-        padding_share: Fraction of positions in training samples that are padding. None unless complete
-            documents are packed.
+        padding_share: Fraction of the positions in training samples that are padding. None unless
+            ``data.packing`` is ``documents``, which packs complete documents into samples.
     """
 
     train: int
@@ -69,7 +70,13 @@ class SampleCounts(NamedTuple):
 
 
 class OpenedStream(NamedTuple):
-    """Samples of a stream, and the tokens of the first shard that contains a sample."""
+    """Opened stream and its first tokens.
+
+    Attributes:
+        samples: Samples of the stream.
+        first_shard: Shard that contains the first sample of the stream, as a tokenized source with
+            the settings of the stream.
+    """
 
     samples: StreamSamples
     first_shard: TokenizedSource
@@ -87,12 +94,18 @@ class TokenizationContext:
         tokenizer: Transformers tokenizer.
         vocabulary: Vocabulary size and special tokens of the tokenizer.
         seed: Seed for the random masks, and for the sample order of streams.
-        decoder_start_token_id: First decoder input of seq2seq. See :class:`ModelDataHints`.
-        label_shift: Function that returns the label shift for a tokenizer. See :class:`ModelDataHints`.
+        decoder_start_token_id: First decoder input for seq2seq, or a function that returns it for a
+            tokenizer. See :class:`ModelDataHints`.
+        label_shift: Function that returns the label shift for a tokenizer. See
+            :class:`ModelDataHints`.
         pad_left: Whether to pad a classifier's texts on the left.
-        keep_last_input: Whether the last token of a padded sample is an input of a causal model.
-        keep_last_input_if_room: Whether the last token of a text is an input of a causal model if the
-            text fits into ``data.seq_len``.
+        keep_last_input: Whether the last token of every text is also an input of a causal model.
+            Applies to padded samples. This input has no label, because no token follows it. If
+            True, texts are truncated to ``data.seq_len`` tokens. If False, they are truncated to
+            ``data.seq_len + 1`` tokens, and the last token is only a label.
+        keep_last_input_if_room: Whether the last token is also an input of a causal model in texts
+            of at most ``data.seq_len`` tokens. Longer texts are truncated to ``data.seq_len + 1``
+            tokens, and their last token is only a label.
         image_processor: Image processor of the model. None if the run has no images.
     """
 
@@ -110,11 +123,13 @@ class TokenizationContext:
     def build_frame(self, settings: SourceSettings) -> Frame:
         """Return the special tokens to put around each text of a source.
 
-        Empty for text pairs, whose special tokens are added after truncation.
+        For text pairs, the result is empty, because their special tokens are added after
+        truncation.
 
         Raises:
-            UserError: If the tokenizer lacks a token, does not support the languages, or cannot encode
-                pairs.
+            UserError: If the tokenizer lacks a required end token, or does not support
+                ``data.source_language`` or ``data.target_language``. For text pairs, if the
+                tokenizer cannot encode pairs, or if ``data.seq_len`` is too small.
         """
         if settings.fields.pair is not None:
             self._build_pair_frame(settings)  # report errors before anything is tokenized
@@ -128,21 +143,30 @@ class TokenizationContext:
         )
 
     def build_target_frame(self, settings: SourceSettings) -> Frame | None:
-        """Return the special tokens to put around each target text. None if the task is not seq2seq."""
+        """Return the special tokens to put around each target text. None if the task is not seq2seq.
+
+        Raises:
+            UserError: If the tokenizer does not fit the settings. See :meth:`build_frame`.
+        """
         frame = self.build_frame(settings)
         return (frame.target or frame) if self.task == SEQ2SEQ else None
 
     def _build_pair_frame(self, settings: SourceSettings) -> PairFrame:
-        """Return the special tokens to put around a text pair. Checks that ``data.seq_len`` has room for it.
+        """Check ``data.seq_len``, and return the special tokens to put around a text pair.
+
+        ``data.seq_len`` must be at least the number of special tokens plus two.
 
         Raises:
-            UserError: If ``data.seq_len`` is too small, or if the tokenizer does not concatenate two texts.
+            UserError: If ``data.seq_len`` is too small for a pair, or if the tokenizer does not
+                support pairs. It must encode a pair as the first text followed by the second text,
+                with special tokens before, between and after the texts.
         """
         frame = PairFrame.from_tokenizer(self.tokenizer)
         if settings.data.seq_len < frame.num_special_tokens + 2:
             raise UserError(
                 f"data.seq_len: {settings.data.seq_len} tokens are too few for a pair of texts with "
-                f"{frame.num_special_tokens} special tokens; raise data.seq_len"
+                f"{frame.num_special_tokens} special tokens; set data.seq_len to at least "
+                f"{frame.num_special_tokens + 2}"
             )
         return frame
 
@@ -155,21 +179,24 @@ class TokenizationContext:
         """
         if self.vocabulary.mask_token is None:
             raise UserError(
-                "data.tokenizer: the tokenizer has no mask_token, which masked-lm needs; set a mask_token "
-                "in its tokenizer_config.json, use another tokenizer, or set data.tokenizer to null to "
-                "train one"
+                "data.tokenizer: the tokenizer has no mask_token, but model.task: masked-lm needs a "
+                "mask_token; set mask_token in the tokenizer_config.json, use another tokenizer, or set "
+                "data.tokenizer to null to train a tokenizer"
             )
         return self.vocabulary.mask_token
 
     def check_special_tokens(self, *, ends_texts: bool) -> None:
-        """Check that the tokenizer has all special tokens that the task and the model require.
+        """Check that the tokenizer has the mask token or end token that the task and the model require.
+
+        The end token that :meth:`build_frame` requires for some tasks is not checked here.
 
         Args:
-            ends_texts: Whether the model requires an end token in every text, because it classifies at this
-                token.
+            ends_texts: Whether the model requires an end token in every text, because it classifies
+                the text at this token.
 
         Raises:
-            UserError: If a token is missing.
+            UserError: If the task is masked-lm and there is no mask token, or if ``ends_texts`` is
+                True and the tokenizer does not add an end token to texts.
         """
         if self.task == MASKED:
             self.required_mask_token  # noqa: B018 - raises
@@ -184,12 +211,17 @@ class TokenizationContext:
     def build_tokenize_job(self, settings: SourceSettings, cache: Path | None = None) -> TokenizeJob:
         """Build the job that tokenizes a source with these settings.
 
-        If ``data.chat_template`` is set, also sets the template in the tokenizer of this context, so that
-        exported models contain it.
+        If ``data.chat_template`` is set and the records are conversations, completions or
+        preferences, also sets it as the chat template of this context's tokenizer, so that exported
+        models contain it.
 
         Args:
             settings: Settings of the source.
             cache: Cache folder. None uses the folder in the settings.
+
+        Raises:
+            UserError: If the tokenizer does not fit the settings (see :meth:`build_frame`), or if
+                it or the chat template cannot be used for conversations.
         """
         frame = self.build_frame(settings)
         chat = self._build_conversation_encoder(settings, frame)
@@ -202,7 +234,11 @@ class TokenizationContext:
     ) -> ConversationEncoder | None:
         """Build the encoder for conversations and completions. None if the documents are plain text.
 
-        If ``data.chat_template`` is set, also sets the template in the tokenizer.
+        If ``data.chat_template`` is set and the documents are not plain text, also sets it as the
+        chat template of the tokenizer.
+
+        Raises:
+            UserError: If the tokenizer or the chat template cannot be used for conversations.
         """
         if not settings.has_conversations:
             return None
@@ -210,7 +246,7 @@ class TokenizationContext:
 
         data = settings.data
         has_template = data.chat_template is not None or getattr(self.tokenizer, "chat_template", None)
-        # Prompts and completions may be strings. These do not need a template.
+        # Prompts and completions may be plain strings, which do not need a template.
         needs_template = data.format != "prompt_completion" or has_template
         templates = load_chat_template(self.tokenizer, data.chat_template) if needs_template else None
         if data.chat_template is not None:
@@ -233,16 +269,27 @@ class TokenizationContext:
         Args:
             source: Source to tokenize.
             progress: Whether to show a progress bar if tokenizing takes more than a second.
+
+        Raises:
+            UserError: If the source cannot be read or contains no text, if the tokenizer does not
+                fit the settings, or if the cache is not writable.
         """
         tokens = self.build_tokenize_job(source.settings).tokenize_source(source, progress=progress)
         return TokenizedSource(self, source, tokens)
 
     def open_cached_source(self, source: DataSource) -> TokenizedSource | None:
-        """Open the tokens of a source if they are in the cache, without writing or downloading anything.
+        """Open the tokens of a source if they are in the cache. Tokenizes and downloads nothing.
+
+        If image files have new modification times but the same contents, this is recorded in the
+        cache, so that they need not be read again. Nothing else is written to the cache.
 
         Returns:
-            The source and its tokens. None if the tokens are not in the cache, if the source is a stream,
-            or if opening the source may download data.
+            The source and its tokens. None if the tokens are not in the cache, if they are damaged,
+            if image files have changed, if the source is a stream, or if opening the source may
+            download data.
+
+        Raises:
+            UserError: If the source cannot be read, or if the tokenizer does not fit the settings.
         """
         if source.downloads_to_open or isinstance(source, StreamSource):
             return None
@@ -250,30 +297,39 @@ class TokenizationContext:
         return None if tokens is None else TokenizedSource(self, source, tokens)
 
     def find_end_of_turn(self, source: DataSource) -> int | None:
-        """Find the token that ends answers, by encoding the first conversations of a source.
+        """Find the token that ends most answers, such as an end-of-turn token.
+
+        The first batch of valid conversations in the source is encoded to find this token.
 
         Returns:
-            The token. None if the source contains no conversations, if no answer ends with such a token, or
-            if the source is already tokenized or cannot be read without a download.
+            Id of the token. None if the source contains no valid conversations, is already
+            tokenized, or cannot be read without a download.
 
         Raises:
-            UserError: If the first conversations cannot be encoded.
+            UserError: If conversations cannot be encoded and bad records are not skipped, or if no
+                answer in the batch ends with a token that contributes to the loss.
         """
         readable = not source.downloads_to_read and source.find_tokenizer_folder() is None
         return self.build_tokenize_job(source.settings).find_end_of_turn(source) if readable else None
 
     def open_stream_source(self, source: StreamSource, name: str) -> OpenedStream:
-        """Open the samples of a stream. Creates the cache folder, and tokenizes the first shard.
+        """Open the samples of a stream, and tokenize the first window of shards.
 
-        Only local rank 0 on each machine tokenizes the next shards in other processes, and limits the size
-        of the tokens to ``data.cache_limit``. The default limit is half of the free disk space.
+        Creates the cache folder. The first window consists of the first ``data.shuffle_window``
+        shards in the order of the first epoch. If these shards contain no sample, later shards are
+        tokenized too. Tokens from the cache or from ``portable-data`` are reused.
+
+        On each machine, only the process with local rank 0 tokenizes the next shards in the
+        background. This process also limits the size of the cached tokens to ``data.cache_limit``.
+        The default limit is half of the free disk space.
 
         Args:
             source: Source that provides the shards of the stream.
             name: Name of the source in a mixture. Empty without a mixture.
 
         Raises:
-            UserError: If the cache folder is not writable.
+            UserError: If the cache folder is not writable, if the tokenizer does not fit the
+                settings, if a shard cannot be read, or if no shard contains a sample.
         """
         from portable.data.stream import StreamSamples
 
@@ -291,8 +347,8 @@ class TokenizationContext:
             name or "data.source",
             source,
             job,
-            # Remove these functions, because they cannot be pickled for worker processes and a causal model
-            # does not need them.
+            # Remove these two functions, because they cannot be pickled for worker processes and a causal
+            # model does not need them.
             partial(
                 _build_shard_samples, replace(self, label_shift=None, decoder_start_token_id=None), source
             ),
@@ -300,7 +356,7 @@ class TokenizationContext:
             seed=derive_seed(name, self.seed) if name else self.seed,
             window_shards=data.shuffle_window,
             limit_bytes=room,
-            # One process per machine tokenizes shards in advance.
+            # Only one process per machine tokenizes shards in advance.
             num_processes=max(1, data.num_workers) if os.environ.get("LOCAL_RANK", "0") == "0" else 0,
         )
         first = stream.load_first_tokens()
@@ -312,11 +368,11 @@ class TokenizationContext:
 
 @dataclass(frozen=True)
 class TokenizedSource:
-    """Source and its tokens. For a stream, the tokens of only one shard.
+    """Source together with its tokens. For a stream, the tokens of only one shard.
 
     Attributes:
-        context: Tokenizer and task.
-        source: Source of the documents. For a stream, the whole stream.
+        context: Tokenizer, task and model properties.
+        source: Source of the documents. For a stream, the entire stream.
         tokens: Token cache of the source or shard.
     """
 
@@ -336,7 +392,10 @@ class TokenizedSource:
 
     @property
     def end_of_turn_token(self) -> int | None:
-        """Token that ends answers. None if there is no such token, or if there are no conversations."""
+        """Id of the token that ends most answers in conversations.
+
+        None if no such token exists, or if the source has no conversations.
+        """
         return self.tokens.meta.get("end_of_turn")
 
     @property
@@ -347,8 +406,11 @@ class TokenizedSource:
     def count_truncated_tokens(self) -> int:
         """Count the tokens that truncation removes because documents are longer than a sample.
 
-        The result is 0 if documents are concatenated. It is only valid for ``data.truncation: end``. For
-        other values, use :attr:`truncation_stats`.
+        The result is 0 if documents are concatenated. It is only valid if ``data.truncation`` is
+        ``end``. For other values, use :attr:`truncation_stats`. The result is slightly too low in
+        two cases: for text pairs, because the special tokens added after truncation are not
+        considered, and if the context's ``keep_last_input`` is True, by one token per truncated
+        document.
         """
         settings, tokens, cut = self.settings, self.tokens, 0
         if settings.packing is True:
@@ -369,7 +431,7 @@ class TokenizedSource:
         """Number of blocks of ``data.seq_len`` tokens in the concatenated documents.
 
         Raises:
-            UserError: If there are too few tokens for a sample.
+            UserError: If there are too few tokens for one block.
         """
         shifted = self.settings.task == CAUSAL
         return count_packed_samples(self.tokens.num_tokens, self.settings.data.seq_len, shifted=shifted)
@@ -378,8 +440,17 @@ class TokenizedSource:
     def truncation_stats(self) -> TruncationStats | None:
         """Effect of ``data.truncation`` on the documents of a causal language model.
 
-        None for other tasks. Also None if no document can be excluded, because all tokens contribute to the
-        loss and documents are either concatenated or only truncated at the end.
+        If documents are concatenated, the statistics refer to blocks instead of documents. A block
+        is excluded if none of its tokens contributes to the loss.
+
+        None for other tasks. Also None if truncation can never exclude a document from training.
+        That is certain if all tokens contribute to the loss, and documents are concatenated or
+        truncated only at their end.
+
+        Raises:
+            NoSampleLeftError: If all documents or blocks are excluded.
+            UserError: If a document is too long and ``data.truncation`` is ``error``. If documents
+                are concatenated, also if there are too few tokens for one block.
         """
         tokens, data = self.tokens, self.settings.data
         if self.settings.task != CAUSAL:
@@ -395,24 +466,40 @@ class TokenizedSource:
     def split_samples(self) -> TrainEvalSplit:
         """Split the source into training samples and samples that are held out for evaluation.
 
-        A stream has no held-out samples.
+        ``data.eval_fraction`` determines the number of held-out samples. If documents are
+        concatenated, the last blocks are held out. Otherwise, a random selection is held out, which
+        is equal in all runs. Samples that truncation excludes from training are in neither range. A
+        stream has no held-out samples.
 
         Returns:
-            Two ranges of sample numbers. A sample is a preference pair, a document (if samples are padded,
-            or packed from complete documents), or a block of concatenated documents.
+            Two ranges of sample numbers. A sample is a preference pair, a block of concatenated
+            documents, or a document (if samples are padded, or packed from complete documents).
+
+        Raises:
+            NoSampleLeftError: If truncation excludes all documents or blocks, or at least one
+                answer of every preference pair.
+            UserError: If :attr:`truncation_stats` raises an error. If documents are concatenated,
+                also if there are too few tokens for one block.
         """
         data, packing = self.settings.data, self.settings.packing
-        share = 0.0 if data.stream else data.eval_fraction
+        share = 0.0 if self.settings.is_stream else data.eval_fraction
         left_out = None if self.truncation_stats is None else self.truncation_stats.left_out
         if data.format == PREFERENCE:
+            num_pairs = self.tokens.num_documents // 2
             pairs = None if left_out is None else np.unique(left_out // 2)
-            return split_documents(self.tokens.num_documents // 2, share, pairs)
+            if pairs is not None and len(pairs) == num_pairs:
+                raise NoSampleLeftError(
+                    f"data.truncation: no preference pair is left, because every pair has an answer that is "
+                    f"left out ({self.truncation_stats}); raise data.seq_len (now {data.seq_len}), or change "
+                    "data.truncation"
+                )
+            return split_documents(num_pairs, share, pairs)
         if data.packing == "documents" or not packing:
             return split_documents(self.tokens.num_documents, share, left_out)
         return split_packed_blocks(self._num_blocks, share, left_out)
 
     def count_samples(self) -> SampleCounts:
-        """Count the training samples and the held-out samples. Writes no files."""
+        """Count the training samples and the held-out samples, without writing files."""
         train, held_out = self.split_samples()
         if self.settings.packing != "documents":
             return SampleCounts(train.num_samples, held_out.num_samples, None)
@@ -427,9 +514,9 @@ class TokenizedSource:
         return SampleCounts(packed.samples, packed_held_out.samples, packed.padding_share)
 
     def check_end_of_turn_kept(self) -> None:
-        """Check that truncation does not remove the ends of all answers.
+        """Check that at least one answer keeps its end-of-turn token after truncation.
 
-        If it did, the model would never learn to stop.
+        Otherwise, the model would never learn to stop.
 
         Raises:
             UserError: If truncation removes the end of every answer.
@@ -444,8 +531,8 @@ class TokenizedSource:
         modes = "drop" if self.tokens.has_images else "start or drop"
         raise UserError(
             f"data.truncation: all samples are cut before {decode(self.context.tokenizer, [end])!r}, which "
-            "ends an answer, so the model would never stop; raise data.seq_len "
-            f"({self.settings.data.seq_len}), or set data.truncation to {modes}"
+            "ends an answer, so the model would not learn to stop; raise data.seq_len (now "
+            f"{self.settings.data.seq_len}), or set data.truncation to {modes}"
         )
 
     def build_samples(
@@ -453,9 +540,18 @@ class TokenizedSource:
     ) -> Samples:
         """Build the dataset for a range of the samples.
 
+        If ``data.packing`` is ``documents``, this method also computes the packing plan and writes
+        it to the cache. A plan that is already in the cache is reused.
+
         Args:
-            sample_range: Samples to include. None includes all samples that are not held out.
-            classes: Mapping from the labels to the outputs of a classifier. None for other tasks.
+            sample_range: Range of samples to include. None includes all samples that are not held
+                out.
+            classes: Mapping from labels to the outputs of a classifier. None for other tasks.
+
+        Raises:
+            UserError: If ``sample_range`` is None and :meth:`split_samples` raises an error. For
+                packed documents, also if every document has fewer than two tokens, or if the cache
+                is not writable.
         """
         samples = self._build_samples(
             self.split_samples().train if sample_range is None else sample_range, classes
@@ -465,7 +561,11 @@ class TokenizedSource:
         return samples
 
     def _build_samples(self, part: SampleRange, classes: LabelMapping | None) -> CacheSamples:
-        """Build the dataset for the task. Its batches do not contain the columns of ``data.columns`` yet."""
+        """Build a dataset whose class depends on the task, the record format and the packing.
+
+        Its batches do not contain the columns of numbers from ``data.columns`` yet. See
+        :meth:`build_samples` for the arguments.
+        """
         context, tokens, data = self.context, self.tokens, self.settings.data
         if context.task != CAUSAL:
             return self._build_task_samples(part, classes)
@@ -545,8 +645,9 @@ def _count_shard_samples(settings: SourceSettings, shard: SourceShard) -> int | 
     """Count the samples of a shard without reading its tokens.
 
     Returns:
-        The count. None if it cannot be computed from the number of tokens, because that is not known,
-        documents are not concatenated, or the source contains conversations.
+        The count. None if the number of tokens is not known. Also None if documents are not
+        concatenated or the source contains conversations, because the number of tokens does not
+        determine the count in these cases.
     """
     if shard.num_tokens is None or settings.data.packing is not True or settings.has_conversations:
         return None
@@ -556,12 +657,19 @@ def _count_shard_samples(settings: SourceSettings, shard: SourceShard) -> int | 
 def _build_shard_samples(
     context: TokenizationContext, source: DataSource, tokens: TokenCache
 ) -> Samples | None:
-    """Build the samples of a stream's shard. Returns None if the shard is too short for a sample.
+    """Build the samples of one shard of a stream.
 
     Args:
-        context: Tokenizer and task.
-        source: The whole stream.
+        context: Tokenizer, task and model properties.
+        source: Source of the complete stream.
         tokens: Token cache of the shard.
+
+    Returns:
+        The samples. None if documents are concatenated, and the shard is too short for a sample.
+
+    Raises:
+        NoSampleLeftError: If truncation or the loss mask excludes all documents of the shard.
+        UserError: If ``data.truncation`` is ``error`` and a document is too long.
     """
     data = source.settings.data
     if data.packing is True and tokens.num_tokens <= data.seq_len:

@@ -1,9 +1,12 @@
-"""Map-style datasets over a token cache, with samples of a fixed shape.
+"""Datasets over a token cache, with samples of a fixed shape.
 
-A sample is a dictionary of int64 tensors, except that ``labels`` are float32 for numeric targets.
-Labels are aligned with the logits: ``labels[t]`` is the target of ``logits[t]``. The dataset shifts
-them if the task requires it, so a loss must not shift them again. Positions with label -100 do not
-contribute to the loss. All samples have the same shapes, so a step is compiled only once.
+A sample is a dictionary of tensors. The columns of the task are int64, except that
+``labels`` are float32 for numeric targets. Additional columns and image tensors may have
+floating-point dtypes. Labels of tokens are aligned with the logits: ``labels[t]`` is the
+target of ``logits[t]``. The dataset shifts them if the task requires it, so a loss must not
+shift them again. Positions with label -100 do not contribute to the loss. All samples have
+the same shapes, so a step is compiled only once. Image tensors are an exception, and also
+``document_lengths``, whose width may differ between the shards of a stream.
 """
 
 from __future__ import annotations
@@ -39,17 +42,29 @@ ColumnFunction = Callable[[Sequence[int]], Arrays]
 
 
 class PromptImage(NamedTuple):
-    """Image near the start of a sample, with its file."""
+    """Image in a prompt, and the content of its file.
+
+    A prompt consists of the first tokens of a sample.
+
+    Attributes:
+        image: Location, size and tokens of the image in the token cache.
+        file: Content of the image file, and the size to which the image is scaled.
+    """
 
     image: CachedImage
     file: ImageFile
 
 
 class Samples(ABC):
-    """Dataset that also defines the order of its samples in a run.
+    """Base class of datasets that also define the order of their samples in a run.
 
-    Every epoch contains the same samples in a different order. The content of a sample does not depend
-    on the epoch, except for the random masks in masked language modeling.
+    Subclasses set :attr:`num_samples`, and implement :meth:`build_arrays` and
+    :meth:`list_document_numbers`. The other methods have defaults for a single source without
+    images, additional columns or streaming.
+
+    Every epoch contains the same samples in a different order. In a mixture, this applies to the
+    epochs of each source. The content of a sample does not depend on the epoch, except for the
+    random masks in masked language modeling.
     """
 
     num_samples: int
@@ -63,7 +78,7 @@ class Samples(ABC):
     tokens]``.
     """
     mean_context_length: float | None = None
-    """Mean, over all tokens, of the length of the document that contains the token.
+    """Length of the document that contains a token, averaged over all tokens.
 
     None if attention is not limited to documents.
     """
@@ -79,7 +94,11 @@ class Samples(ABC):
 
     @property
     def epoch_samples(self) -> int:
-        """Number of samples per epoch, as counted by ``train.epochs``."""
+        """Number of samples in one epoch of the run.
+
+        If ``train.epochs`` is set, this number determines the number of steps. If the data contains
+        a stream, the number is only an upper bound.
+        """
         return self.num_samples
 
     def locate_sample(self, position: int, seed: int) -> EpochIndex:
@@ -92,22 +111,38 @@ class Samples(ABC):
         return locate_sample(position, self.num_samples, seed)
 
     def get_source_name(self, index: int) -> str:
-        """Return the name of a sample's source in a mixture. Empty if the data is not a mixture."""
+        """Return the name of a sample's source.
+
+        Returns:
+            For a mixture, the name of the source. For a stream, the name of the file. For a stream
+            in a mixture, both names, separated by a space. Otherwise empty.
+        """
         return ""
 
     def find_early_sample(self) -> EpochIndex:
-        """Return a sample that is quick to read, to inspect the columns of a batch."""
-        return EpochIndex(0, 0)
+        """Return the epoch and index of a sample that can be read quickly.
+
+        Callers use the sample to inspect the columns of a batch.
+        """
+        return self.list_early_samples(1)[0]
+
+    def list_early_samples(self, num_samples: int) -> list[EpochIndex]:
+        """List the epochs and indices of ``num_samples`` samples that can be read quickly.
+
+        If there are too few of them, they repeat.
+        """
+        return [EpochIndex(0, index % self.num_samples) for index in range(num_samples)]
 
     def list_trial_samples(self, num_samples: int) -> list[EpochIndex]:
-        """List the samples of a batch for testing whether a training step fits in memory.
+        """List the samples of a batch that tests whether a training step fits in memory.
 
-        If there are images, the list repeats the sample with the most image tokens.
+        If the data contains images, the sample with the most image tokens is listed ``num_samples``
+        times, as the worst case. Otherwise, see :meth:`list_early_samples`.
         """
         image_tokens = self.count_image_tokens()
         if image_tokens is not None:
             return [EpochIndex(0, int(image_tokens.argmax()))] * num_samples
-        return [EpochIndex(0, index % self.num_samples) for index in range(num_samples)]
+        return self.list_early_samples(num_samples)
 
     def count_image_tokens(self) -> npt.NDArray[np.int64] | None:
         """Count the image tokens in each sample.
@@ -134,7 +169,7 @@ class Samples(ABC):
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that a checkpoint saves in addition to the position.
+        """Return the state that a checkpoint saves in addition to the position in the training data.
 
         Returns:
             Manifests of the streams, keyed by source name. Empty without streams.
@@ -151,34 +186,23 @@ class Samples(ABC):
         return
 
     def compute_consumed_digest(self, position: int) -> str:
-        """Compute a digest of the streamed data that determined the samples before ``position``.
+        """Compute a digest of the streamed data that defines the samples before ``position``.
 
-        A stream is read during training, so ranks may have read different data. All ranks therefore compare
-        their digests before a checkpoint is saved. Empty if no data is streamed.
+        A stream is read during training, so ranks may have read different data. All ranks therefore
+        compare their digests before a checkpoint is saved.
+
+        Returns:
+            The digest. Empty if the dataset is not a stream. For a mixture, the digests of all
+            sources, separated by spaces.
         """
         return ""
 
     def close(self) -> None:
-        """Stop the background processes that tokenize streams. Does nothing for other samples.
+        """Stop the background processes that tokenize streamed data, if there are any.
 
         The samples remain readable.
         """
         return
-
-    def __getitem__(self, index: int) -> Batch:
-        """Return a sample as in the first epoch, without a batch dimension.
-
-        Negative indices count from the end.
-
-        Raises:
-            IndexError: If the index is out of range. This also ends iteration over the dataset.
-        """
-        if not -self.num_samples <= index < self.num_samples:
-            raise IndexError(f"sample index {index} is out of range for {self.num_samples} samples")
-        return {
-            name: values[0]
-            for name, values in self.build_batch([EpochIndex(0, index % self.num_samples)]).items()
-        }
 
     def build_batch(self, indices: Sequence[EpochIndex]) -> Batch:
         """Build a batch of samples, with all columns.
@@ -187,7 +211,8 @@ class Samples(ABC):
             indices: Epochs and indices of the samples.
 
         Returns:
-            Tensors ``[len(indices), ...]``, keyed by column.
+            Tensors ``[len(indices), ...]``, keyed by column. The tensors of images have another
+            first dimension. See :meth:`ImageProcessor.build_columns`.
         """
         arrays = self.build_arrays_with_columns(indices)
         if self.image_processor is not None:
@@ -208,7 +233,7 @@ class Samples(ABC):
 
     @abstractmethod
     def list_document_numbers(self, index: int) -> Sequence[int]:
-        """Return the numbers of the documents in a sample, counted from 0 in the source."""
+        """Return the indices of a sample's documents, counted from 0 in the sample's source."""
 
     @abstractmethod
     def build_arrays(self, indices: Sequence[EpochIndex]) -> Arrays:
@@ -222,29 +247,36 @@ class Samples(ABC):
         """
 
     def read_image_files(self, index: int, num_inputs: int | None = None) -> list[ImageFile]:
-        """Read the image files of a sample, in token order. Empty if there are no images.
+        """Read the image files of a sample, in the order of their placeholder tokens.
+
+        The list is empty if the sample has no images.
 
         Args:
             index: Index of the sample.
-            num_inputs: Number of input tokens at the start of the sample to read images for. None reads all
-                images.
+            num_inputs: Number of input tokens at the start of the sample. An image is read only if
+                its placeholder tokens begin within these tokens. None reads all images.
         """
         return []
 
     def build_arrays_with_columns(self, indices: Sequence[EpochIndex]) -> Arrays:
-        """Build the task's columns and the additional columns of ``data.columns`` as numpy arrays.
+        """Build the task's columns and the additional columns as numpy arrays.
 
-        See :meth:`build_arrays`.
+        The additional columns are the numeric columns in ``data.columns``. This default
+        implementation returns the result of :meth:`build_arrays`. :class:`CacheSamples` adds the
+        additional columns.
         """
         return self.build_arrays(indices)
 
 
 @dataclass(frozen=True)
 class SampleRange:
-    """Range of a source's samples that forms a dataset.
+    """Range of a source's samples that forms a dataset, for example the training part.
 
-    Contains the samples ``[start, start + num_samples)`` in the order :attr:`order`. Calling the object
-    converts an index in the dataset to an index in the source.
+    The source's samples are first arranged in the order given by :attr:`order`. The dataset
+    contains the samples at the positions ``[start, start + num_samples)`` of this order. Calling
+    the object converts an index in the dataset to an index in the source.
+
+    The ``repr`` of the object is part of the cache key of a packing plan.
     """
 
     start: int
@@ -259,18 +291,73 @@ class SampleRange:
     """
 
     def __call__(self, index: int) -> int:
-        """Convert an index in the dataset to an index in the source."""
+        """Convert an index in the dataset to an index in the source.
+
+        This method does not check whether ``index`` is less than :attr:`num_samples`. A larger
+        index may refer to a sample of another range.
+        """
         position = self.start + index
         return position if self.order is None else self.order(position)
 
     def list_numbers(self) -> npt.NDArray[np.int64]:
-        """Return the source indices of all samples in the dataset, int64 ``[num_samples]``."""
+        """Return, for each sample of the dataset, its index in the source.
+
+        Returns:
+            Indices, int64 ``[num_samples]``.
+        """
         positions = np.arange(self.start, self.start + self.num_samples)
         return positions if self.order is None else self.order.permute_array(positions)
 
     def get_document_range(self, index: int) -> range:
-        """Return the document number of a sample as a range of length 1. Each sample must be one document."""
+        """Return the document number of a sample as a range of length 1.
+
+        This method is for datasets in which each sample is one document. The document number is
+        then the sample's index in the source.
+        """
         return range(self(index), self(index) + 1)
+
+
+class PartArrays(NamedTuple):
+    """Arrays of some rows of a batch.
+
+    Attributes:
+        rows: Row of the batch for each row of the arrays.
+        arrays: Arrays ``[len(rows), ...]``, keyed by column.
+    """
+
+    rows: Sequence[int]
+    arrays: Arrays
+
+
+def merge_parts(
+    parts: Sequence[PartArrays], num_rows: int, min_shapes: Mapping[str, tuple[int, ...]] | None = None
+) -> Arrays:
+    """Merge arrays of different rows into the arrays of a batch.
+
+    If a column has different shapes in the parts, smaller arrays are padded with zeros at the end.
+    For example, the number of columns of ``document_lengths`` differs between sources.
+
+    Args:
+        parts: Arrays with the same columns. Their rows are all rows of the batch.
+        num_rows: Number of rows of the batch.
+        min_shapes: Minimum shape of each column without the batch dimension. None if only the parts
+            determine the shapes.
+    """
+    merged: Arrays = {}
+    for column, first_values in parts[0].arrays.items():
+        shapes = [part.arrays[column].shape[1:] for part in parts]
+        if min_shapes is not None:
+            shapes.append(min_shapes[column])
+        shape = tuple(map(max, *shapes)) if len(shapes) > 1 else shapes[0]
+        values = np.zeros((num_rows, *shape), dtype=first_values.dtype)
+        for part in parts:
+            region: tuple[Any, ...] = (
+                np.array(part.rows),
+                *map(slice, part.arrays[column].shape[1:]),
+            )
+            values[region] = part.arrays[column]
+        merged[column] = values
+    return merged
 
 
 class TrainEvalSplit(NamedTuple):
@@ -312,7 +399,7 @@ def split_packed_blocks(
     Args:
         num_blocks: Number of blocks.
         eval_fraction: Share of held-out blocks. See :func:`_compute_num_held_out`.
-        excluded_numbers: Sorted numbers of blocks to exclude from both ranges.
+        excluded_numbers: Sorted indices of the blocks to exclude from both ranges.
     """
     order: KeptOrder | None = None
     if excluded_numbers is not None and len(excluded_numbers):
@@ -336,6 +423,9 @@ def split_documents(
         num_documents: Number of documents.
         eval_fraction: Share of held-out documents. See :func:`_compute_num_held_out`.
         excluded_numbers: Sorted numbers of documents to exclude from both ranges.
+
+    Raises:
+        ValueError: If there are no documents, or if all documents are excluded.
     """
     order: Permutation | KeptOrder = Permutation(num_documents, seed=0)
     if excluded_numbers is not None and len(excluded_numbers):
@@ -351,13 +441,19 @@ def split_documents(
 def _compute_num_held_out(num_samples: int, eval_fraction: float | None) -> int:
     """Compute the number of held-out samples.
 
-    The default is 1 % of the samples, with two limits. It is at least :data:`MIN_HELD_OUT`, because the
-    mean loss over fewer samples is not reliable. It is at most a fifth of the samples, because a small
-    dataset is mostly needed for training.
+    The default is 1 % of the samples, with two limits. The number is at least
+    :data:`MIN_HELD_OUT`, because the mean loss over fewer samples is not reliable. The number
+    is at most a fifth of the samples (but at least 1), because a small dataset is mostly needed
+    for training.
 
     Args:
         num_samples: Number of samples.
-        eval_fraction: Value of ``data.eval_fraction``. None selects the default.
+        eval_fraction: Value of ``data.eval_fraction``. None selects the default. A positive
+            value holds out at least one sample, and leaves at least one sample for training.
+
+    Returns:
+        Number of held-out samples. 0 if ``eval_fraction`` is 0, or if there are fewer than two
+        samples.
     """
     if eval_fraction == 0 or num_samples < 2:
         return 0
@@ -387,10 +483,11 @@ class CacheSamples(Samples):
         self.num_samples = self.sample_range.num_samples
 
     def build_arrays_with_columns(self, indices: Sequence[EpochIndex]) -> Arrays:
-        """Build all columns. See :meth:`Samples.build_arrays_with_columns`.
+        """Build the task's arrays, and the arrays of the additional columns in ``data.columns``.
 
-        The additional columns are int64 or float32 ``[len(indices)]``, with the values of each sample's
-        first document.
+        Each additional column is an int64 or float32 array ``[len(indices)]``. It contains the
+        value of each sample's first document. There are no additional columns if
+        ``includes_columns`` is False. See :meth:`Samples.build_arrays_with_columns`.
         """
         if not self.includes_columns:
             return self.build_arrays(indices)
@@ -398,15 +495,19 @@ class CacheSamples(Samples):
         return {**self.build_arrays(indices), **self.token_cache.read_extra_columns(numbers)}
 
     def read_prompt_images(self, index: int, num_tokens: int) -> list[PromptImage]:
-        """Read the images among the first tokens of a sample. See :meth:`Samples.read_prompt_images`."""
+        """Read the images whose placeholder tokens begin in the first tokens of a sample.
+
+        See :meth:`Samples.read_prompt_images` for the arguments.
+        """
         number = int(self.list_document_numbers(index)[0])
         files = self.token_cache.read_image_files(number, num_tokens)
         return list(map(PromptImage, self.token_cache.list_images(number), files))
 
     def list_document_numbers(self, index: int) -> range:
-        """Return the number of the sample's document, as a range of length 1.
+        """Return the range of documents in a sample. Here, a sample contains one document.
 
-        Subclasses whose samples contain several documents override this method.
+        Documents are counted from 0 in the source. Subclasses whose samples contain several
+        documents override this method.
         """
         return self.sample_range.get_document_range(index)
 
@@ -417,12 +518,12 @@ class CacheSamples(Samples):
 
 
 class PackedCausalSamples(CacheSamples):
-    """Dataset of blocks of ``seq_len`` tokens from concatenated documents, for causal language modeling.
+    """Dataset of blocks of concatenated documents, for causal language modeling.
 
-    For ``L = seq_len``, sample *i* is ``input_ids = tokens[i*L : i*L+L]`` and
-    ``labels = tokens[i*L+1 : i*L+L+1]``. Each token is the label of at most one position, so training
-    and evaluation data have no labels in common. Tokens that do not contribute to the loss have the
-    label -100.
+    Each block has ``L = seq_len`` tokens. Sample *i* is ``input_ids = tokens[i*L : i*L+L]`` and
+    ``labels = tokens[i*L+1 : i*L+L+1]``. Each token is the label of at most one position. The
+    blocks that are held out for evaluation therefore have no labels in common with the training
+    blocks. Tokens that do not contribute to the loss have the label -100.
     """
 
     def __post_init__(self) -> None:
@@ -445,21 +546,30 @@ class PackedCausalSamples(CacheSamples):
         return {"input_ids": inputs, "labels": labels}
 
     def list_document_numbers(self, index: int) -> range:
-        """Return the range of documents that overlap a block."""
+        """Return the range of indices of the documents that overlap a block.
+
+        Each sample is a block of consecutive tokens. Documents are counted from 0 in the source.
+        """
         return self._find_block_documents(index)
 
 
 class DocumentSamples(CacheSamples):
     """Base class of datasets that truncate each document of a sample separately.
 
+    Subclasses get methods that count the inputs of a document, and that read its truncated tokens,
+    its loss mask and its image files. A document with ``n`` tokens has ``min(n, seq_len)`` inputs
+    if ``keep_last_input`` or ``keep_last_input_if_room`` is True, and otherwise
+    ``min(n - 1, seq_len)``. If the inputs would end within an image, they end before the image.
+
     Attributes:
         truncation: Value of ``data.truncation``: how to truncate long documents.
-        keep_last_input: Whether the last token of a document is an input, although it has no label. If
-            True, documents are truncated to ``seq_len`` tokens. If False, they keep one more token as a
-            label.
-        keep_last_input_if_room: Whether the last token of a document is an input if the document has at
-            most ``seq_len`` tokens. Longer documents keep ``seq_len`` labels, unlike with
-            ``keep_last_input``.
+        keep_last_input: Whether the last token of every document is also an input. This input has
+            no label, because no token follows it. If True, documents are truncated to ``seq_len``
+            tokens. If False, they are truncated to ``seq_len + 1`` tokens, and the last token is
+            only a label.
+        keep_last_input_if_room: Whether the last token is also an input in documents of at most
+            ``seq_len`` tokens. Longer documents are truncated to ``seq_len + 1`` tokens, and the
+            last token is only a label. Has no effect if ``keep_last_input`` is True.
     """
 
     truncation: Truncation
@@ -468,7 +578,11 @@ class DocumentSamples(CacheSamples):
 
     @property
     def _kept_slice(self) -> slice:
-        """Slice of a document's tokens to keep: the inputs, and a final token that is only a label."""
+        """Slice of a document's tokens that remain after truncation.
+
+        It has at most ``seq_len`` tokens if :attr:`keep_last_input` is True. Otherwise, it has at
+        most ``seq_len + 1`` tokens, because the last token can be only a label.
+        """
         return get_kept_slice(self.truncation, self.seq_len + (not self.keep_last_input))
 
     def _read_kept_tokens(self, number: int) -> npt.NDArray[Any]:
@@ -476,10 +590,13 @@ class DocumentSamples(CacheSamples):
         return self.token_cache.read_document("text", number)[self._kept_slice]
 
     def _count_inputs(self, number: int, tokens: npt.NDArray[Any]) -> int:
-        """Count the input tokens of a document. Does not split an image.
+        """Count the input tokens of a truncated document.
+
+        The last token is not counted if it serves only as the label of the token before it. If the
+        inputs would end within an image, only the tokens before the image are counted.
 
         Args:
-            number: Number of the document.
+            number: Index of the document in the token cache.
             tokens: Tokens of the document after truncation.
         """
         has_last_token = self.keep_last_input or self.keep_last_input_if_room
@@ -487,10 +604,18 @@ class DocumentSamples(CacheSamples):
         return find_image_cut(self.token_cache, number, count)
 
     def _read_trained_mask(self, number: int, num_inputs: int) -> npt.NDArray[np.bool_] | None:
-        """Read the loss mask for the labels of a document's inputs.
+        """Read which labels of a document contribute to the loss.
+
+        The label of an input token is the next token of the document. The last input may therefore
+        have no label.
+
+        Args:
+            number: Index of the document in the token cache.
+            num_inputs: Number of input tokens of the document, after truncation.
 
         Returns:
-            Mask, bool ``[labels]``. None if all labels contribute to the loss.
+            Loss mask for the labels of these inputs, bool ``[labels]``. None if all labels
+            contribute to the loss.
         """
         trained = self.token_cache.read_trained_mask("text", number)
         return None if trained is None else trained[self._kept_slice][1 : num_inputs + 1]
@@ -558,14 +683,20 @@ class PaddedCausalSamples(DocumentSamples):
 class PairSamples(PaddedCausalSamples):
     """Dataset of document pairs, for preference losses.
 
-    The chosen and the rejected document of a pair are consecutive documents of the source. Tensors have
-    the shape ``[batch, 2, tokens]``, in which ``[:, 0]`` is chosen and ``[:, 1]`` is rejected.
+    The chosen and the rejected document of a pair are consecutive documents of the source. The
+    arrays of tokens and labels have the shape ``[batch, 2, tokens]``, in which ``[:, 0]`` is
+    chosen and ``[:, 1]`` is rejected. The additional columns of ``data.columns`` have the shape
+    ``[batch]``.
     """
 
     sequences_per_sample = 2
 
     def build_arrays(self, indices: Sequence[EpochIndex]) -> Arrays:
-        """Build ``input_ids``, ``attention_mask`` and ``labels``, int64 ``[len(indices), 2, seq_len]``."""
+        """Build ``input_ids``, ``attention_mask`` and ``labels`` of preference pairs.
+
+        Each array is int64 ``[len(indices), 2, seq_len]``. ``[:, 0]`` contains the chosen
+        sequences, and ``[:, 1]`` contains the rejected sequences.
+        """
         numbers = [
             2 * self.sample_range(index) + is_rejected for _, index in indices for is_rejected in (0, 1)
         ]
@@ -573,7 +704,7 @@ class PairSamples(PaddedCausalSamples):
         return {name: values.reshape(len(indices), 2, -1) for name, values in arrays.items()}
 
     def list_document_numbers(self, index: int) -> range:
-        """Return the range of a pair's two documents."""
+        """Return the numbers of the two documents of a pair: the chosen one, then the rejected one."""
         first = 2 * self.sample_range(index)
         return range(first, first + 2)
 
@@ -596,11 +727,13 @@ def compute_document_lengths(inputs: Mapping[str, torch.Tensor]) -> torch.Tensor
     """Compute, for each token, the number of input tokens in its document.
 
     Args:
-        inputs: Model inputs of a batch. They contain ``position_ids`` if complete documents are packed.
+        inputs: Model inputs of a batch. They contain ``position_ids`` if complete documents are
+            packed.
 
     Returns:
-        Lengths, int64 ``[batch, tokens]`` if complete documents are packed. Otherwise ``[batch, 1]``,
-        because each row is a single document.
+        Lengths, int64 ``[batch, tokens]`` if complete documents are packed. Each padding token then
+        counts as a document of length 1. Otherwise ``[batch, 1]``: the number of tokens in each row
+        without padding. A block of concatenated documents counts as a single document.
     """
     ids, positions, mask = inputs["input_ids"], inputs.get("position_ids"), inputs.get("attention_mask")
     if positions is None:
@@ -644,10 +777,11 @@ def pad_rows(rows: Sequence[npt.NDArray[Any]], length: int, pad_value: int) -> P
 def truncate_keeping_suffix(
     tokens: npt.NDArray[Any], max_length: int, suffix: Sequence[int]
 ) -> npt.NDArray[np.int64]:
-    """Truncate the end of a document to fit ``max_length`` tokens, but keep its final special tokens.
+    """Truncate a document to ``max_length`` tokens, but keep its final special tokens.
 
-    The special tokens ``suffix`` replace the last tokens of the truncated document. A document of at
-    most ``max_length`` tokens is returned unchanged.
+    The special tokens ``suffix`` replace the last tokens of the truncated document. If ``suffix``
+    has ``max_length`` or more tokens, the document is truncated without adding ``suffix``. The
+    tokens of a document of at most ``max_length`` tokens do not change.
     """
     out = np.array(tokens[:max_length], dtype=np.int64)
     if len(tokens) > max_length and 0 < len(suffix) < max_length:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from portable.data.sources.documents import format_name_list
 from portable.errors import UserError
+from portable.formatting import format_count
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,18 +21,28 @@ if TYPE_CHECKING:
     from portable.data.tokens.cache import LabelKind, TokenCache
 
 ProblemType = Literal["single_label_classification", "multi_label_classification", "regression"]
-"""Values of ``problem_type`` in a config of transformers. It selects the loss of a classifier."""
+"""Value of ``problem_type`` in a transformers config, which selects the loss of a classifier."""
 SINGLE_LABEL, MULTI_LABEL, REGRESSION = PROBLEM_TYPES = get_args(ProblemType)
 
 
 @dataclass(frozen=True)
 class ModelClasses:
-    """Classes of a model before training."""
+    """Class names of a classifier, and the setting or model that defines them."""
 
     setting_key: str
     """Setting or model that defines the classes, used in error messages."""
     names: tuple[str, ...]
     """Class names in the order of their ids."""
+
+    @property
+    def description(self) -> str:
+        """Model description used in error messages, such as ``the model (model.name_or_path)``.
+
+        The parentheses contain :attr:`setting_key`, the setting that determines the class labels of
+        the model. There are no parentheses if :attr:`setting_key` is ``the model``, the value that
+        :func:`map_eval_labels_to_outputs` uses.
+        """
+        return "the model" if self.setting_key == "the model" else f"the model ({self.setting_key})"
 
     @property
     def has_custom_names(self) -> bool:
@@ -41,18 +52,25 @@ class ModelClasses:
     def would_rename_classes(self, names: Sequence[str]) -> bool:
         """Return whether ``names`` would replace the model's default names LABEL_0, LABEL_1 ...
 
-        Such a model may have been trained on different classes, or on the same classes in a different
-        order, so the run prints a note. Returns False if all ``names`` are numbers, because they equal the
-        indices in the default names.
+        If so, the run prints a note. A model with default names may have been trained on other
+        classes, or on the same classes in a different order. The result is False if all ``names``
+        are numbers: the default name LABEL_1 already contains the number ``1``.
         """
         return not self.has_custom_names and names != self.names and not all(map(_is_number, names))
 
 
 @dataclass(frozen=True)
 class LabelMapping:
-    """Outputs of a classifier, and the output or value for each label in the token cache.
+    """Data for mapping the labels in the token cache to the outputs of a classifier.
 
-    An output is the score of a class, or a number in a regression.
+    The token cache stores integers and strings as classes, and other labels as floats. There are
+    three cases:
+
+    - Classification with classes: :attr:`output_ids` contains the output of each class.
+    - Float labels: the floats are used directly as targets of the outputs. They are regression
+      targets, or scores with one float per class.
+    - Regression with integer labels: :attr:`regression_values` contains the integer of each class,
+      which is the target.
     """
 
     output_names: tuple[str, ...]
@@ -79,16 +97,22 @@ def map_labels_to_outputs(
 ) -> LabelMapping:
     """Map the labels in a token cache to the outputs of a classifier.
 
-    If ``problem_type`` is None, it is determined from the labels, as in transformers: an integer or
-    string is a class, and a list of these is several classes per text. A number with a fraction is a
-    regression target, and a list of such numbers contains a score per class.
+    If ``problem_type`` is None, it is regression if ``model_classes`` contains a single output.
+    Otherwise, it is determined from the labels, as in transformers:
+
+    - An integer or a string per text means single-label classification.
+    - A list of integers or strings per text means multi-label classification.
+    - One number per text means regression if some of these numbers have a fraction, such as 0.5.
+    - A list of floats or booleans per text means multi-label classification with one score per
+      class. If every list has a single item, it means regression.
 
     Args:
         tokens: Token cache with labels.
-        declared_names: Class names that the dataset declares; labels are then indices into them. None
-            if the dataset declares none.
-        model_classes: Classes or outputs of the model. None if the head is untrained.
-        problem_type: ``problem_type`` of the model's config. None detects it from the labels.
+        declared_names: Class names that the dataset declares. The labels are then indices into
+            them. None if the dataset declares none.
+        model_classes: Names of the model's outputs. None if the head is untrained and
+            ``model.config`` does not define them.
+        problem_type: ``problem_type`` in the model's config. None if the config does not set it.
 
     Raises:
         UserError: If the labels do not fit the model or the problem type.
@@ -116,30 +140,35 @@ def map_labels_to_outputs(
         if model_classes is not None
         else tuple(f"LABEL_{index}" for index in range(width))
     )
+    model_text = "the model" if model_classes is None else model_classes.description
     if tokens.label_values is not None:
         if (num_values := tokens.label_values.shape[1]) != len(outputs):
             raise UserError(
-                f"data.label_field: the labels have {num_values} numbers per text, but "
-                f"{model_classes.setting_key if model_classes else 'the model'} has {len(outputs)} outputs "
-                f"(num_labels); use labels with one number per output, or a model with {num_values} outputs"
+                f"data.label_field: each label has {format_count(num_values, 'number')}, but {model_text} "
+                f"has {format_count(len(outputs), 'output')} (num_labels); use labels with one number per "
+                f"output, or a model with {format_count(num_values, 'output')}"
             )
         if problem_type == MULTI_LABEL:
             _check_class_scores(tokens.label_values[:])
         return LabelMapping(outputs, (), problem_type)
     if len(outputs) != 1:
         raise UserError(
-            "data.label_field: the labels have one number per text, but "
-            f"{model_classes.setting_key if model_classes else 'the model'} has {len(outputs)} outputs "
-            "(num_labels); use labels that are lists with one float per output"
+            f"data.label_field: each label is a single number, but {model_text} has {len(outputs)} outputs "
+            f"(num_labels); use a list of {len(outputs)} floats as the label of each text, or a model with 1 "
+            "output"
         )
     return LabelMapping(outputs, (), problem_type, tuple(float(name) for name in names))
 
 
 def _check_no_accidental_regression(tokens: TokenCache) -> None:
-    """Check that class labels are not mistaken for regression targets because a few have a fraction.
+    """Check that class labels are not treated as regression targets because of a few mistakes.
+
+    A single label that is not a whole number, such as 0.5, turns all labels into regression
+    targets. If only a few labels are not whole numbers, they are probably mistakes in class labels.
 
     Raises:
-        UserError: If some labels have a fraction, but their share is below :data:`_FEW_FRACTIONS`.
+        UserError: If some labels are not whole numbers, but their share is below
+            :data:`_FEW_FRACTIONS`.
     """
     fractions, documents = int(tokens.meta.get("fractions", 0)), tokens.num_documents
     if tokens.label_kind == "values" and 0 < fractions < _FEW_FRACTIONS * documents:
@@ -151,7 +180,9 @@ def _check_no_accidental_regression(tokens: TokenCache) -> None:
 
 
 _FEW_FRACTIONS = 0.1
-"""Share of labels with a fraction below which they are probably mistakes in a classification."""
+"""Minimum share of labels with a fraction for a regression. If the share is smaller, the fractions are
+probably mistakes in class labels.
+"""
 
 
 def map_eval_labels_to_outputs(
@@ -161,20 +192,27 @@ def map_eval_labels_to_outputs(
     eval_tokens: TokenCache,
     eval_declared_names: Sequence[str] | None = None,
 ) -> LabelMapping:
-    """Map the labels of the evaluation data to the outputs of the corresponding training labels.
+    """Map the labels of evaluation data to the outputs of the corresponding training labels.
 
-    Labels correspond if their class names match, ignoring case if there is no exact match.
+    Class labels correspond to an output if their class name is the name of the output or of a
+    training label. If there is no exact match, case is ignored, unless some of these names differ
+    only in case. Float labels, and all labels of a regression, are used directly as targets.
+
+    In a mixture, the function also maps the labels of all training sources after the first source.
+    ``eval_tokens`` is then the token cache of a later training source.
 
     Args:
         training_mapping: Mapping of the labels of the training data.
         training_tokens: Token cache of the training data.
-        training_declared_names: Class names that the training dataset declares. None if it declares
-            none.
+        training_declared_names: Class names that the training dataset declares. None if it
+            declares none.
         eval_tokens: Token cache of the evaluation data. Some classes may be missing.
-        eval_declared_names: Class names that the evaluation dataset declares. None if it declares none.
+        eval_declared_names: Class names that the evaluation dataset declares. None if it
+            declares none.
 
     Raises:
-        UserError: If a label of the evaluation data does not occur in the training data.
+        UserError: If a label of the evaluation data corresponds to no output, or if the labels
+            do not fit the problem type or the number of outputs.
     """
     if training_mapping.problem_type == REGRESSION or eval_tokens.label_values is not None:
         known_classes = ModelClasses("the model", training_mapping.output_names)
@@ -218,13 +256,13 @@ def _get_label_name(label: int | str, declared: Sequence[str] | None) -> str:
 
 _EXPECTED_LABELS = {
     SINGLE_LABEL: "one class per text (an integer or a string)",
-    MULTI_LABEL: "a list of classes per text (integers or strings), or a list with one float per class",
-    REGRESSION: "a float per text, or a list of floats",
+    MULTI_LABEL: "one list per text, either of its classes (integers or strings) or with one float per class",
+    REGRESSION: "one float or one list of floats per text",
 }
 _KIND_DESCRIPTIONS = {
-    "classes": "one class per text",
+    "classes": "single classes",
     "sets": "lists of classes",
-    "values": "numbers with a fraction",
+    "values": "decimal numbers",
 }
 
 
@@ -233,9 +271,14 @@ def _check_labels_fit_problem_type(
 ) -> None:
     """Check that the labels are suitable for the problem type.
 
+    Single-label classification needs one class per text. Multi-label classification needs a list of
+    classes per text, or one or more floats per text. Regression needs one or more floats per text,
+    or one integer per text.
+
     Args:
         kind: Kind of the labels in the token cache.
-        names: Class names in the token cache. If all are integers, they can also be regression targets.
+        names: Class names in the token cache. If all are integers, they can also be regression
+            targets.
         problem_type: Problem type of the model.
 
     Raises:
@@ -248,9 +291,11 @@ def _check_labels_fit_problem_type(
         REGRESSION: kind == "values" or numbers,
     }
     if not fits[problem_type]:
+        suitable_types = [name for name, is_suitable in fits.items() if is_suitable]
         raise UserError(
             f"data.label_field: the labels are {_KIND_DESCRIPTIONS[kind]}, but problem_type {problem_type} "
-            f"needs {_EXPECTED_LABELS[problem_type]}; change the labels or the model's problem_type"
+            f"needs {_EXPECTED_LABELS[problem_type]}; change the labels, or set model.config.problem_type to "
+            f"{' or '.join(suitable_types)}"
         )
 
 
@@ -278,23 +323,31 @@ def map_labels_to_class_ids(
 ) -> LabelMapping:
     """Map each label in the data to a class id of the model.
 
-    Class names are matched with the model's class names, first exactly and then ignoring case. If the
-    model has no numeric names, integers are class ids.
+    The class names in the data are compared with the model's class names, first exactly and then
+    ignoring case. If the model does not have all names in the data, there are two fallbacks:
+
+    1. Integer labels are used as class ids. This requires that all labels are valid class ids, that
+       the dataset declares no class names, and that none of the model's class names is a number.
+    2. The class names in the data replace the model's class names. This requires that the model has
+       the same number of classes, and only default names such as LABEL_0.
 
     Args:
         labels: Distinct labels, sorted.
-        declared_names: Class names that the dataset declares; labels are then indices into them. None
-            if the dataset declares none.
-        model_classes: Classes of the model. None if the head is untrained; it then gets the classes of
+        declared_names: Class names that the dataset declares. The labels are then indices into
+            them. None if the dataset declares none.
+        model_classes: Classes of the model. If None, the head is untrained and gets the classes of
             the data.
         is_multi_label: Whether a text may have any number of classes.
 
     Raises:
-        UserError: If there are fewer than two classes, or if a label is not a class of the model.
+        UserError: If there are fewer than two labels (or none, if ``is_multi_label`` is True). Also
+            raised if a label is not an index into ``declared_names``, or not a class of the model.
     """
     problem: ProblemType = MULTI_LABEL if is_multi_label else SINGLE_LABEL
     if is_multi_label and not labels:
-        raise UserError("data.label_field: no record has a label; use labeled data")
+        raise UserError(
+            "data.label_field: the list of labels is empty in all records; choose a field with labels"
+        )
     if len(labels) < 2 and not is_multi_label:
         raise UserError("data.label_field: all records have the same label; use data with several classes")
     if declared_names is not None:
@@ -302,7 +355,7 @@ def map_labels_to_class_ids(
             raise UserError(
                 f"data.label_field: some records have the label {outside[0]!r}, which is not one of the "
                 f"{len(declared_names)} classes of the dataset ({format_name_list(declared_names)}); choose "
-                "another data.split"
+                "a data.split whose records have labels"
             )
         data_mapping = LabelMapping(tuple(declared_names), tuple(int(label) for label in labels), problem)
     else:
@@ -333,7 +386,7 @@ def map_labels_to_class_ids(
     raise UserError(
         f"data.label_field: the labels of the data ({format_name_list(data_mapping.output_names)}) are not "
         f"the classes of {model_classes.setting_key} ({format_name_list(model_classes.names)}); use the "
-        "model's class names in the data, or a model whose classification head is not trained"
+        "model's class names in the data, or a model without a trained classification head"
     )
 
 

@@ -1,4 +1,4 @@
-"""Samples from user-defined code: already tokenized, and passed to the model unchanged."""
+"""Samples from user-defined code. They are already tokenized and reach the model unchanged."""
 
 from __future__ import annotations
 
@@ -23,17 +23,19 @@ class CustomSamples(Samples):
     """Dataset of samples from a user-defined object with ``__len__`` and ``__getitem__``.
 
     Each sample is a mapping with ``input_ids``, ``labels`` (aligned with the logits), and optional
-    further arguments of the model or of ``train.loss``. The values are integer or float arrays with the
-    same shapes in all samples. Samples may be requested in any order.
+    further arguments of the model or of ``train.loss``. The shape of ``input_ids`` is ``[tokens]``,
+    or ``[sequences, tokens]`` if a sample consists of several sequences. The values are arrays of
+    integers, booleans or floats, with the same shapes in all samples. They are converted to int64
+    or float32. Samples may be requested in any order.
 
     Args:
         name: Import path of the object, such as ``my_package.my_module:samples``.
-        records: The object.
+        records: Object that contains the samples.
         part: Range of the object's samples that belong to the dataset.
         vocabulary: Vocabulary size of the model, to check ``input_ids``. 0 if it is not known.
 
     Raises:
-        UserError: If the first sample is not valid.
+        UserError: If the first sample is not valid. Other samples are checked when they are loaded.
     """
 
     def __init__(self, name: str, records: Any, part: SampleRange, vocabulary: int = 0) -> None:
@@ -55,19 +57,27 @@ class CustomSamples(Samples):
         return _rebuild_samples, (self._name, self._part, self._vocabulary, plugins.get_notebook_sources())
 
     def build_arrays(self, indices: Sequence[EpochIndex]) -> Arrays:
-        """Load samples, and stack their values, keyed by name."""
+        """Load samples, and stack their values into one array per key, such as ``input_ids``."""
         samples = [self._load_sample(self._part(index)) for _, index in indices]
         return {key: np.stack([sample[key] for sample in samples]) for key in self._expected_layout}
 
     def list_document_numbers(self, index: int) -> range:
-        """Return the number of the sample in the user-defined object, as a range of length 1."""
+        """Return the document number of a sample, as a range of length 1.
+
+        Each sample of the user-defined dataset counts as one document. Its document number is the
+        index that is passed to the dataset's ``__getitem__``.
+        """
         return self._part.get_document_range(index)
 
     def _load_sample(self, number: int) -> dict[str, npt.NDArray[Any]]:
         """Load a sample, and check its keys, shapes and tokens.
 
+        The sample must contain ``input_ids`` and ``labels``, and have the same keys, shapes and
+        dtypes as the first sample. The token ids must be in the vocabulary if its size is known.
+        The length of the user-defined dataset must not have changed.
+
         Args:
-            number: Number of the sample in the user-defined object.
+            number: Index of the sample in the user-defined dataset.
 
         Returns:
             Arrays of int64 or float32, keyed by name.
@@ -80,8 +90,8 @@ class CustomSamples(Samples):
             length = len(self._records)
             if length != self._length:
                 raise UserError(
-                    f"{subject}: had {self._length:,} samples at first, but now has {length:,}; keep the "
-                    "length constant"
+                    f"{subject}: __len__ returned {self._length:,} at first, but now returns {length:,}; "
+                    "return the same length in every call"
                 )
             sample = self._records[number]
             if not isinstance(sample, Mapping) or not {"input_ids", "labels"} <= sample.keys():
@@ -93,26 +103,26 @@ class CustomSamples(Samples):
         ids = arrays["input_ids"]
         if self._vocabulary and ids.size and not (ids.min() >= 0 and ids.max() < self._vocabulary):
             raise UserError(
-                f"{subject}: sample {number} has tokens from {ids.min()} to {ids.max()}, but the "
+                f"{subject}: sample {number} has token ids from {ids.min()} to {ids.max()}, but the "
                 f"vocabulary has {self._vocabulary:,} tokens; correct the sample, or set data.tokenizer "
                 "to the tokenizer that created the sample"
             )
         layout = _get_shapes_and_dtypes(arrays)
         if self._expected_layout and layout != self._expected_layout:
-            wrong = next(
-                key
-                for key in {**self._expected_layout, **layout}
-                if layout.get(key) != self._expected_layout.get(key)
+            key = next(
+                name
+                for name in {**self._expected_layout, **layout}
+                if layout.get(name) != self._expected_layout.get(name)
             )
-            shown = "missing" if wrong not in layout else "{1} {0}".format(*layout[wrong])
-            first = (
+            layout_text = "missing" if key not in layout else "{1} {0}".format(*layout[key])
+            expected_text = (
                 "missing"
-                if wrong not in self._expected_layout
-                else "{1} {0}".format(*self._expected_layout[wrong])
+                if key not in self._expected_layout
+                else "{1} {0}".format(*self._expected_layout[key])
             )
             raise UserError(
-                f"{subject}: {wrong} of sample {number} is {shown}, but {wrong} of the first sample is "
-                f"{first}; pad all samples to the same shape"
+                f"{subject}: {key} is {layout_text} in sample {number}, but {expected_text} in the first "
+                "sample; return the same keys, shapes and dtypes for all samples (pad shorter samples)"
             )
         return arrays
 
@@ -135,18 +145,20 @@ def _to_sample_array(value: Any) -> npt.NDArray[Any]:
         return array.astype(np.int64)
     if array.dtype.kind == "f":
         return array.astype(np.float32)
-    raise TypeError(f"{to_one_line(array.dtype)} is neither an integer nor a floating-point dtype")
+    raise TypeError(
+        f"the dtype {to_one_line(array.dtype)} is not supported; use integers, booleans or floats"
+    )
 
 
 def _rebuild_samples(
     name: str, part: SampleRange, vocabulary: int, sources: Mapping[str, str]
 ) -> CustomSamples:
-    """Rebuild the dataset in a worker process, by importing its object again.
+    """Rebuild the dataset in a worker process, by importing the user's object again.
 
     The pickle of a dataset calls this function. See :meth:`CustomSamples.__reduce__`.
 
     Args:
-        name: Import path of the object.
+        name: Import path of the user's object, which provides the samples.
         part: Range of the object's samples.
         vocabulary: Vocabulary size of the model. 0 if it is not known.
         sources: Source texts of modules defined in a notebook, from

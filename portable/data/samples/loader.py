@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from portable.batch import IGNORED_LABEL, PART_POSITIONS_COLUMN, TEXT_TOKENS_COLUMN, Batch
+from portable.batch import IGNORED_LABEL, PART_POSITIONS_COLUMN, SOURCE_COLUMN, TEXT_TOKENS_COLUMN, Batch
 from portable.converters.interrupts import block_interrupts_in_children
 from portable.data.samples.base import Samples, compute_document_lengths
 from portable.data.samples.order import EpochIndex, compute_first_sample_of_rank, count_accumulation_steps
@@ -28,6 +28,8 @@ from portable.errors import RunError, UserError
 from portable.private import torch_internals
 
 _PRELOAD_MODULE = "portable.ranks.forkserver_preload"
+_UNDIVIDED_COLUMNS = ("position_ids", "document_lengths", SOURCE_COLUMN)
+"""Columns that every context-parallel rank gets for complete samples."""
 _PREFETCHED_BATCHES = 4  # maximum number of micro-batches that the thread prefetches
 BatchIndices = list[EpochIndex]
 """Epochs and indices of the samples of a batch.
@@ -43,11 +45,11 @@ SequencePart = tuple[int, int]
 
 
 class RankMicroBatch(NamedTuple):
-    """Sample positions of one micro-batch of a rank.
+    """Samples in one micro-batch of a rank.
 
     Attributes:
-        positions: Positions of the samples in the run. Filler rows at the end repeat the rank's last
-            sample in the step.
+        positions: Position of each sample in the sequence of all samples of the run. At the end,
+            filler rows repeat the rank's last sample in the step.
         num_trained: Number of rows before the filler rows.
     """
 
@@ -62,9 +64,9 @@ def iter_rank_positions(
 
     For a global batch of *G* samples, step *s* (counted from 0) uses the samples
     ``[position + s*G, position + (s+1)*G)`` of the run. Rank *r* of *W* uses the samples
-    ``[r*G // W, (r+1)*G // W)`` of the step, in order. All ranks have the same number of micro-batches
-    per step, all of the same size. If a rank has too few samples, copies of its last sample fill up its
-    last micro-batches.
+    ``[r*G // W, (r+1)*G // W)`` of the step, in order. All ranks have the same number of
+    micro-batches per step, all of the same size. If a rank has too few samples, copies of its last
+    sample fill up its last micro-batches.
 
     Args:
         position: Number of samples that the run has already consumed.
@@ -74,12 +76,13 @@ def iter_rank_positions(
         world_size: Number of data-parallel ranks.
 
     Raises:
-        UserError: If there are more ranks than samples in a global batch.
+        UserError: If there are more ranks than samples in a global batch. The call itself raises
+            the error, before the first micro-batch is requested.
     """
     if global_batch_size < world_size:
         raise UserError(
-            f"train.global_batch_size: {global_batch_size} samples cannot be divided among {world_size} "
-            f"ranks; set train.global_batch_size: {world_size}, or use fewer ranks"
+            f"train.global_batch_size: is {global_batch_size}, but the {world_size} data-parallel ranks need "
+            f"at least one sample each; set train.global_batch_size to {world_size}, or use fewer ranks"
         )
     first, end = (
         compute_first_sample_of_rank(global_batch_size, number, world_size) for number in (rank, rank + 1)
@@ -104,14 +107,21 @@ def iter_rank_positions(
 class TrainLoader:
     """Endless iterable over the micro-batches of a rank.
 
-    It yields dictionaries of CPU tensors with the arguments of ``model.forward`` and with ``labels``.
-    For a language model, labels are int64 ``[micro_batch_size, seq_len]``. For a classifier, see
-    :class:`ClassificationSamples`. After *s* steps, the run has consumed ``position + s *
-    global_batch_size`` samples.
+    Each item is a dictionary of CPU tensors: the arguments of ``model.forward``, the ``labels``,
+    and further columns, such as the ``source`` in a mixture. For a language model, labels are int64
+    ``[micro_batch_size, seq_len]``. For preference pairs, the shape is
+    ``[micro_batch_size, 2, seq_len]``. With context parallelism, an item contains this rank's part
+    of each sequence. For a classifier, see :class:`ClassificationSamples`. At the end of a step,
+    micro-batches may contain filler rows, whose labels are -100 or NaN.
 
-    If ``num_workers`` is 0, a thread of this process prefetches micro-batches. This is fastest for
-    memory-mapped data: a micro-batch of 8 x 2048 tokens takes 0.07 ms, compared to 1 ms with worker
-    processes, which also take 2.5 s to start. Otherwise, ``num_workers`` processes prefetch.
+    Iterating over the loader creates a new :class:`BatchIterator` that starts at ``position``. The
+    attribute ``position`` does not change. After *s* steps, the run has consumed
+    ``position + s * global_batch_size`` samples.
+
+    If ``num_workers`` is 0, a thread of this process prefetches micro-batches. This is fastest
+    for memory-mapped data: a micro-batch of 8 x 2048 tokens takes 0.07 ms, compared to 1 ms
+    with worker processes, which also take 2.5 s to start. Otherwise, ``num_workers`` processes
+    prefetch.
 
     Attributes:
         dataset: Samples to train on.
@@ -124,6 +134,9 @@ class TrainLoader:
         sequence_part: Part of each sequence to return, for context parallelism.
         num_workers: Number of worker processes. 0 uses a thread.
         pin_memory: Whether to copy tensors to pinned memory.
+
+    Raises:
+        UserError: If there are more ranks than samples in a global batch.
     """
 
     dataset: Samples
@@ -159,8 +172,9 @@ class TrainLoader:
     def _locate_samples(self, positions: list[int], num_trained: int) -> BatchIndices:
         """Convert the positions of a micro-batch to epochs and sample indices.
 
-        The rows after the first ``num_trained`` rows are filler rows. Their index is inverted to
-        ``~index``.
+        Each position becomes a row of the micro-batch. The model trains only on the first
+        ``num_trained`` rows. The remaining rows are filler, so their index is replaced with
+        ``~index``, which is negative.
         """
         indices = [self.dataset.locate_sample(position, self.seed) for position in positions]
         return indices[:num_trained] + [EpochIndex(epoch, ~index) for epoch, index in indices[num_trained:]]
@@ -202,7 +216,7 @@ class EvalLoader:
 
     @property
     def _num_samples(self) -> int:
-        """Number of samples to evaluate on over all ranks, at most ``max_samples``."""
+        """Number of evaluation samples on all ranks together, at most ``max_samples``."""
         return len(self.dataset) if self.max_samples is None else min(self.max_samples, len(self.dataset))
 
     def __len__(self) -> int:
@@ -229,15 +243,18 @@ in every evaluation.
 
 
 def fetch_batch(dataset: Samples, indices: BatchIndices, *, sequence_part: SequencePart = (0, 1)) -> Batch:
-    """Build a batch, or one part of its sequences.
+    """Build a batch, or one part of each sequence in it.
 
-    Filler rows have a negative index, or an index after the last sample. Their labels are replaced by
-    labels that do not contribute to the loss: -100, or NaN for numeric labels.
+    A row is a filler row if its index is not in ``range(len(dataset))``. Filler rows pad the batch
+    to its full size. All their labels are -100, or NaN if labels are floats, so that these rows do
+    not contribute to the loss. A negative index ``~i`` gives a copy of sample ``i``, and an index
+    after the last sample gives a copy of sample 0.
 
     Args:
         dataset: Dataset of the samples.
-        indices: Epochs and indices of the rows.
-        sequence_part: Part of each sequence to return.
+        indices: Epoch and sample index of each row.
+        sequence_part: Index of the part to return, and number of parts. ``(0, 1)`` returns the
+            complete sequences.
     """
     count = len(dataset)
     samples = [EpochIndex(epoch, index if index >= 0 else ~index) for epoch, index in indices]
@@ -253,17 +270,22 @@ def fetch_batch(dataset: Samples, indices: BatchIndices, *, sequence_part: Seque
 def slice_sequence_part(batch: Batch, sequence_part: SequencePart) -> Batch:
     """Select one part of each sample's tokens, for context parallelism.
 
-    Labels are already shifted, so a part does not depend on the labels of the next part.
+    Labels are already shifted, so a part does not depend on the labels of the next part. The
+    attention mask is dropped, because tokens cannot attend to the padding after them in causal
+    attention.
 
     Args:
         batch: Batch with tensors ``[batch, seq_len]``.
-        sequence_part: Index of the part, and number of parts. All parts have the same length.
+        sequence_part: Index of the part, and number of parts. All parts have the same length, so
+            the number of parts must divide ``seq_len``.
 
     Returns:
-        ``batch`` itself if there is only one part. Otherwise the tokens, labels, positions and document
-        lengths of the part, int64 ``[batch, seq_len / parts]``. For packed documents, also the complete
-        ``position_ids`` and ``document_lengths`` of the batch, because attention needs all document
-        boundaries.
+        ``batch`` itself if there is only one part. Otherwise a new batch with this part's tokens
+        and labels, and two columns that describe each token: :data:`PART_POSITIONS_COLUMN` and
+        :data:`TEXT_TOKENS_COLUMN`. These four are int64 ``[batch, seq_len / parts]``. If documents
+        are packed, the result also contains ``position_ids`` and ``document_lengths`` of the
+        complete batch, because attention needs all document boundaries. In a mixture, it also
+        contains :data:`SOURCE_COLUMN`, which has one value per row.
     """
     index, parts = sequence_part
     if parts == 1:
@@ -275,8 +297,9 @@ def slice_sequence_part(batch: Batch, sequence_part: SequencePart) -> Batch:
     divided[TEXT_TOKENS_COLUMN] = compute_document_lengths(batch).expand(
         ids.shape
     )  # computed here, because a part does not contain all tokens of its documents
-    undivided = {name: batch[name] for name in ("position_ids", "document_lengths") if name in batch}
+    undivided = {name: batch[name] for name in _UNDIVIDED_COLUMNS if name in batch}
     # The attention mask is left out: in causal attention, tokens cannot attend to the padding after them.
+    # Settings that add other columns do not work with context parallelism. See `check_context_parallel`.
     return undivided | {
         name: values.narrow(1, index * size, size).contiguous() for name, values in divided.items()
     }
@@ -285,18 +308,22 @@ def slice_sequence_part(batch: Batch, sequence_part: SequencePart) -> Batch:
 class BatchIterator(Iterator[Batch]):
     """Iterator that yields batches in order, and prefetches the next ones.
 
-    Prefetching stops when ``close`` is called or the iterator is deleted.
+    If ``num_workers`` is 0, a thread starts to prefetch immediately. Otherwise, worker processes
+    start when the first batch is requested. Prefetching stops when ``close`` is called or the
+    iterator is deleted. If building a batch fails, the iterator raises the exception when this
+    batch is requested. It raises RunError if a worker process was killed.
 
     Args:
         fetch: Function that builds a batch from the indices of its samples.
         batch_indices: Sample indices of each batch.
         num_workers: Number of worker processes. 0 uses a thread.
-        pin_memory: Whether to copy tensors to pinned memory.
+        pin_memory: Whether to copy tensors to pinned memory. Ignored without an accelerator.
 
     Attributes:
         num_batches: Number of batches returned so far.
         wait_seconds: Total time in seconds that the caller has waited for batches.
-        has_ended: Whether the iterator is exhausted.
+        has_ended: Whether a caller has requested a batch after the last one. ``close`` does not
+            set it.
     """
 
     def __init__(
@@ -340,9 +367,13 @@ def _iter_worker_batches(
     num_workers: int,
     pin_memory: bool,
 ) -> Iterator[Batch]:
-    """Start worker processes, and iterate over their batches in order.
+    """Return an iterator over the batches of worker processes, in order.
 
-    See :class:`BatchIterator` for the arguments.
+    The call deletes the semaphores that killed runs have left in ``/dev/shm``. The worker processes
+    start when the first batch is requested. They are forked from the fork server of
+    ``multiprocessing``, or spawned on systems without a fork server. For the errors that the
+    iterator raises, see :func:`_iter_batches_or_raise`. For the arguments, see
+    :class:`BatchIterator`.
     """
     # A plain fork would copy locks that threads of NCCL, gloo or the accelerator may hold.
     server = "forkserver" in multiprocessing.get_all_start_methods()
@@ -367,7 +398,7 @@ def _iter_worker_batches(
             batch_size=None,
             num_workers=num_workers,
             pin_memory=pin_memory and torch.accelerator.is_available(),
-            generator=torch.Generator(),  # the global one is reserved for dropout
+            generator=torch.Generator(),  # the global generator is reserved for dropout
             multiprocessing_context=context,
         ),
     )
@@ -376,10 +407,14 @@ def _iter_worker_batches(
 def _iter_batches_or_raise(
     names: _SemaphoreNames, loader: DataLoader[Batch | RunError | UserError]
 ) -> Iterator[Batch]:
-    """Yield the batches of worker processes, and raise the errors of workers in this process.
+    """Yield the batches of worker processes, and raise the workers' errors in this process.
+
+    The workers start when the first batch is requested, with SIGINT blocked. If a worker was
+    killed, the other workers are killed too.
 
     Args:
-        names: Names of the semaphores of the loader's queues. They are removed once all workers have started.
+        names: Names of the semaphores of the loader's queues. They are removed once every worker
+            has returned a batch.
         loader: Loader whose workers return a batch or an error.
 
     Raises:
@@ -411,9 +446,10 @@ def _iter_batches_or_raise(
 
 
 def build_worker_death_error(error: BaseException) -> RunError | None:
-    """Build the error for a dead worker process, if this is the reason why torch raised ``error``.
+    """Build the error for a dead worker process if torch raised ``error`` for this reason.
 
-    Any code of the main thread may raise ``error``, because torch raises it in a signal handler.
+    torch raises such an error in a signal handler. The error can therefore appear at any point in
+    the main thread. It is recognized by its message, which starts with ``DataLoader worker``.
 
     Returns:
         The error to raise instead. None if ``error`` was not caused by a dead worker.
@@ -430,11 +466,12 @@ def _build_worker_killed_error() -> RunError:
 
 
 class _SemaphoreNames:
-    """Registry that removes the semaphore names of a loader's queues from /dev/shm.
+    """Registry that removes the names of a loader's semaphores from ``/dev/shm``.
 
-    Workers open the semaphores by name. If all processes are killed, the names remain. They are
-    therefore removed as soon as every worker has opened its semaphores. If a run is killed before that,
-    the next run removes its names, which contain the process ID of their creator.
+    Each queue of the loader has semaphores, and each worker opens them by name. The names would
+    remain if all processes were killed. To avoid this, the names are removed as soon as every
+    worker has opened the semaphores, which remain usable. If a run is killed before that, its names
+    are left. The next run finds them by the process ID in each name, and removes them.
 
     Args:
         context: Context of ``multiprocessing`` that creates the queues.
@@ -448,16 +485,23 @@ class _SemaphoreNames:
         self._prefix = f"mp-portable-{namespace.stat().st_ino}-" if namespace.exists() else ""
 
     def make_queue(self) -> Any:
-        """Create and record a queue whose semaphore names contain the process ID."""
+        """Create a queue whose semaphore names contain the process ID.
+
+        The queue is remembered, so that :meth:`unlink_names` can remove the names. On systems
+        without ``/proc``, the names do not contain the process ID.
+        """
         prefix = f"/{self._prefix}{os.getpid()}" if self._prefix else "/mp"
         with torch_internals.prefix_semaphores(prefix):
             self._queues.append(self._make())
         return self._queues[-1]
 
     def remove_leftovers(self) -> None:
-        """Delete the semaphores in ``/dev/shm`` that were left by runs whose processes no longer exist.
+        """Delete the semaphores in ``/dev/shm`` of runs whose processes no longer exist.
 
-        Does nothing on systems without ``/proc``, where the names do not contain process IDs.
+        The name of a run's semaphore contains the process ID and the PID namespace of its creator.
+        Only semaphores from the namespace of this process are deleted, because containers may share
+        ``/dev/shm``. On systems without ``/proc``, the names lack the ID, so this method does
+        nothing.
         """
         if not self._prefix:
             return
@@ -471,15 +515,20 @@ class _SemaphoreNames:
                 continue
 
     def unlink_names(self) -> None:
-        """Remove the semaphore names of all recorded queues. Workers can still use the opened semaphores."""
+        """Remove the names of the semaphores of all queues that :meth:`make_queue` has created.
+
+        Must be called after all workers have opened the semaphores. The workers can still use them,
+        but if all processes are killed, no names are left in ``/dev/shm``.
+        """
         torch_internals.unlink_semaphores(self._queues)
 
 
 class _LockFreeEvent:
     """Event that is shared between processes without a lock.
 
-    The lock of ``multiprocessing.Event`` would stay locked if a process were killed while it reads the
-    event.
+    It replaces ``multiprocessing.Event`` in a DataLoader, and has only the methods ``set`` and
+    ``is_set``. The lock of ``multiprocessing.Event`` would stay locked if a process were killed
+    while it reads the event.
     """
 
     def __init__(self, context: Any) -> None:
@@ -522,8 +571,9 @@ class _BatchFetchingDataset(Dataset[Batch | RunError | UserError]):
 class _ThreadPrefetcher(Iterator[Batch]):
     """Iterator over batches that a thread builds and pins while the model computes.
 
-    See :class:`BatchIterator` for the arguments. The attribute ``close`` is a function that stops the
-    thread.
+    The thread starts immediately. The attribute ``close`` is a function that stops the thread. The
+    function is also called when the iterator is deleted, and at exit. See :class:`BatchIterator`
+    for the arguments.
     """
 
     def __init__(
@@ -540,7 +590,7 @@ class _ThreadPrefetcher(Iterator[Batch]):
             name="read-ahead",
             daemon=True,
         )
-        # The function also runs when this object is deleted, or at exit, before the interpreter shuts down.
+        # The finalizer also runs when this object is deleted, or at exit before the interpreter shuts down.
         self.close = weakref.finalize(self, _stop_prefetching, self._ready, stop, thread)
         self._end: BaseException | None = None
         thread.start()
@@ -561,14 +611,15 @@ def _prefetch_batches(
     ready: queue.Queue[Batch | BaseException],
     stop: threading.Event,
 ) -> None:
-    """Put batches into a queue until ``stop`` is set. The prefetching thread runs this function.
+    """Put batches into a queue until there are none left or ``stop`` is set.
 
-    The last item in the queue is StopIteration, or the exception that occurred.
+    The prefetching thread runs this function. After the last batch, it puts a ``StopIteration``
+    into the queue. If an exception occurs, it puts the exception into the queue and returns.
 
     Args:
         fetch: Function that builds a batch from the indices of its samples.
         batch_indices: Sample indices of each batch.
-        device: Index of the device for which to pin tensors. None does not pin them.
+        device: Index of the device for which tensors are pinned. None if they are not pinned.
         ready: Queue for the batches.
         stop: Event that ends the thread.
     """
@@ -590,10 +641,14 @@ def _prefetch_batches(
 def _stop_prefetching(
     ready: queue.Queue[Batch | BaseException], stop: threading.Event, thread: threading.Thread
 ) -> None:
-    """Stop the prefetching thread: set the stop event, empty the queue, and wait up to 5 s for its end."""
+    """Stop the prefetching thread, and wait at most 5 seconds until it has ended.
+
+    Sets the stop event, and empties the queue, because a full queue would block the thread.
+    """
     stop.set()
     with contextlib.suppress(queue.Empty):
         while True:
             ready.get_nowait()  # a full queue would block the thread
-    if thread is not threading.current_thread():  # the garbage collector may call from any thread
+    # The garbage collector may call this function from any thread.
+    if thread is not threading.current_thread():
         thread.join(timeout=5)

@@ -1,11 +1,13 @@
 """Mix several sources in fixed proportions.
 
-This module maps each position of a run to a source and a position within it. The sources are the
-leaves of a binary tree whose nodes divide positions in the ratio of the weights below them: of a
-node's first ``n`` positions, the left child gets ``n * left / total``, rounded to the nearest
-integer. The source and the position within it are therefore computed on a path from the root to a
-leaf, without a table or a loop over previous positions. After any number of samples, the count of a
-source differs from its exact share by at most half of the tree's depth, which is
+This module maps each position of a run to a source, and to a position in that source. The sources
+are the leaves of a binary tree. Each node divides its positions between its two children, in
+proportion to the total weights of their sources. The left child gets ``n * left / total`` of the
+node's first ``n`` positions, rounded to the nearest integer.
+
+To locate a position, it is sufficient to follow one path from the root to a leaf. This requires
+neither a table nor a loop over previous positions. After any number of samples, the count of a
+source differs from its exact share by at most half of the tree's depth. The depth is
 ``ceil(log2(sources))``.
 
 The mapping must not change in later versions, because a resumed run would then read different
@@ -25,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from portable.batch import SOURCE_COLUMN
-from portable.data.samples.base import Arrays, PromptImage, Samples
+from portable.data.samples.base import Arrays, PartArrays, PromptImage, Samples, merge_parts
 from portable.data.samples.order import EpochIndex, derive_seed
 from portable.errors import UserError
 
@@ -36,18 +38,27 @@ if TYPE_CHECKING:
 
 
 class SourceIndex(NamedTuple):
-    """Index of a source in a mixture, and index of a sample within the source."""
+    """Source of a sample in a mixture, and the sample's place within the source.
+
+    Attributes:
+        source: Index of the source in the mixture.
+        sample_index: Index of the sample within the source. In the results of
+            :class:`WeightedInterleaving` and :class:`MixtureSchedule`, it is instead the number
+            of previous positions with the same source, over all epochs.
+    """
 
     source: int
     sample_index: int
 
 
 class WeightedInterleaving:
-    """Assignment of positions 0, 1, 2 ... to sources, in the ratio of their weights.
+    """Assignment of positions 0, 1, 2 ... to sources, in proportion to the sources' weights.
+
+    Calling the object with a position returns a :class:`SourceIndex`.
 
     Args:
-        weights: Weight of each source, at least 0, with a positive sum. A float such as ``0.1`` is
-            interpreted as the exact decimal number.
+        weights: Weight of each source, at least 0. The sum of the weights must be positive. A float
+            such as ``0.1`` is interpreted as the exact decimal number.
 
     Raises:
         ValueError: If the weights are not valid.
@@ -56,7 +67,10 @@ class WeightedInterleaving:
     def __init__(self, weights: Sequence[float | int | Fraction]) -> None:
         shares = [Fraction(repr(weight) if isinstance(weight, float) else weight) for weight in weights]
         if not shares or min(shares) < 0 or sum(shares) <= 0:
-            raise ValueError(f"weights must be at least 0 and must have a sum above 0, not {list(weights)}")
+            raise ValueError(
+                f"the weights {list(weights)} are invalid; use weights of 0 or more, and make at least one "
+                "of them greater than 0"
+            )
         scale = lcm(*(share.denominator for share in shares))
         self._sums = [0, *accumulate(int(share * scale) for share in shares)]
 
@@ -64,12 +78,17 @@ class WeightedInterleaving:
         return len(self._sums) - 1
 
     def _split_at_middle_source(self, first: int, last: int, positions: int) -> tuple[int, int]:
-        """Divide the first ``positions`` positions of a tree node between its left and right half.
+        """Split a node of the binary tree, and divide positions between the two halves.
+
+        A node is a range of consecutive sources. It is split at its middle source, which becomes
+        the first source of the right half. The node's first ``positions`` positions are divided as
+        follows: the left half gets a share proportional to its weight, rounded to the nearest
+        integer, and the right half gets the rest.
 
         Args:
             first: Index of the first source of the node.
             last: Index after the last source of the node.
-            positions: Number of positions.
+            positions: Number of positions to divide, counted from the node's first position.
 
         Returns:
             Index of the first source of the right half, and number of positions of the left half.
@@ -81,7 +100,7 @@ class WeightedInterleaving:
     def __call__(self, position: int) -> SourceIndex:
         """Return the source at a position, and the position within the source.
 
-        The latter is the number of previous positions with the same source.
+        The position within the source is the number of previous positions with the same source.
         """
         first, last = 0, len(self)
         while last - first > 1:
@@ -110,15 +129,17 @@ class WeightedInterleaving:
 
 
 class MixtureSchedule:
-    """Assignment of positions to sources, with weights that change during the run.
+    """Assignment of a run's samples to sources, with weights that can change during the run.
 
-    When the weights change, each source continues after its previous sample.
+    A position is the index of a sample in the run. Calling the object with a position returns a
+    :class:`SourceIndex`. When the weights change, each source continues after its previous sample.
 
     Args:
-        phases: First position and weights of each phase. The first positions must increase from 0.
+        phases: Phases of the run. Each phase has its first position, and the weight of each source.
+            The first positions must start at 0 and increase.
 
     Raises:
-        ValueError: If the first positions are not valid.
+        ValueError: If the first positions or the weights of a phase are not valid.
     """
 
     def __init__(self, phases: Sequence[tuple[int, Sequence[float | int | Fraction]]]) -> None:
@@ -126,7 +147,10 @@ class MixtureSchedule:
         if self._starts[:1] != [0] or any(
             a >= b for a, b in zip(self._starts, self._starts[1:], strict=False)
         ):
-            raise ValueError(f"phases must start at 0 and at increasing positions, not at {self._starts}")
+            raise ValueError(
+                f"the start positions {self._starts} of the phases are invalid; start the first phase at 0, "
+                "and each other phase after the previous phase"
+            )
         self._phases = [WeightedInterleaving(weights) for _, weights in phases]
         self._before = [[0] * len(self._phases[0])]
         for phase, start, end in zip(self._phases, self._starts, self._starts[1:], strict=False):
@@ -134,9 +158,13 @@ class MixtureSchedule:
             self._before.append([a + b for a, b in zip(self._before[-1], counted, strict=True)])
 
     def __call__(self, position: int) -> SourceIndex:
-        """Return the source at a position, and the position within the source.
+        """Return the source of a sample, and the position of the sample within this source.
 
-        The latter is the number of previous positions with the same source, over all phases.
+        The position within the source is the number of earlier samples of the run from the same
+        source. Samples of earlier phases of the weight schedule are counted too.
+
+        Args:
+            position: Position of the sample in the run.
         """
         phase = bisect_right(self._starts, position) - 1
         source, index = self._phases[phase](position - self._starts[phase])
@@ -165,18 +193,25 @@ class MixtureShare:
 class MixtureSamples(Samples):
     """Dataset that mixes the samples of several sources.
 
-    Sample indices are consecutive: all samples of the first source, then all samples of the second, and
-    so on.
+    Sample indices are consecutive: all samples of the first source, then all samples of the second,
+    and so on.
 
-    Each source has its own epochs, each in a different order, in which every sample occurs once. A
-    source with a larger weight starts its next epoch sooner.
+    Each source has its own epochs. An epoch contains every sample of the source once, in a new
+    order. A source with a larger weight starts its next epoch sooner.
 
     Args:
         sources: Samples of each source, keyed by name.
-        shares: Share of each source, keyed by name. All shares have weights, or all have epochs.
-        phases: First position and weights (keyed by source name) of each phase of the weight schedule.
-            The weights in ``shares`` apply before the first phase.
+        shares: Share of each source, keyed by name. Either all shares are weights, or all are
+            numbers of epochs.
+        phases: First position and weights (keyed by source name) of each phase of the weight
+            schedule. A source without a weight in a phase has the weight 0. Before the first phase,
+            ``shares`` applies.
         with_source_column: Whether batches have a column ``source`` with the index of the source.
+
+    Attributes:
+        source_names: Names of the sources.
+        source_samples: Samples of each source, in the order of ``source_names``.
+        schedule: Schedule that maps each position of the run to a source.
 
     Raises:
         UserError: If the sources have different columns.
@@ -217,10 +252,12 @@ class MixtureSamples(Samples):
         )
         self.sequences_per_sample = self.source_samples[0].sequences_per_sample
         self._shapes = self._compute_max_column_shapes()
-        self.image_processor = self.source_samples[0].image_processor  # all sources have the same
+        self.image_processor = self.source_samples[0].image_processor  # all sources use the same processor
 
     def _compute_max_column_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Compute the largest shape of each column over all sources, without the batch dimension.
+        """Compute the largest shape of each column over all sources, without batch dimension.
+
+        The maximum is computed separately for each dimension. One sample of each source is read.
 
         Raises:
             UserError: If the sources have different columns.
@@ -230,10 +267,11 @@ class MixtureSamples(Samples):
         for name, part in zip(self.source_names, self.source_samples, strict=True):
             arrays = part.build_arrays_with_columns([part.find_early_sample()])
             first = first or set(arrays)
-            if other := sorted(first ^ set(arrays)):
+            if first != set(arrays):
                 raise UserError(
-                    f"data.sources.{name}: does not have the same columns as {self.source_names[0]} "
-                    f"({', '.join(other)}); use the same kind of records in all sources"
+                    f"data.sources.{name}: the samples have the columns {', '.join(sorted(arrays))}, but the "
+                    f"samples of {self.source_names[0]} have {', '.join(sorted(first))}; use the same kind "
+                    "of records in all sources"
                 )
             for column, values in arrays.items():
                 shape = shapes.get(column, values.shape[1:])
@@ -244,16 +282,20 @@ class MixtureSamples(Samples):
     def epoch_samples(self) -> int:
         """Number of samples in one epoch of the mixture.
 
-        If the shares are epochs, each source counts with its number of epochs. If they are weights, each
-        source counts once.
+        If the mixture is defined by epochs, each source contributes its number of samples times its
+        number of epochs. If the mixture is defined by weights, each source contributes its number
+        of samples.
         """
         return self._epoch_samples
 
     def locate_sample(self, position: int, seed: int) -> EpochIndex:
-        """Return the epoch and index of the sample at a position of a run. Epochs are counted per source.
+        """Return the epoch and index of the sample at a given position of a run.
+
+        The epoch is the epoch of the sample's source, not of the mixture. The index counts the
+        samples of all sources, concatenated in the order of the sources.
 
         Args:
-            position: Position of the sample in the run.
+            position: Position in the run: the number of samples before this one.
             seed: Seed of the run.
         """
         source, source_position = self.schedule(position)
@@ -268,36 +310,37 @@ class MixtureSamples(Samples):
         return SourceIndex(source, index - self._starts[source])
 
     def get_source_name(self, index: int) -> str:
-        """Return the name of a sample's source. For a stream, it is followed by the name of the file."""
+        """Return the name of a sample's source. For a stream, the file name is appended to this name."""
         source, source_index = self.locate_in_source(index)
         return (
             f"{self.source_names[source]} {self.source_samples[source].get_source_name(source_index)}".strip()
         )
 
     def build_arrays(self, indices: Sequence[EpochIndex]) -> Arrays:
-        """Build all columns of the samples, ``[len(indices), ...]``.
+        """Build the arrays of the given samples, keyed by column, such as ``input_ids``.
 
-        If a column has different shapes in different sources, smaller arrays are padded with zeros at the
-        end.
+        The columns include the additional columns of ``data.columns`` and, if the mixture has it, the
+        column ``source``. Each array has the shape ``[len(indices), ...]``. If a column has different
+        shapes in different sources, or in different files of a stream, smaller arrays are padded with
+        zeros at the end.
         """
         rows: dict[int, list[int]] = {}
         owners = [self.locate_in_source(index) for _, index in indices]
         for row, (source, _) in enumerate(owners):
             rows.setdefault(source, []).append(row)
-        out: Arrays = {}
-        if self._with_source_column:
-            out[SOURCE_COLUMN] = np.array([source for source, _ in owners], dtype=np.int64)
-        for source, taken in rows.items():
-            row_indices = np.array(taken)
-            arrays = self.source_samples[source].build_arrays_with_columns(
-                [EpochIndex(indices[row].epoch, owners[row].sample_index) for row in taken]
+        parts = [
+            PartArrays(
+                taken,
+                self.source_samples[source].build_arrays_with_columns(
+                    [EpochIndex(indices[row].epoch, owners[row].sample_index) for row in taken]
+                ),
             )
-            for column, values in arrays.items():
-                if column not in out:
-                    out[column] = np.zeros((len(indices), *self._shapes[column]), dtype=values.dtype)
-                region: tuple[Any, ...] = (row_indices, *map(slice, values.shape[1:]))
-                out[column][region] = values
-        return out
+            for source, taken in rows.items()
+        ]
+        arrays = merge_parts(parts, len(indices), self._shapes)
+        if self._with_source_column:
+            arrays = {SOURCE_COLUMN: np.array([source for source, _ in owners], dtype=np.int64), **arrays}
+        return arrays
 
     def read_image_files(self, index: int, num_inputs: int | None = None) -> list[ImageFile]:
         """Read the image files of a sample from its source. See :meth:`Samples.read_image_files`."""
@@ -317,13 +360,16 @@ class MixtureSamples(Samples):
         )
 
     def read_prompt_images(self, index: int, num_tokens: int) -> list[PromptImage]:
-        """Read the images among the first tokens of a sample. See :meth:`Samples.read_prompt_images`."""
+        """Read the images whose tokens are among the first ``num_tokens`` tokens of a sample.
+
+        See :meth:`Samples.read_prompt_images`.
+        """
         source, source_index = self.locate_in_source(index)
         return self.source_samples[source].read_prompt_images(source_index, num_tokens)
 
-    def find_early_sample(self) -> EpochIndex:
-        """Return an early sample of the first source."""
-        return self.source_samples[0].find_early_sample()
+    def list_early_samples(self, num_samples: int) -> list[EpochIndex]:
+        """List samples of the first source. See :meth:`Samples.list_early_samples`."""
+        return self.source_samples[0].list_early_samples(num_samples)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of all sources."""
@@ -340,15 +386,16 @@ class MixtureSamples(Samples):
             part.close()
 
     def compute_consumed_digest(self, position: int) -> str:
-        """Compute the digests of all sources, separated by spaces.
+        """Compute a digest of each source's consumed data, and join the digests with spaces.
 
-        Each digest covers the source's samples among the first ``position`` samples of the run.
+        The digest of a source covers its share of the first ``position`` samples of the run. It is
+        empty if the source is not a stream.
         """
         taken = zip(self.source_samples, self.schedule.count_per_source(position), strict=True)
         return " ".join(part.compute_consumed_digest(count) for part, count in taken)
 
     def list_document_numbers(self, index: int) -> Sequence[int]:
-        """Return the numbers of a sample's documents in its source."""
+        """Return the indices of a sample's documents, counted from 0 in the sample's source."""
         source, source_index = self.locate_in_source(index)
         return self.source_samples[source].list_document_numbers(source_index)
 
@@ -356,7 +403,10 @@ class MixtureSamples(Samples):
         """Compute metrics per source for the first ``position`` samples of a run.
 
         Returns:
-            Numbers of samples, epochs and label tokens, with keys such as ``epoch/NAME``.
+            Numbers of samples, epochs and label tokens of each source, with the keys
+            ``samples/NAME``, ``epoch/NAME`` and ``tokens/NAME``. The epochs of a source are omitted
+            if the size of its epoch is not known yet. The label tokens are omitted if their number
+            differs between the samples of the source.
         """
         metrics: dict[str, float] = {}
         for name, part, taken in zip(

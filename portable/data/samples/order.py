@@ -1,10 +1,10 @@
 """Compute the order of a run's samples, as a pure function of seed, epoch and index.
 
-:class:`Permutation` is a keyed bijection of ``range(n)``: a balanced Feistel network over the
-smallest even number of bits that fits ``n``, with cycle walking to stay in the range (Black and
-Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). No table of shuffled indices is needed. The
-data position of a run is therefore a single integer, and a run resumes immediately with any world
-size.
+:class:`Permutation` is a keyed bijection of ``range(n)``: a balanced Feistel network over
+the smallest even number of bits that fits ``n`` (at least 6), with cycle walking to stay in
+the range (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). No table of
+shuffled indices is needed. The data position of a run is therefore a single integer, and a
+run resumes immediately with any world size.
 
 The order must not change in later versions, because a resumed run would then read different
 samples.
@@ -30,8 +30,10 @@ class EpochIndex(NamedTuple):
     """Epoch and index of a sample.
 
     Attributes:
-        epoch: Epoch, counted from 0. It selects the random masks of the sample.
-        sample_index: Index of the sample in its dataset.
+        epoch: Epoch, counted from 0. It selects the random masks of the sample. Evaluation samples
+            have the fixed epoch :data:`~portable.data.samples.loader.EVAL_EPOCH`.
+        sample_index: Index of the sample in its dataset. In the indices of a batch, ``~i`` marks a
+            filler row that copies sample ``i``.
     """
 
     epoch: int
@@ -58,12 +60,16 @@ def _mix_bits_of_array(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]
 class Permutation:
     """Shuffled order of ``range(n)``, determined by seed and epoch.
 
-    Calling it with a position takes O(1) time and needs no table.
+    Calling the object with a position returns the element of ``range(n)`` at this position in the
+    shuffled order. This takes O(1) time and needs no table.
 
     Attributes:
         n: Number of indices.
         seed: Seed of the order.
         epoch: Epoch, counted from 0. Each epoch has a different order.
+
+    Raises:
+        ValueError: If ``n`` is less than 1, or ``2**62`` or more.
     """
 
     n: int
@@ -90,7 +96,7 @@ class Permutation:
             IndexError: If ``index`` is not in ``range(n)``.
         """
         if not 0 <= index < self.n:
-            raise IndexError(f"index {index} is outside range({self.n})")
+            raise IndexError(f"index {index} is out of range; use an index from 0 to {self.n - 1}")
         half, mask = self._half, (1 << self._half) - 1
         while True:
             left, right = index >> half, index & mask
@@ -101,10 +107,10 @@ class Permutation:
                 return index
 
     def permute_array(self, indices: npt.ArrayLike) -> npt.NDArray[np.int64]:
-        """Return the elements of ``range(n)`` at several positions of the shuffled order.
+        """Return the elements at the given positions of the shuffled ``range(n)``.
 
         Args:
-            indices: Positions in the order, an array of any shape.
+            indices: Positions in the shuffled order, an array of any shape.
 
         Returns:
             Elements, an int64 array with the shape of ``indices``.
@@ -114,7 +120,7 @@ class Permutation:
         """
         index_array = np.asarray(indices, dtype=np.int64)
         if index_array.size and not (index_array.min() >= 0 and index_array.max() < self.n):
-            raise IndexError(f"an index is outside range({self.n})")
+            raise IndexError(f"an index is out of range; use indices from 0 to {self.n - 1}")
         flat = index_array.reshape(-1).astype(np.uint64)
         half, mask = np.uint64(self._half), np.uint64((1 << self._half) - 1)
         todo = np.arange(flat.size)
@@ -138,6 +144,9 @@ def get_epoch_permutation(n: int, seed: int, epoch: int) -> Permutation:
 def locate_sample(position: int, num_samples: int, seed: int) -> EpochIndex:
     """Return the epoch and index of the sample at a position of a run.
 
+    Every epoch contains each sample once. :func:`get_epoch_permutation` determines the order of the
+    samples in an epoch.
+
     Args:
         position: Position in the run: the number of samples before this one.
         num_samples: Number of samples of the dataset.
@@ -148,9 +157,11 @@ def locate_sample(position: int, num_samples: int, seed: int) -> EpochIndex:
 
 
 def derive_seed(name: str, seed: int) -> int:
-    """Derive the seed of a source from its name and the seed of the run.
+    """Derive a seed from a name and another seed.
 
-    It differs between sources, and does not depend on the other sources in a mixture.
+    The name identifies a source of a mixture, or a window of a stream. Different names give
+    different seeds. The seed of a source therefore does not depend on the other sources of the
+    mixture.
     """
     return int.from_bytes(hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest(), "little")
 
@@ -158,7 +169,11 @@ def derive_seed(name: str, seed: int) -> int:
 def compute_first_sample_of_rank(global_batch_size: int, rank: int, world_size: int) -> int:
     """Compute the index of a rank's first sample within the global batch.
 
-    The samples per rank differ by at most one.
+    Each rank gets consecutive samples, and the numbers of samples of any two ranks differ by at
+    most one. For example, with 8 samples and 3 ranks, the ranks start at samples 0, 2 and 5.
+
+    The samples of ``rank`` end before the first sample of ``rank + 1``. For this purpose, ``rank``
+    may also be ``world_size``.
     """
     return rank * global_batch_size // world_size
 
@@ -166,8 +181,8 @@ def compute_first_sample_of_rank(global_batch_size: int, rank: int, world_size: 
 def count_accumulation_steps(global_batch_size: int, micro_batch_size: int, world_size: int) -> int:
     """Count the micro-batches per step on each rank.
 
-    The count is the same on all ranks, because ranks with fewer samples fill up their last
-    micro-batches.
+    The count is the same on all ranks. A rank with fewer samples completes its micro-batches with
+    filler rows, which do not contribute to the loss.
     """
     largest_share = -(-global_batch_size // world_size)
     return -(-largest_share // micro_batch_size)

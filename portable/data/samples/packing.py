@@ -1,13 +1,13 @@
 """Pack complete documents into samples of a fixed length.
 
-A packing plan assigns documents to samples. It depends only on the lengths and the order of the
-documents, so all ranks and machines compute the same plan. It is computed once and stored next to
-the token cache, in the same format: a sample is stored like a document, and its document numbers
-are stored like tokens.
+A packing plan assigns documents to samples. For given settings, it depends only on the
+lengths and the order of the documents, so all ranks and machines compute the same plan. The
+plan is computed once and stored next to the token cache, in the same format: a sample is
+stored like a document, and its document numbers are stored like tokens.
 
-Documents are packed by best fit, longest first, within windows of :data:`WINDOW` consecutive
-documents in the dataset's shuffled order. Windows bound the memory usage, and are large enough to
-cause almost no additional padding.
+Documents are packed by best fit, longest first, within windows of :data:`WINDOW`
+consecutive documents in the dataset's shuffled order. Windows bound the memory usage, and
+are large enough to cause almost no additional padding.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ import numpy.typing as npt
 
 from portable.batch import IGNORED_LABEL
 from portable.data.samples.base import Arrays, DocumentSamples, SampleRange
+from portable.data.samples.truncation import NoSampleLeftError
 from portable.data.sources.documents import compute_text_digest
 from portable.data.tokens.cache import CACHE_FORMAT, TokenCache, TokenCacheWriter
-from portable.errors import UserError
 from portable.temporary_folder import open_or_build_cache_folder
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 Integers = npt.NDArray[np.int64]
 """Array of int64."""
 WINDOW = 1 << 20
-"""Number of documents that are packed together."""
+"""Number of documents in a packing window."""
 _PLAN_VERSION = 1  # version of the plans; a change would alter the samples of every resumed run
 _FIELD = "documents"
 
@@ -73,20 +73,23 @@ class PackedBins(NamedTuple):
 class PackedDocumentSamples(DocumentSamples):
     """Dataset that packs several complete documents into each sample, for causal language modeling.
 
-    A document of *n* tokens occupies *n* - 1 positions, at most ``seq_len``. Every token except the
-    last is an input whose label is the next token of the same document, so the labels are the same as
-    without packing. Padding fills up the sample.
+    A document of *n* tokens occupies *n* - 1 positions. Every token except the last is an input,
+    and its label is the next token of the same document. The labels are therefore the same as
+    without packing. A document that needs more than ``seq_len`` positions is truncated. Padding
+    fills up the sample.
 
-    ``position_ids`` start at 0 in each document and are 0 in the padding. ``document_lengths`` is int64
-    ``[batch, maximum number of documents per sample + 1]``. A row contains the number of positions of
-    each document, then the number of padding positions, then zeros. Its sum is ``seq_len``.
+    ``position_ids`` start at 0 in each document and are 0 in the padding. ``document_lengths`` is
+    int64 ``[batch, maximum number of documents per sample + 1]``. A row contains the number of
+    positions of each document, then the number of padding positions, then zeros. Its sum is
+    ``seq_len``.
 
     Attributes:
         plan: Plan from :func:`load_or_build_packing_plan`.
         pad_token: Id of the padding token.
         truncation: Value of ``data.truncation``: how to truncate long documents.
-        keep_last_input_if_room: Whether the last token of a document of at most ``seq_len`` tokens is
-            also an input, without a label.
+        keep_last_input_if_room: Whether the last token of a document is also an input, without a
+            label. This applies only to documents of at most ``seq_len`` tokens. Such a document
+            occupies *n* positions instead of *n* - 1.
     """
 
     plan: TokenCache
@@ -102,7 +105,8 @@ class PackedDocumentSamples(DocumentSamples):
     def build_arrays(self, indices: Sequence[EpochIndex]) -> Arrays:
         """Build ``input_ids``, ``labels``, ``position_ids`` and ``document_lengths``.
 
-        The class docstring describes their shapes.
+        The first three are int64 ``[len(indices), seq_len]``. The class docstring describes
+        ``document_lengths``.
         """
         shape = (len(indices), self.seq_len)
         inputs, labels = np.full(shape, self.pad_token), np.full(shape, IGNORED_LABEL)
@@ -137,7 +141,7 @@ class PackedDocumentSamples(DocumentSamples):
         return np.add.reduceat(counts, self.plan.offsets[_FIELD][:-1].astype(np.int64))
 
     def list_document_numbers(self, index: int) -> Sequence[int]:  # type: ignore[override]
-        """Return the numbers of a sample's documents, in order."""
+        """Return the indices of a sample's documents in the token cache, in order."""
         numbers: list[int] = self.plan.read_document(_FIELD, index).tolist()
         return numbers
 
@@ -145,17 +149,26 @@ class PackedDocumentSamples(DocumentSamples):
 def load_or_build_packing_plan(
     tokens: TokenCache, part: SampleRange, seq_len: int, *, keep_last_input_if_room: bool = False
 ) -> TokenCache:
-    """Open the packing plan of a range of documents, after computing and storing it if necessary.
+    """Open the packing plan for a range of documents. A missing plan is computed and stored.
+
+    The plan assigns the documents to samples. If several processes call this function, one of them
+    computes the plan, and the others wait.
 
     Args:
         tokens: Token cache of the documents.
         part: Range of the documents to pack.
         seq_len: Number of positions per sample.
-        keep_last_input_if_room: Whether the last token of a document of at most ``seq_len`` tokens also
-            occupies a position.
+        keep_last_input_if_room: Whether the last token of a document is also an input. By default,
+            it is only a label. If True, a document of at most ``seq_len`` tokens occupies one more
+            position. Longer documents do not change.
+
+    Returns:
+        Token cache whose field ``documents`` contains the document numbers of each sample. Its
+        metadata contains the :class:`PackingStats` of the plan under ``sizes``.
 
     Raises:
-        UserError: If no document has two tokens, or if the cache is not writable.
+        NoSampleLeftError: If every document has fewer than two tokens.
+        UserError: If the cache is not writable.
     """
 
     def write(folder: Path) -> None:
@@ -167,7 +180,7 @@ def load_or_build_packing_plan(
                 writer.add_documents(_FIELD, numbers, counts)
                 sizes.add_samples(lengths, counts)
             if not sizes.samples:
-                raise UserError(
+                raise NoSampleLeftError(
                     "data.source: every text has fewer than two tokens, so there is no token to predict; "
                     "add longer texts"
                 )
@@ -180,7 +193,7 @@ def load_or_build_packing_plan(
 
 @dataclass
 class PackingStats:
-    """Statistics of packed samples.
+    """Statistics of packed samples. A packing plan stores all attributes in its metadata.
 
     Attributes:
         seq_len: Number of positions per sample.
@@ -218,10 +231,11 @@ class PackingStats:
 def compute_packing_stats(
     tokens: TokenCache, part: SampleRange, seq_len: int, *, keep_last_input_if_room: bool = False
 ) -> PackingStats:
-    """Compute the statistics of a packing plan without storing it.
+    """Compute the statistics of a packing plan, without storing the plan.
 
-    If the plan is in the cache, its statistics are read from it. See :func:`load_or_build_packing_plan`
-    for the arguments.
+    If the cache already contains the plan, the statistics are read from the plan. If every document
+    has fewer than two tokens, the result has no samples, and no error is raised. See
+    :func:`load_or_build_packing_plan` for the arguments.
     """
     sizes = PackingStats(seq_len)
     if (
@@ -247,9 +261,11 @@ def _get_plan_folder(
 def _iter_packed_windows(
     tokens: TokenCache, part: SampleRange, seq_len: int, keep_last_input_if_room: bool
 ) -> Iterator[PackedWindow]:
-    """Yield the packed samples of each window of documents.
+    """Pack the documents window by window, and yield the packed samples of each window.
 
-    Documents without a label are omitted. See :func:`load_or_build_packing_plan` for the arguments.
+    A window consists of up to :data:`WINDOW` consecutive documents, in the order of ``part``. Only
+    documents of the same window can share a sample. Documents that are too short to have a label
+    are omitted. See :func:`load_or_build_packing_plan` for the arguments.
     """
     lengths = np.empty(tokens.num_documents, np.uint32)
     for start in range(0, tokens.num_documents, WINDOW):
@@ -271,8 +287,9 @@ def _iter_packed_windows(
 def pack_best_fit(lengths: Integers, capacity: int) -> PackedBins:
     """Pack items into bins by best fit: longest first, each into the fullest bin with enough room.
 
-    Items of equal length, and bins with equal room, are handled together. After sorting, the time
-    therefore depends on the number of distinct lengths instead of the number of items.
+    Items of equal length, and bins with equal room, are handled together. The number of loop
+    iterations therefore depends mainly on the number of distinct lengths instead of the number
+    of items.
 
     Args:
         lengths: Lengths of the items, from 1 to ``capacity``, int64 ``[items]``.
@@ -297,7 +314,8 @@ def pack_best_fit(lengths: Integers, capacity: int) -> PackedBins:
             else:
                 room, start = capacity, bins
                 stop = bins = bins - (-remaining // (capacity // length))
-            # A bin remains the fullest bin with enough room until no further item fits.
+            # Put as many items as possible into each bin, because a bin remains the fullest bin with enough
+            # room until no further item fits.
             items_per_bin = room // length
             num_full_bins = min(stop - start, remaining // items_per_bin)
             items_in_last_bin = (

@@ -31,7 +31,8 @@ class _MaskedTokens(NamedTuple):
     """One masked sample.
 
     Attributes:
-        inputs: Tokens with masked targets, int64 ``[tokens]``.
+        inputs: Tokens of the sample, int64 ``[tokens]``. Most of the target tokens are replaced by
+            the mask token, some by a random token, and some are unchanged.
         labels: Original tokens of the targets, and -100 at all other positions, int64 ``[tokens]``.
     """
 
@@ -43,19 +44,20 @@ class _MaskedTokens(NamedTuple):
 class MaskedLMSamples(CacheSamples):
     """Dataset for masked language modeling (Devlin et al., "BERT", 2018).
 
-    15% of the non-special tokens, but at least one per sample, are targets. 80% of the targets are
-    replaced by the mask token, 10% by a random token, and 10% are unchanged. The random choice depends
-    only on seed, epoch and sample.
+    Each non-special token is a target with a probability of 15%. At least one token per sample
+    is a target, unless the sample has only special tokens. On average, 80% of the targets are
+    replaced by the mask token, 10% by a random token, and 10% are unchanged. For a given
+    ``seq_len``, the random choice depends only on seed, epoch and sample.
 
     Attributes:
         vocabulary: Vocabulary size and special tokens of the tokenizer.
         mask_token: Id of the mask token.
         suffix: Special tokens that end each text.
         seed: Seed of the random masks.
-        is_packed: Whether samples are blocks of concatenated texts. If not, each sample is one padded
-            text.
-        label_shift: Function that computes the decoder's inputs from the labels. None if the model has
-            no decoder.
+        is_packed: Whether samples are blocks of concatenated texts. If not, each sample is one
+            padded text.
+        label_shift: Function that computes the decoder's inputs from the labels. None if the
+            model has no decoder.
     """
 
     vocabulary: Vocabulary
@@ -84,11 +86,18 @@ class MaskedLMSamples(CacheSamples):
         return arrays
 
     def list_document_numbers(self, index: int) -> range:
-        """Return the range of a sample's documents. It contains only one unless samples are packed."""
+        """Return the numbers of the documents in a sample, as a range.
+
+        If samples are packed, the range contains the documents that overlap the sample's block.
+        Otherwise, it contains one document.
+        """
         return self._find_block_documents(index) if self.is_packed else super().list_document_numbers(index)
 
     def _read_sample_tokens(self, number: int) -> npt.NDArray[np.int64]:
-        """Read the truncated tokens of document ``number``, or the block ``number`` if samples are packed."""
+        """Read the tokens of block ``number`` if samples are packed, otherwise of document ``number``.
+
+        Documents are truncated.
+        """
         if not self.is_packed:
             return truncate_keeping_suffix(
                 self.token_cache.read_document("text", number), self.seq_len, self.suffix
@@ -97,11 +106,17 @@ class MaskedLMSamples(CacheSamples):
         return np.array(self.token_cache.tokens["text"][start : start + self.seq_len], dtype=np.int64)
 
     def _mask_tokens(self, epoch: int, number: int) -> _MaskedTokens:
-        """Read the tokens of a sample, and select and mask its targets.
+        """Read the tokens of a sample, and randomly choose and mask the tokens to predict.
+
+        Each token is chosen with probability :data:`MASKED_SHARE`. Special tokens are never chosen.
+        If the sample has other tokens, at least one token is chosen. A chosen token is replaced
+        with the mask token (probability 0.8) or a random token (0.1), or stays unchanged (0.1). The
+        labels of all tokens that are not chosen are :data:`IGNORED_LABEL`.
 
         Args:
-            epoch: Epoch of the sample. With the seed and ``number``, it determines the random choice.
-            number: Number of the document, or of the block if samples are packed.
+            epoch: Epoch of the sample. The random choice depends on the seed, ``epoch`` and
+                ``number``.
+            number: Index of the document in the token cache, or of the block if samples are packed.
         """
         tokens = self._read_sample_tokens(number)
         key = np.array([self.seed & _U64, epoch], dtype=np.uint64)
@@ -128,9 +143,10 @@ class Seq2SeqSamples(CacheSamples):
     Attributes:
         vocabulary: Vocabulary size and special tokens of the tokenizer.
         suffix: Special tokens that end each source text.
-        decoder_start_token_id: First decoder input: a token id, or ``LAST_LABEL``.
-        target_suffix: Special tokens that end each target text. None uses ``suffix``.
-        target_seq_len: Length of target rows in tokens. None uses ``seq_len``.
+        decoder_start_token_id: First decoder input: a token id, or ``LAST_LABEL`` for the last
+            label of the same row.
+        target_suffix: Special tokens that end each target text. If None, ``suffix`` is used.
+        target_seq_len: Length of target rows in tokens. If None, ``seq_len`` is used.
     """
 
     vocabulary: Vocabulary
@@ -142,8 +158,8 @@ class Seq2SeqSamples(CacheSamples):
     def build_arrays(self, indices: Sequence[EpochIndex]) -> Arrays:
         """Build ``input_ids``, ``attention_mask``, ``decoder_input_ids`` and ``labels``.
 
-        All are int64. The shape is ``[len(indices), seq_len]`` for the first two, and
-        ``[len(indices), target_seq_len]`` for the others.
+        ``input_ids`` and ``attention_mask`` are int64 ``[len(indices), seq_len]``. ``decoder_input_ids``
+        and ``labels`` are int64 ``[len(indices), target_seq_len]``.
         """
         numbers = [self.sample_range(index) for _, index in indices]
         pad, length = self.vocabulary.pad_token, self.target_seq_len or self.seq_len
@@ -163,7 +179,14 @@ class Seq2SeqSamples(CacheSamples):
     def _read_truncated_field(
         self, field: str, numbers: Sequence[int], length: int, suffix: Sequence[int]
     ) -> list[npt.NDArray[np.int64]]:
-        """Read one field of documents, each truncated to ``length`` tokens including ``suffix``."""
+        """Read one field of several documents, each truncated to at most ``length`` tokens.
+
+        Args:
+            field: Name of the field: ``text`` or ``target``.
+            numbers: Indices of the documents in the token cache.
+            length: Maximum number of tokens, including ``suffix``.
+            suffix: Special tokens at the end of the field, which truncation keeps.
+        """
         return [
             truncate_keeping_suffix(self.token_cache.read_document(field, number), length, suffix)
             for number in numbers
@@ -259,9 +282,12 @@ class ClassificationSamples(CacheSamples):
         return [np.array(part, dtype=np.int64) for part in parts]
 
     def _build_labels(self, numbers: Sequence[int]) -> npt.NDArray[Any]:
-        """Build the labels of documents: class ids, class scores, or numbers.
+        """Build the labels of documents: class ids, class scores, or regression targets.
 
         The class docstring describes their shapes and dtypes.
+
+        Args:
+            numbers: Indices of the documents in the token cache.
         """
         cache = self.token_cache
         if cache.label_values is not None:

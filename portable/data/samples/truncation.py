@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from portable.data.samples.order import Permutation
 from portable.errors import UserError
+from portable.formatting import format_count
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,28 +19,35 @@ if TYPE_CHECKING:
     from portable.data.tokens.cache import TokenCache
 
 Truncation = Literal["end", "start", "drop", "error"]
-"""Values of ``data.truncation``: remove the end or the start of a long document, exclude the document, or
-raise an error.
+"""Values of ``data.truncation``: how to treat a document that is too long.
+
+``end`` and ``start`` remove the end or the start of the document, ``drop`` excludes the document,
+and ``error`` raises an error.
 """
-_CHUNK = 1 << 20  # documents or tokens that are processed at a time
+_CHUNK = 1 << 20  # documents or tokens processed at a time
+
+
+class NoSampleLeftError(UserError):
+    """Raised if truncation or the loss mask excludes all samples of a source."""
 
 
 @dataclass(frozen=True)
 class TruncationStats:
     """Effect of truncation on the documents of a token cache.
 
+    If documents are concatenated, all attributes refer to blocks instead of documents.
+
     Attributes:
         mode: Value of ``data.truncation``.
-        longest: Maximum number of tokens that a document keeps, including its last label.
+        longest: Maximum number of tokens that truncation keeps of a document. It includes the last
+            token, even if this token is only a label.
         documents: Total number of documents.
-        cut: Number of truncated documents.
-        cut_tokens: Number of tokens removed by truncation.
-        too_long: Number of documents excluded because they are too long, in mode ``drop``.
-        unanswered: Number of documents excluded because none of their remaining tokens contributes to
-            the loss.
-        left_out: Sorted numbers of all excluded documents, int64 ``[excluded]``.
-
-    If documents are concatenated, blocks are counted instead of documents.
+        cut: Number of truncated documents, without the excluded documents.
+        cut_tokens: Number of tokens that truncation removes from these documents.
+        too_long: Number of documents that mode ``drop`` excludes because they are too long.
+        unanswered: Number of documents excluded because none of their remaining tokens contributes
+            to the loss.
+        left_out: Sorted indices of all excluded documents, int64 ``[excluded]``.
     """
 
     mode: Truncation
@@ -57,20 +65,31 @@ class TruncationStats:
         return self.documents - len(self.left_out)
 
     def __str__(self) -> str:
-        """Describe how many documents are truncated or excluded. Empty if there are none."""
+        """Describe how many documents are truncated or excluded. Empty if none are."""
         end = "beginning" if self.mode == "start" else "end"
         parts = [
-            (self.cut, f"{self.cut:,} of {self.documents:,} lose their {end}, {self.cut_tokens:,} tokens"),
-            (self.too_long, f"{self.too_long:,} are left out as too long"),
-            (self.unanswered, f"{self.unanswered:,} are left out: no trained token remains"),
+            (
+                self.cut,
+                f"truncated at the {end} ({format_count(self.cut_tokens, 'token')} cut off in total)",
+            ),
+            (self.too_long, "left out because of their length"),
+            (self.unanswered, "left out because no trained token remains"),
         ]
-        return "; ".join(text for count, text in parts if count)
+        return "; ".join(
+            f"{count:,} of {self.documents:,} samples {'is' if count == 1 else 'are'} {text}"
+            for count, text in parts
+            if count
+        )
 
 
 def merge_truncation_stats(parts: Sequence[TruncationStats]) -> TruncationStats:
-    """Add up the statistics of several token caches.
+    """Add up the truncation statistics of several token caches, at least one.
 
-    The ``left_out`` of the result is only useful for counting, because its document numbers refer to
+    ``mode`` and ``longest`` are taken from the first cache, because all caches of a run are
+    truncated with the same settings.
+
+    In the result, ``left_out`` contains the indices of the excluded documents of all caches, one
+    cache after the other. Only the length of this array is meaningful, because the indices refer to
     different caches.
     """
     total = {
@@ -83,25 +102,26 @@ def merge_truncation_stats(parts: Sequence[TruncationStats]) -> TruncationStats:
 
 
 def get_kept_slice(mode: Truncation, max_tokens: int) -> slice:
-    """Return the slice of a document's tokens that remain after truncation.
+    """Return the slice that selects the tokens of a document to keep.
 
     Args:
-        mode: Value of ``data.truncation``. ``start`` keeps the last tokens, and other values keep the
-            first.
+        mode: Value of ``data.truncation``. ``start`` removes tokens at the start of the document,
+            so the last tokens are kept. With any other value, the first tokens are kept.
         max_tokens: Maximum number of tokens to keep.
     """
     return slice(-max_tokens, None) if mode == "start" else slice(max_tokens)
 
 
 def find_image_cut(tokens: TokenCache, number: int, num_inputs: int) -> int:
-    """Return the number of a document's inputs to keep without splitting an image.
+    """Return how many input tokens of a document to keep, so that truncation does not split an image.
 
     An image that does not fit is removed completely, together with all tokens after it.
 
     Args:
-        tokens: Token cache of the documents.
+        tokens: Token cache that contains the document.
         number: Number of the document.
-        num_inputs: Maximum number of inputs to keep. The token after them is only a label.
+        num_inputs: Maximum number of input tokens to keep. The next token is not included, because
+            it is used only as a label.
     """
     return next(
         (
@@ -116,18 +136,22 @@ def find_image_cut(tokens: TokenCache, number: int, num_inputs: int) -> int:
 def compute_truncation_stats(
     tokens: TokenCache, mode: Truncation, seq_len: int, *, keep_last_input: bool = False
 ) -> TruncationStats:
-    """Compute the effect of truncation on each document.
+    """Compute how many documents are truncated, and which documents are excluded.
+
+    A document is excluded if none of its remaining tokens contributes to the loss. If ``mode`` is
+    ``drop``, a document is also excluded if it is too long.
 
     Args:
         tokens: Token cache of the documents.
         mode: Value of ``data.truncation``.
         seq_len: Number of inputs per sample.
-        keep_last_input: Whether the last token of a document is an input. If not, a document can have
-            one more token, which is only a label.
+        keep_last_input: Whether the last token of every document is also an input of the model. If
+            True, a document is too long if it has more than ``seq_len`` tokens. If False, the last
+            token is only a label, so a document may have ``seq_len + 1`` tokens.
 
     Raises:
-        UserError: If a document is too long and ``mode`` is ``error``, or if all documents are
-            excluded.
+        UserError: If a document is too long and ``mode`` is ``error``.
+        NoSampleLeftError: If all documents are excluded.
     """
     longest, left_out, cut, cut_tokens, too_long, unanswered = seq_len + (not keep_last_input), [], 0, 0, 0, 0
     total = tokens.num_documents
@@ -137,9 +161,11 @@ def compute_truncation_stats(
         is_longer = lengths > longest
         if mode == "error" and is_longer.any():
             modes = "end or drop" if tokens.has_images else "end, start or drop"
+            num_longer = int(is_longer.sum())
             raise UserError(
-                f"data.truncation: the number of samples longer than data.seq_len ({seq_len}) is "
-                f"{int(is_longer.sum()):,}, and the longest has {int(lengths.max()):,} tokens; raise "
+                f"data.truncation: {num_longer:,} of {start + len(lengths):,} samples "
+                f"{'is' if num_longer == 1 else 'are'} longer than "
+                f"data.seq_len ({seq_len}), and the longest has {int(lengths.max()):,} tokens; raise "
                 f"data.seq_len, or set data.truncation to {modes}"
             )
         is_left_out = is_longer if mode == "drop" else np.zeros(len(lengths), dtype=bool)
@@ -151,7 +177,7 @@ def compute_truncation_stats(
                     num_inputs = find_image_cut(tokens, start + index, seq_len)
                     kept_lengths[index] = longest if num_inputs == seq_len else num_inputs
             first = offsets[1:] - kept_lengths if mode == "start" else offsets[:-1]
-            # The first token of a sample is not a label.
+            # Skip the first token of each document, because it is never a label.
             answered = _mark_ranges_with_trained_tokens(tokens, first + 1, first + kept_lengths)
             unanswered += int((~answered & ~is_left_out).sum())
             is_left_out |= ~answered
@@ -163,15 +189,18 @@ def compute_truncation_stats(
         mode, longest, total, cut, cut_tokens, too_long, unanswered, np.concatenate(left_out)
     )
     if not stats.num_kept:
-        raise UserError(
-            f"data.truncation: no sample is left ({stats}); raise data.seq_len ({seq_len}), or use another "
+        raise NoSampleLeftError(
+            f"data.truncation: no sample is left ({stats}); raise data.seq_len (now {seq_len}), or change "
             "data.truncation"
         )
     return stats
 
 
 def compute_block_truncation_stats(tokens: TokenCache, seq_len: int, num_blocks: int) -> TruncationStats:
-    """Find the blocks of concatenated documents to exclude: all blocks without trained labels.
+    """Find the blocks that contain no trained label, and return statistics that exclude them.
+
+    A block is a part of the concatenated documents. Its labels are trained if they contribute to
+    the loss.
 
     Args:
         tokens: Token cache of the documents. It must have a loss mask.
@@ -179,17 +208,20 @@ def compute_block_truncation_stats(tokens: TokenCache, seq_len: int, num_blocks:
         num_blocks: Number of blocks.
 
     Returns:
-        Statistics about blocks instead of documents. ``left_out`` contains the numbers of excluded
-        blocks.
+        Statistics about blocks instead of documents. ``left_out`` contains the indices of the
+        excluded blocks.
 
     Raises:
-        UserError: If all blocks are excluded.
+        NoSampleLeftError: If all blocks are excluded.
     """
     starts = np.arange(num_blocks, dtype=np.int64) * seq_len + 1
     left_out = np.flatnonzero(~_mark_ranges_with_trained_tokens(tokens, starts, starts + seq_len))
     stats = TruncationStats("end", seq_len + 1, num_blocks, 0, 0, 0, len(left_out), left_out)
     if not stats.num_kept:
-        raise UserError("data.train_on: no full sequence has a trained token; lower data.seq_len")
+        raise NoSampleLeftError(
+            f"data.train_on: no complete sequence of {seq_len} tokens contains a token that counts toward "
+            "the loss; lower data.seq_len"
+        )
     return stats
 
 
@@ -215,7 +247,7 @@ def has_trained_end_token(tokens: TokenCache, stats: TruncationStats, end_token:
 def _mark_ranges_with_trained_tokens(
     tokens: TokenCache, starts: npt.NDArray[np.int64], stops: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.bool_]:
-    """Return, for each range of tokens, whether any of them contributes to the loss.
+    """Return, for each range of tokens, whether any token in the range contributes to the loss.
 
     Args:
         tokens: Token cache with a loss mask.
@@ -242,15 +274,18 @@ def _mark_ranges_with_trained_tokens(
 
 
 class KeptOrder:
-    """Order of the documents or blocks that are not excluded. It stores only the excluded numbers.
+    """Order of the documents that remain after some were excluded.
 
-    Calling it with a position returns the number of the document at this position. The ``repr``
-    contains a digest of the excluded numbers, because it is part of cache keys.
+    If documents are concatenated, the order consists of blocks instead of documents. Calling the
+    object with a position returns the number of the document at this position. The object stores
+    only the numbers of the excluded documents. Its ``repr`` is part of cache keys, so the ``repr``
+    contains a digest of these numbers.
 
     Args:
         count: Number of documents that are not excluded.
         left_out: Sorted numbers of the excluded documents.
-        shuffled: Whether to shuffle the documents. If not, they are ordered by number.
+        shuffled: Whether to shuffle the documents, with the same seed in all runs. If not, they are
+            ordered by number.
     """
 
     def __init__(self, count: int, left_out: npt.NDArray[np.int64], *, shuffled: bool = True) -> None:
@@ -266,12 +301,18 @@ class KeptOrder:
         return f"KeptOrder({len(self)}, {self._digest})"
 
     def __call__(self, index: int) -> int:
-        """Return the number of the document at position ``index`` of the order."""
+        """Return the number of the document at position ``index`` of this order.
+
+        Excluded documents have no position.
+        """
         position = index if self._order is None else self._order(index)
         return position + int(np.searchsorted(self._shifted, position, side="right"))
 
     def permute_array(self, indices: npt.ArrayLike) -> npt.NDArray[np.int64]:
-        """Return the numbers of the documents at several positions of the order.
+        """Return the number of the document at each of the given positions in this order.
+
+        A document number is the index of the document among all documents. Excluded documents do
+        not occur in the order.
 
         Args:
             indices: Positions in the order, an array of any shape.

@@ -20,13 +20,13 @@ COMPRESSION_SUFFIXES = (".gz", ".zst")
 _TEXT_FORMATS = (".txt", ".jsonl", ".json")
 _BUFFER = 1 << 20
 _MAX_EXPANSION, _UNCHECKED_BYTES = 64, 64 << 20
-"""Limit of the decompressed contents of a file: ``_MAX_EXPANSION`` times the compressed size or
+"""The decompressed contents of a file may have ``_MAX_EXPANSION`` times its compressed size or
 ``_UNCHECKED_BYTES`` bytes, whichever is larger.
 """
 
 
 def get_file_format(path: AnyPath | str) -> str:
-    """Return the lowercase suffix that determines a file's format: ``.jsonl`` for ``a.jsonl.gz``.
+    """Return the lowercase suffix that determines a file's format, such as ``.jsonl`` for ``a.jsonl.gz``.
 
     A compression suffix is ignored only after ``.txt``, ``.jsonl`` and ``.json``, because only these
     formats may be compressed. For ``a.csv.gz``, the result is ``.gz``.
@@ -39,15 +39,16 @@ def get_file_format(path: AnyPath | str) -> str:
 
 
 def is_compressed(path: AnyPath | str) -> bool:
-    """Return whether the suffix of a file is one of ``COMPRESSION_SUFFIXES``."""
+    """Return whether a file name ends with ``.gz`` or ``.zst``, ignoring case."""
     name = path if isinstance(path, str) else path.name
     return name.lower().endswith(COMPRESSION_SUFFIXES)
 
 
 def check_decompression_ratio(decompressed_bytes: int, stored_bytes: int, name: object) -> None:
-    """Check that decompressed contents are not excessively larger than the compressed file.
+    """Check that decompressed contents are at most 64 times as large as the compressed file.
 
-    Otherwise, a small malicious file (a decompression bomb) could exhaust the memory.
+    Contents of up to 64 MiB are always accepted. Without this check, a small malicious file (a
+    decompression bomb) could exhaust the memory.
 
     Args:
         decompressed_bytes: Number of bytes decompressed so far.
@@ -59,15 +60,16 @@ def check_decompression_ratio(decompressed_bytes: int, stored_bytes: int, name: 
     """
     if decompressed_bytes > max(_UNCHECKED_BYTES, _MAX_EXPANSION * stored_bytes):
         raise UserError(
-            f"data.source: {name}: expands to more than {_MAX_EXPANSION} times its {stored_bytes:,} bytes; "
-            "if you trust the file, decompress the file first"
+            f"data.source: {name}: decompresses to more than {_MAX_EXPANSION} times its size "
+            f"({stored_bytes:,} bytes); if you trust the file, decompress the file before training"
         )
 
 
 class _ExpansionLimitedFile(io.RawIOBase):
-    """Raw binary file that yields the decompressed contents of another file.
+    """Raw stream of the decompressed contents of a file, with a limit on their size.
 
-    Reading raises UserError as soon as :func:`check_decompression_ratio` rejects the decompressed size.
+    Reading raises UserError as soon as :func:`check_decompression_ratio` rejects the decompressed
+    size.
     """
 
     def __init__(self, contents: Any, path: Path) -> None:
@@ -87,13 +89,14 @@ class _ExpansionLimitedFile(io.RawIOBase):
 
 
 def open_decompressed(file: io.BufferedReader, path: Path) -> io.BufferedReader:
-    """Open the decompressed contents of a file. A file without a compression suffix is returned unchanged.
+    """Open a file for reading its decompressed contents.
 
-    Reading the result raises ``OSError``, ``EOFError`` or ``zlib.error`` if the contents are damaged,
-    and UserError if they are excessively larger than the compressed file.
+    Reading the result raises ``OSError``, ``EOFError`` or ``zlib.error`` if the contents are
+    damaged. It raises UserError if the contents are implausibly large, compared with the compressed
+    file. See :func:`check_decompression_ratio`.
 
     Args:
-        file: The opened file.
+        file: The opened file. It is returned unchanged if the path has no compression suffix.
         path: Path of the file. Its suffix determines the compression.
     """
     name = path.name.lower()
@@ -103,7 +106,7 @@ def open_decompressed(file: io.BufferedReader, path: Path) -> io.BufferedReader:
         opened: Any = igzip.IGzipFile
         return io.BufferedReader(_ExpansionLimitedFile(opened(fileobj=file), path), _BUFFER)
     if name.endswith(".zst"):
-        import pyarrow  # contains the codec
+        import pyarrow  # contains the Zstandard codec
 
         raw = pyarrow.CompressedInputStream(pyarrow.PythonFile(file, mode="r"), "zstd")
         return io.BufferedReader(_ExpansionLimitedFile(raw, path), _BUFFER)

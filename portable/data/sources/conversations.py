@@ -48,10 +48,10 @@ EXAMPLE_RECORDS: dict[RecordFormat, str] = {
     "preference": '{"prompt": ..., "chosen": ..., "rejected": ...}, all strings or all lists of messages',
     "alpaca": '{"instruction": "...", "input": "...", "output": "..."}, all strings',
 }
-"""Example of a record, keyed by format, used in error messages."""
+"""Example record for each format, used in error messages."""
 SYSTEM_ROLES = ("system", "developer")
 RARE_ROLES = ("ipython", "function", "observation")
-"""Roles of a tool that some templates do not support."""
+"""Roles for tool results that some chat templates do not support."""
 ROLES = (*SYSTEM_ROLES, "user", "assistant", "tool", *RARE_ROLES)
 """All roles that a message may have."""
 _SHAREGPT_ROLES = {
@@ -62,18 +62,18 @@ _SHAREGPT_ROLES = {
     "system": "system",
     "developer": "developer",
 }
-"""Role of a message, keyed by the sender in ShareGPT's format.
+"""Mapping from the sender of a ShareGPT message to a role.
 
 ``function_call`` is not a role. It marks a tool call of the assistant.
 """
 _TOOL_ROLES = ("tool", *RARE_ROLES)
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
-"""Keys of a message that may contain the reasoning before an answer. All three have the same meaning."""
+"""Message keys that may contain the reasoning before an answer. All three have the same meaning."""
 _TRAINING_KEY_PATTERN = re.compile(r"train|loss|mask|weight", re.IGNORECASE)
-"""Pattern of message keys that may select the tokens that contribute to the loss.
+"""Pattern of message keys that may control which tokens contribute to the loss.
 
-A key that matches and has a value must be one of ``WEIGHT_KEYS``. Otherwise, the record is rejected, because
-ignoring the key might train the wrong tokens.
+If a message has such a key with a value, and the key is not in ``WEIGHT_KEYS``, the record is rejected.
+Ignoring the key might train the wrong tokens.
 """
 _OPTIONAL_KEYS = {"tool_calls", "function_call", *_REASONING_KEYS, "name", "tool_call_id"}
 """Keys that some programs write into every message, often without a value.
@@ -83,17 +83,17 @@ A key with an empty value is treated like a missing key.
 _SYSTEM_FIELDS = ("system", "system_prompt")
 """Names of the fields that may contain a system prompt, in records of all conversation formats."""
 _IMAGE_FIELDS = ("images", "image")
-"""Fields of a record with the images of its messages."""
+"""Names of the fields that may contain the images of a record's messages."""
 _OTHER_MEDIA_FIELDS = ("video", "videos", "audio", "audios")
-"""Fields of a record with media that are not supported."""
+"""Names of fields for media that are not supported."""
 _IMAGE_FIELD_PATTERN = re.compile(r"image|img|picture|photo", re.IGNORECASE)
-"""Pattern of names of fields that probably contain images, used in error messages."""
+"""Pattern of field names that suggest images, used in error messages."""
 _IMAGE_MARK = "<image>"
-"""Text that marks the place of an image in a message, in the formats of LLaVA and ms-swift."""
+"""Placeholder for an image in the text of a message, in the formats of LLaVA and ms-swift."""
 _IMAGE_PART_TYPES = ("image", "image_url", "input_image")
-"""Types of the parts of a message that contain an image."""
+"""Values of ``type`` that mark a content part as an image."""
 _PNG_MODES = ("1", "L", "LA", "I;16", "P", "RGB", "RGBA")
-"""Modes of images of Pillow that a PNG file can store."""
+"""Pillow image modes that a PNG file can store."""
 _IMAGE_DATA_URL = re.compile(r"data:image/[\w.+-]+;base64,", re.IGNORECASE)
 _QUESTION_FIELDS = (
     "question",
@@ -119,11 +119,10 @@ _ANSWER_FIELDS = (
 )
 """Names of fields that probably contain an answer.
 
-Together with ``_QUESTION_FIELDS``, they are only used to suggest a value of ``data.columns`` in an error
-message.
+Error messages use these names and ``_QUESTION_FIELDS`` to suggest a value of ``data.columns``.
 """
 _CONTEXT_FIELDS = ("input", "context")
-"""Names of fields with additional input for a question, used in error messages."""
+"""Names of fields that probably contain additional input for a question, used in error messages."""
 _FIELDS_OF_PAIR = 3
 
 
@@ -143,25 +142,30 @@ class PlainCompletion:
 def detect_record_format(row: Mapping[str, Any], text_field: str, location: str) -> RecordFormat:
     """Detect the format of a record from its fields.
 
+    See :data:`EXAMPLE_RECORDS` for the fields of each format. If a record fits several of the
+    formats ``messages``, ``sharegpt``, ``prompt_completion`` and ``alpaca``, the first format in
+    this list is used. A record is ambiguous if it fits ``text`` or ``preference`` in addition to
+    another format.
+
     Args:
         row: Values of the record, keyed by field.
-        text_field: Value of ``data.text_field``. Any value other than the default ``text`` selects the
-            format ``text``, because the user has chosen a field.
+        text_field: Value of ``data.text_field``. If it differs from the default ``text``, the user
+            has chosen a text field, so the record has the format ``text``.
         location: Location of the record in its source, used in error messages.
 
     Returns:
-        The format, or ``text`` if no format fits: reading the record as text then raises an error that
-        lists its fields.
+        The format, or ``text`` if no format fits. Reading such a record as text raises an error
+        that lists its fields.
 
     Raises:
         RecordError: If a field contains JSON that cannot be parsed.
-        UserError: If several formats fit, or if the fields look like a known format with different
-            names.
+        UserError: If the record is ambiguous, or if the fields look like a known format with
+            different names.
     """
     formats: list[RecordFormat] = []
     if text_field in row or ("." in text_field and text_field.partition(".")[0] in row):
         formats.append("text")
-    if text_field == "text":  # otherwise, the user has selected a column of text
+    if text_field == "text":  # otherwise, the user has selected a text column
         turns = row.get("conversations")
         if isinstance(turns, str) and _is_list_or_json_list(turns):
             turns = _parse_json(turns, "conversations", location)
@@ -182,8 +186,8 @@ def detect_record_format(row: Mapping[str, Any], text_field: str, location: str)
     names = ", ".join(map(str, row)) or "none"
     if formats:
         raise UserError(
-            f"data.format: {location}: the fields {names} match both {' and '.join(formats)}; set "
-            "data.format to one of them"
+            f"data.format: {location}: the fields {names} match several formats ({', '.join(formats)}); set "
+            "data.format to one of these formats"
         )
     if text_field == "text":
         _refuse_renamed_fields(row, location)
@@ -191,11 +195,11 @@ def detect_record_format(row: Mapping[str, Any], text_field: str, location: str)
 
 
 def _refuse_renamed_fields(row: Mapping[str, Any], location: str) -> None:
-    """Reject a record of unknown format whose fields resemble a known format under different names.
+    """Reject a record whose format is unknown, but whose fields suggest one of the known formats.
 
-    Such a record contains the messages of a conversation, a question and its answer, a list of strings,
-    or several texts. If the user selected only one of these fields as text, the model would be trained
-    on only part of the record. Does nothing for other records.
+    Such a record contains the messages of a conversation, a question and its answer, a list of
+    strings, or several texts. If only one of these fields were read as text, the model would be
+    trained on only part of the record. Does nothing for other records.
 
     Args:
         row: Values of the record, keyed by field.
@@ -216,7 +220,7 @@ def _refuse_renamed_fields(row: Mapping[str, Any], location: str) -> None:
     strings = next((name for name, value in row.items() if _is_list_of_strings(value)), None)
     if turns is not None:
         form = "conversations" if _is_sharegpt(_parse_turns(row[turns])) else "messages"
-        description, remedy = f"{turns!r} has the turns of a conversation", f"{{{form}: {turns}}}"
+        description, remedy = f"{turns!r} contains the messages of a conversation", f"{{{form}: {turns}}}"
     elif question is not None and answer is not None:
         description = f"{question!r} and {answer!r} look like a question and its answer"
         context = f", input: {context_field}" if context_field not in (None, question, answer) else ""
@@ -226,13 +230,13 @@ def _refuse_renamed_fields(row: Mapping[str, Any], location: str) -> None:
                 f"{{instruction: {question}{context}, output: {answer}}} for the chat template, or to "
                 f"{{prompt: {question}, completion: {answer}}} for plain text"
             )
-        else:  # plain text cannot have images
+        else:  # plain text records cannot have images
             images = "" if image_field in _IMAGE_FIELDS else f", images: {image_field}"
             remedy = f"{{instruction: {question}{context}, output: {answer}{images}}}"
     elif strings is not None:
         raise UserError(
             f"data.source: {location}: {to_one_line(strings)} is a list of strings, which is neither a "
-            f"conversation nor a text; write the turns as {EXAMPLE_RECORDS['messages']}, or the text as a "
+            f"conversation nor a text; write the turns as {EXAMPLE_RECORDS['messages']}, or the text as one "
             "string"
         )
     elif len(texts) > 1:
@@ -246,7 +250,7 @@ def _refuse_renamed_fields(row: Mapping[str, Any], location: str) -> None:
     else:
         return
     raise UserError(
-        f"data.columns: {location}: {description}, but no data.format uses these names (the fields are "
+        f"data.columns: {location}: {description}, but no data.format uses such field names (the fields are "
         f"{format_name_list(map(str, row))}); set data.columns to {remedy}"
     )
 
@@ -255,7 +259,7 @@ def _find_image_field(row: Mapping[str, Any]) -> str | None:
     """Guess which field of a record contains its images. Used in error messages.
 
     Returns:
-        Name of a non-empty field. None if there is none.
+        Name of a nonempty field whose name suggests images. None if no field fits.
     """
     names = [str(name) for name, value in row.items() if not is_empty(value)]
     present_names = (name for name in _IMAGE_FIELDS if name in names)
@@ -267,13 +271,13 @@ def _is_list_of_strings(value: Any) -> bool:
 
 
 def _parse_turns(value: Any) -> list[Any]:
-    """Return the messages in the value of a field, if it contains a conversation.
+    """Return the messages in a field's value. Empty if the value is not a conversation.
 
     Args:
-        value: Value of any field. Messages may be a list or the JSON of a list.
+        value: Value of any field. A list may also be given as JSON.
 
     Returns:
-        The messages. Empty unless the value is a list whose first item has the keys of a message.
+        The list, if its first item has the keys of a message. Otherwise, an empty list.
     """
     if isinstance(value, str) and value.lstrip().startswith("["):
         try:
@@ -291,13 +295,16 @@ def _parse_turns(value: Any) -> list[Any]:
 def _is_list_or_json_list(value: Any) -> bool:
     """Return whether a value is a list, or a string that begins like a JSON list.
 
-    In .csv files, the cells contain lists as JSON.
+    Cells of .csv files contain lists as JSON.
     """
     return isinstance(value, list) or (isinstance(value, str) and value.lstrip().startswith("["))
 
 
 def _is_sharegpt(turns: list[Any]) -> bool:
-    """Return whether messages have ShareGPT's key ``from``. True for an empty list."""
+    """Return whether the messages are in ShareGPT's format, which has the key ``from``.
+
+    True for an empty list.
+    """
     return not turns or (isinstance(turns[0], Mapping) and "from" in turns[0])
 
 
@@ -312,13 +319,14 @@ def parse_documents(
 
     Args:
         row: Values of the record, keyed by field.
-        record_format: Format of the record.
+        record_format: Format of the record. Any format except ``text`` and ``samples``.
         location: Location of the record in its source, used in error messages.
-        roles: Roles whose messages contribute to the loss.
+        roles: Roles whose messages contribute to the loss. Ignored for a preference, which uses
+            ``DEFAULT_TRAINED_ROLES``.
         columns: Numbers from the additional columns of ``data.columns``, copied to each document.
 
     Returns:
-        One document, or two for a preference: the chosen one and the rejected one.
+        One document. For a preference, two documents: the chosen one and the rejected one.
 
     Raises:
         UserError: If the record is not valid.
@@ -352,13 +360,13 @@ def parse_conversation(
     location: str,
     roles: frozenset[str] = DEFAULT_TRAINED_ROLES,
 ) -> Conversation | PlainCompletion:
-    """Convert a record that is not plain text to a conversation.
+    """Convert a record to a conversation. The record must not be plain text.
 
-    For a preference, this is the chosen conversation.
+    A preference record is converted to its chosen conversation.
 
     Args:
         row: Values of the record, keyed by field.
-        record_format: Format of the record.
+        record_format: Format of the record. Any format except ``text`` and ``samples``.
         location: Location of the record in its source, used in error messages.
         roles: Roles whose messages contribute to the loss.
 
@@ -366,7 +374,9 @@ def parse_conversation(
         A conversation, or a completion if prompt and completion are strings.
 
     Raises:
-        UserError: If the record is not valid or contains nothing to train on.
+        UserError: If the record is not valid, or if no message of a conversation contributes to the
+            loss. With the default ``roles``, messages of the prompt do not count. The completion of
+            a :class:`PlainCompletion` is not checked, and may be empty.
     """
     conversation = _PARSERS[record_format](row, location)
     if isinstance(conversation, PlainCompletion):
@@ -375,13 +385,14 @@ def parse_conversation(
     begin = 0 if roles != DEFAULT_TRAINED_ROLES else conversation.num_prompt_messages or 0
     if not any(index >= begin for index in conversation.trained_message_indices):
         raise _build_record_error(
-            location, f"{conversation.trained_roles_text} has no text, or only context; remove the record"
+            location,
+            f"no message with role {conversation.trained_roles_text} has text to train on; remove the record",
         )
     return conversation
 
 
 def _parse_openai_record(row: Mapping[str, Any], location: str) -> Conversation:
-    """Parse a record with messages in OpenAI's format.
+    """Parse a record with messages in OpenAI's format. Raises UserError if the record is not valid.
 
     Reads the field ``messages``, or ``conversations`` if there is no ``messages``.
     """
@@ -392,19 +403,22 @@ def _parse_openai_record(row: Mapping[str, Any], location: str) -> Conversation:
 
 
 def _parse_sharegpt_record(row: Mapping[str, Any], location: str) -> Conversation:
-    """Parse a record with ``conversations`` in ShareGPT's format. Raises UserError if a turn is invalid."""
+    """Parse a record with ``conversations`` in ShareGPT's format. Raises UserError if it is not valid."""
     messages: list[Message] = []
     for index, turn in enumerate(_parse_list_field(row, "conversations", "sharegpt", location)):
         if not isinstance(turn, Mapping) or not {"from", "value"} <= turn.keys():
             keys = f" (its keys are {format_name_list(map(str, turn))})" if isinstance(turn, Mapping) else ""
             raise _build_format_error(
-                "sharegpt", location, f"message {index + 1} does not have both from and value{keys}"
+                "sharegpt",
+                location,
+                f"message {index + 1} lacks the key from or the key value{keys}; write both keys in each "
+                "message",
             )
         role = _SHAREGPT_ROLES.get(turn["from"]) if isinstance(turn["from"], str) else None
         if role is None:
             raise _build_record_error(
                 location,
-                f"message {index + 1} has from: {turn['from']!r}; use one of "
+                f"message {index + 1} has the unsupported role {turn['from']!r} in the key from; use one of "
                 f"{_join_with_commas(_SHAREGPT_ROLES)}",
             )
         rest = {key: value for key, value in turn.items() if key not in ("from", "value")}
@@ -432,23 +446,23 @@ def _parse_prompt_completion_record(row: Mapping[str, Any], location: str) -> Co
     if row.get("label") is False or str(row.get("label")).lower() == "false":
         raise _build_record_error(
             location,
-            "label is false, which marks a completion as a bad example; remove the record, or remove the "
-            "field label to train on the completion",
+            "label is false, which marks a completion as a bad example; remove the record, or remove its "
+            "label field to train on the completion",
         )
     if isinstance(prompt, str) and isinstance(completion, str):
         for key in _IMAGE_FIELDS:
             if not is_empty(row.get(key)):
                 raise _build_record_error(
                     location,
-                    f"{key} cannot be used with a prompt of plain text; make prompt and completion lists of "
-                    "messages, or rename them to instruction and output with data.columns",
+                    f"{key} cannot be used with a plain-text prompt; write prompt and completion as lists of "
+                    "messages, or set data.columns to {instruction: prompt, output: completion}",
                 )
         for key in (*_SYSTEM_FIELDS, "tools", "functions", "chat_template_kwargs"):
             if not is_empty(row.get(key)):
                 raise _build_record_error(
                     location,
-                    f"{key} cannot be used with a prompt of plain text; make prompt and completion lists of "
-                    f"messages, or write {key} into the prompt and remove the field",
+                    f"{key} cannot be used with a plain-text prompt; write prompt and completion as lists of "
+                    f"messages, or move the content of {key} into the prompt",
                 )
         return PlainCompletion(replace_surrogates(prompt), replace_surrogates(completion))
     if not (isinstance(prompt, Sequence) and isinstance(completion, Sequence)) or str in map(
@@ -457,7 +471,8 @@ def _parse_prompt_completion_record(row: Mapping[str, Any], location: str) -> Co
         raise _build_format_error(
             "prompt_completion",
             location,
-            (f"prompt and completion are {describe_type(prompt)} and {describe_type(completion)}"),
+            f"prompt is {describe_type(prompt)} and completion is {describe_type(completion)}; use two "
+            "strings or two lists of messages",
         )
     if not prompt or not completion:
         raise _build_record_error(
@@ -468,17 +483,21 @@ def _parse_prompt_completion_record(row: Mapping[str, Any], location: str) -> Co
 
 
 def parse_preference(row: Mapping[str, Any], location: str) -> tuple[Conversation | PlainCompletion, ...]:
-    """Convert a preference record to the chosen and the rejected conversation, each including the prompt.
+    """Convert a preference record to its chosen and its rejected conversation.
 
-    If both answers are lists of messages and the prompt is missing or a string, the answers are
-    complete conversations. The messages at the start that both have in common are then the prompt.
+    Both conversations include the prompt.
+
+    If both answers are lists of messages and the prompt is missing, empty or a string, the answers
+    are complete conversations. A string prompt is then ignored, and the prompt consists of the
+    initial messages that both answers share. The last message of an answer never belongs to the
+    prompt.
 
     Returns:
-        The chosen and the rejected conversation. They are completions if the prompt and both answers
-        are strings.
+        The chosen and the rejected conversation. They are completions if the prompt and both
+        answers are strings.
 
     Raises:
-        UserError: If the record is not valid.
+        UserError: If the record is not valid, or if it contains images.
     """
     chosen_messages, rejected_messages = chosen, rejected = row.get("chosen"), row.get("rejected")
     prompt = row.get("prompt")
@@ -486,11 +505,15 @@ def parse_preference(row: Mapping[str, Any], location: str) -> tuple[Conversatio
         if key not in row:
             raise _build_missing_field_error("preference", location, key, row)
         if not isinstance(answer, str | list | tuple):
-            raise _build_format_error("preference", location, f"{key} is {describe_type(answer)}")
+            raise _build_format_error(
+                "preference",
+                location,
+                f"{key} is {describe_type(answer)}; use a string or a list of messages",
+            )
     are_conversations = isinstance(chosen, list | tuple) and isinstance(rejected, list | tuple)
     if are_conversations and (not prompt or isinstance(prompt, str)):
-        # Both are complete conversations. Ignore the prompt, because a string prompt duplicates their first
-        # question.
+        # The answers are complete conversations. A string prompt only repeats their first question, so it is
+        # ignored.
         chosen_messages, rejected_messages = list(chosen or ()), list(rejected or ())
         most = min(len(chosen_messages), len(rejected_messages)) - 1
         prompt_length = next(
@@ -499,7 +522,10 @@ def parse_preference(row: Mapping[str, Any], location: str) -> tuple[Conversatio
         )
         if prompt_length == 0:
             raise _build_format_error(
-                "preference", location, "chosen and rejected do not begin with the same prompt"
+                "preference",
+                location,
+                "chosen and rejected begin with different messages, so the prompt is unknown; begin both "
+                "with the prompt, or write the prompt as a list of messages in a field named prompt",
             )
         prompt, chosen_messages, rejected_messages = (
             chosen_messages[:prompt_length],
@@ -507,7 +533,7 @@ def parse_preference(row: Mapping[str, Any], location: str) -> tuple[Conversatio
             rejected_messages[prompt_length:],
         )
     elif prompt is None:
-        raise _build_format_error("preference", location, "prompt is missing")
+        raise _build_format_error("preference", location, "prompt is missing; add a field named prompt")
     rows = (
         {**row, "prompt": prompt, "completion": answer} for answer in (chosen_messages, rejected_messages)
     )
@@ -522,7 +548,9 @@ def parse_preference(row: Mapping[str, Any], location: str) -> tuple[Conversatio
 def _parse_alpaca_record(row: Mapping[str, Any], location: str) -> Conversation:
     """Parse a record with ``instruction``, ``output`` and an optional ``input``.
 
-    An optional ``history`` contains previous turns as pairs. Raises UserError if a field is invalid.
+    The user message is the instruction and the input, joined with a line break. An optional
+    ``history`` contains previous turns as (question, answer) pairs. All messages except the output
+    form the prompt. Raises UserError if a field is invalid.
     """
     texts: dict[str, str] = {}
     for key in ("instruction", "input", "output"):
@@ -530,14 +558,20 @@ def _parse_alpaca_record(row: Mapping[str, Any], location: str) -> Conversation:
         if not isinstance(value, str) and not (value is None and key == "input"):
             if key not in row:
                 raise _build_missing_field_error("alpaca", location, key, row)
-            raise _build_format_error("alpaca", location, f"{key} is {describe_type(value)}")
+            raise _build_format_error(
+                "alpaca", location, f"{key} is {describe_type(value)}; convert {key} to a string"
+            )
         texts[key] = value or ""
     question = "\n".join(part for part in (texts["instruction"], texts["input"]) if part)
     messages: list[Message] = []
     history = row.get("history") or ()
     for pair in history if isinstance(history, Sequence) else (history,):
         if not isinstance(pair, Sequence) or len(pair) != 2 or {type(text) for text in pair} != {str}:
-            raise _build_format_error("alpaca", location, "history is not a list of pairs of strings")
+            raise _build_format_error(
+                "alpaca",
+                location,
+                "history is not a list of pairs of strings; write history like [[QUESTION, ANSWER], ...]",
+            )
         messages += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
     messages.append({"role": "user", "content": question})
     prompt = len(messages)
@@ -563,7 +597,7 @@ def _build_conversation(
         messages: Normalized messages. See :func:`_normalize_message`.
         row: Values of the record. The system prompt, tools and template variables are read from it.
         location: Location of the record in its source, used in error messages.
-        prompt: Number of messages at the start that form the prompt. None if the record has no marked
+        prompt: Number of messages at the start that form the prompt. None if the record does not mark a
             prompt.
 
     Raises:
@@ -575,7 +609,8 @@ def _build_conversation(
     for key in _OTHER_MEDIA_FIELDS:
         if not is_empty(row.get(key)):
             raise _build_record_error(
-                location, f"{key} is not empty, but only text and images can be trained on; remove the field"
+                location,
+                f"the record has {key}, but training supports only text and images; remove the {key} field",
             )
     messages, images = _collect_images(messages, row, location)
     if (system := _find_system_prompt(row, messages, location)) is not None:
@@ -586,9 +621,9 @@ def _build_conversation(
         if message["role"] in _TOOL_ROLES and before not in ("assistant", *_TOOL_ROLES):
             raise _build_record_error(
                 location,
-                f"message {index + 1} has role {message['role']}, but follows "
-                f"{f'a message with role {before}' if before else 'no message'}; place the message after "
-                "the assistant message with the call",
+                f"message {index + 1} has role {message['role']}, but "
+                f"{f'follows a message with role {before}' if before else 'is the first message'}; place "
+                "the message after the assistant message with the tool call",
             )
     tools = _parse_tools(row, location)
     kwargs = _parse_json(row.get("chat_template_kwargs"), "chat_template_kwargs", location) or {}
@@ -608,22 +643,26 @@ def _collect_images(
 ) -> tuple[list[Message], tuple[ImageReference, ...]]:
     """Collect the images of a record, in the order of the messages.
 
-    An image part of a message either contains its image, or is a placeholder for the next image in the
-    record's field ``images``. If there are no image parts, each ``<image>`` in the text is such a
-    placeholder. If the text contains no ``<image>`` either, all images are put before the text of the
-    first user message.
+    An image part of a message either contains its image, or is a placeholder for the next image
+    in the record's field ``images`` or ``image``. If this field has images but there are no
+    image parts, each ``<image>`` in the text is such a placeholder, except in answers. If the
+    text contains no ``<image>`` either, all images are put before the text of the first user
+    message.
 
     Args:
-        messages: Messages. Their image parts may contain references.
-        row: The record.
+        messages: Normalized messages, whose image parts may contain an :class:`ImageReference`.
+        row: Values of the record, keyed by field.
         location: Location of the record in its source, used in error messages.
 
     Returns:
-        The messages, with ``{"type": "image"}`` as image parts, and the references.
+        The messages, in which each image part is ``{"type": "image"}``, and the references to
+        their images.
 
     Raises:
-        UserError: If the number of images differs from the number of placeholders, or if an answer
-            contains an image.
+        UserError: If the number of images differs from the number of placeholders, if an answer
+            contains an image, if there is no user message for the images, or if an image field
+            is not valid. For the errors of a record without images, see
+            :func:`_check_no_image_marks`.
     """
     from_field = _parse_image_fields(row, location)
     if not count_images(messages):
@@ -639,7 +678,7 @@ def _collect_images(
         for part in message["content"]
     )
     if num_places != len(from_field):
-        images_text = f"the record has {format_count(len(from_field), 'image')} in images"
+        images_text = f"the image field of the record has {format_count(len(from_field), 'image')}"
         raise _build_record_error(
             location,
             f"the messages have {format_count(num_places, 'image part')} without a path or URL, but "
@@ -662,11 +701,16 @@ def _collect_images(
 
 
 def _parse_image_fields(row: Mapping[str, Any], location: str) -> list[ImageReference]:
-    """Return the image references in a record's fields ``images`` and ``image``. Empty if there are none."""
+    """Return the image references in a record's field ``images`` or ``image``, or an empty list.
+
+    Raises:
+        UserError: If both fields have images, or if a value is not an image reference.
+    """
     fields = {key: row[key] for key in _IMAGE_FIELDS if not is_empty(row.get(key))}
     if len(fields) > 1:
         raise _build_record_error(
-            location, f"has the fields {' and '.join(fields)}; remove one of the fields"
+            location,
+            f"the record has images in both fields {' and '.join(fields)}; remove one of the fields",
         )
     for key, value in fields.items():
         if isinstance(value, str) and value.lstrip().startswith("["):
@@ -677,13 +721,15 @@ def _parse_image_fields(row: Mapping[str, Any], location: str) -> list[ImageRefe
 
 
 def _check_no_image_marks(messages: list[Message], row: Mapping[str, Any], location: str) -> None:
-    """Check that no message of a record without images contains ``<image>`` as a placeholder.
+    """Check that a record without images does not use ``<image>`` as an image placeholder.
 
-    If no field of the record could contain images, ``<image>`` is accepted as ordinary text.
+    The function is called if the messages of the record have no image parts, and its image field
+    is missing or empty. If the field is missing and no other field seems to contain images,
+    ``<image>`` is accepted as ordinary text.
 
     Raises:
-        UserError: If a message contains ``<image>``, but the images are missing or in a field with
-            another name.
+        UserError: If a message contains ``<image>``, and either the image field is empty or another
+            field seems to contain the images.
     """
     if not any(_IMAGE_MARK in get_message_text(message) for message in messages):
         return
@@ -695,13 +741,13 @@ def _check_no_image_marks(messages: list[Message], row: Mapping[str, Any], locat
     if any(key in row for key in _IMAGE_FIELDS):
         raise _build_record_error(
             location,
-            f"the messages contain {_IMAGE_MARK}, but the field of the images is empty; add the image, or "
-            f"remove {_IMAGE_MARK}",
+            f"the messages contain {_IMAGE_MARK}, but the image field is empty; add the image to this "
+            f"field, or remove {_IMAGE_MARK}",
         )
 
 
 def _build_image_answer_error(location: str, index: int) -> UserError:
-    """Build the error for an answer (message ``index``) that contains an image."""
+    """Build the error for an answer that contains an image. ``index`` is the index of its message."""
     return _build_record_error(
         location,
         f"message {index + 1} is an answer with an image, but answers can contain only text; remove the "
@@ -710,7 +756,22 @@ def _build_image_answer_error(location: str, index: int) -> UserError:
 
 
 def _insert_image_parts(messages: list[Message], num_images: int, location: str) -> list[Message]:
-    """Insert image parts into messages. See :func:`_collect_images` for their positions."""
+    """Insert ``num_images`` image parts into messages that have none.
+
+    Each ``<image>`` in the text is replaced by an image part, except in messages of the assistant.
+    If no message contains ``<image>``, the image parts are put before the text of the first user
+    message.
+
+    Args:
+        messages: Normalized messages without image parts.
+        num_images: Number of images in the record, at least 1.
+        location: Location of the record in its source, used in error messages.
+
+    Raises:
+        UserError: If messages contain ``<image>``, but not exactly ``num_images`` times outside of
+            the messages of the assistant. Also if no message contains ``<image>``, and there is no
+            user message.
+    """
     texts = [get_message_text(message) for message in messages]
     marks = [
         text.count(_IMAGE_MARK) if message["role"] != "assistant" else 0
@@ -750,7 +811,9 @@ def _split_at_image_marks(text: str) -> list[dict[str, Any]]:
 
 
 def _parse_image_reference(value: Any, name: str, location: str) -> ImageReference:
-    """Parse an image reference: a path, a URL, bytes, or a mapping with one of these.
+    """Parse an image reference: a path, a URL, bytes, a Pillow image, or a mapping with one of these.
+
+    A URL may be a data URL, whose base64 text is decoded. The file or URL is not read.
 
     Args:
         value: Value in a record.
@@ -758,7 +821,8 @@ def _parse_image_reference(value: Any, name: str, location: str) -> ImageReferen
         location: Location of the record in its source, used in error messages.
 
     Raises:
-        UserError: If the value is not an image reference.
+        UserError: If the value is not an image reference, or if a data URL is invalid or too
+            large.
     """
     if isinstance(value, Mapping):
         keys = [
@@ -766,7 +830,7 @@ def _parse_image_reference(value: Any, name: str, location: str) -> ImageReferen
             for key in ("bytes", "data", "path", "url", "image", "image_url", "source")
             if not is_empty(value.get(key))
         ]
-        if keys:  # an Image feature of the datasets library has bytes and the name of their file
+        if keys:  # an Image feature of the datasets library contains the bytes of a file and the file's name
             return _parse_image_reference(_decode_base64(value, keys[0]), f"{name}.{keys[0]}", location)
     if isinstance(value, bytes | bytearray):
         return ImageReference(data=bytes(value))
@@ -778,7 +842,7 @@ def _parse_image_reference(value: Any, name: str, location: str) -> ImageReferen
         if re.match(r"file://", value, re.IGNORECASE):
             value = value[len("file://") :]
         return ImageReference(path=value)
-    if callable(getattr(value, "save", None)):  # an image of Pillow, as custom code yields
+    if callable(getattr(value, "save", None)):  # a Pillow image, which user-defined code may yield
         return ImageReference(data=_encode_png(value))
     raise _build_record_error(
         location,
@@ -797,9 +861,10 @@ def _encode_png(image: Any) -> bytes:
 
 
 def _decode_base64(value: Mapping[str, Any], key: str) -> Any:
-    """Return an item of a mapping. Base64 text in the item ``data`` is converted to a data URL.
+    """Return the value of ``key`` in a mapping that describes an image.
 
-    Anthropic's format stores images as ``data`` with ``type: base64``.
+    A string under the key ``data`` is base64 text, and is returned as a data URL. Anthropic's
+    format stores images in this way, together with ``type: base64``.
     """
     if key == "data" and isinstance(value[key], str):
         return f"data:image/any;base64,{value[key]}"
@@ -807,10 +872,15 @@ def _decode_base64(value: Mapping[str, Any], key: str) -> Any:
 
 
 def _parse_base64(text: str, name: str, location: str) -> bytes:
-    """Decode base64. Raises UserError if the text is not base64, or is longer than a valid file."""
+    """Decode the base64 text of an image.
+
+    Raises UserError if the text is invalid, or if the decoded image is larger than
+    ``MAX_IMAGE_FILE_BYTES`` (64 MiB).
+    """
     if len(text) * 3 // 4 > MAX_IMAGE_FILE_BYTES + 2:  # up to 2 characters are padding
         raise _build_record_error(
-            location, f"{name} has more than {MAX_IMAGE_FILE_BYTES >> 20} MiB; reduce the size of the image"
+            location,
+            f"{name} is larger than the limit of {MAX_IMAGE_FILE_BYTES >> 20} MiB; scale the image down",
         )
     try:
         return base64.b64decode(text, validate=True)
@@ -824,20 +894,20 @@ def _parse_base64(text: str, name: str, location: str) -> bytes:
 def _is_unread_training_key(key: Any) -> bool:
     """Return whether a message key looks like an unsupported loss setting.
 
-    Such a key contains train, loss, mask or weight, and is not in ``WEIGHT_KEYS``.
+    The name of such a key contains train, loss, mask or weight, but is not in ``WEIGHT_KEYS``.
     """
     return key not in WEIGHT_KEYS and _TRAINING_KEY_PATTERN.search(str(key)) is not None
 
 
 def _find_system_prompt(row: Mapping[str, Any], messages: Sequence[Message], location: str) -> str | None:
-    """Return the system prompt in a separate field of a record.
+    """Return the system prompt in the field ``system`` or ``system_prompt`` of a record.
 
     Returns:
-        The system prompt. None if there is no such field, or if the messages already begin with a
-        system message.
+        The system prompt. None if both fields are missing or empty, or if the messages already
+        begin with a message of the role ``system`` or ``developer``.
 
     Raises:
-        UserError: If the field is not a string, or if there are different system prompts.
+        UserError: If a field is not a string, or if there are different system prompts.
     """
     prompts = {key: row[key] for key in _SYSTEM_FIELDS if not is_empty(row.get(key))}
     for key, value in prompts.items():
@@ -846,12 +916,16 @@ def _find_system_prompt(row: Mapping[str, Any], messages: Sequence[Message], loc
     if messages[0]["role"] in SYSTEM_ROLES:
         for key, value in prompts.items():
             if value.strip() != get_message_text(messages[0]).strip():
-                description = f"the field {key} and the message from {messages[0]['role']}"
-                raise _build_record_error(location, f"{description} differ; remove one of the prompts")
+                raise _build_record_error(
+                    location,
+                    f"the field {key} and the message with role {messages[0]['role']} contain different "
+                    "system prompts; remove one of the prompts",
+                )
         return None
     if len({value.strip() for value in prompts.values()}) > 1:
         raise _build_record_error(
-            location, f"the fields {' and '.join(prompts)} differ; remove one of the fields"
+            location,
+            f"the fields {' and '.join(prompts)} contain different system prompts; remove one of the fields",
         )
     return next(iter(prompts.values()), None)
 
@@ -862,7 +936,7 @@ def _parse_tools(row: Mapping[str, Any], location: str) -> list[Any] | None:
     The schemas in ``functions`` are converted to the format of ``tools``.
 
     Returns:
-        The schemas. None if there are none.
+        The schemas. None if the record has no tools.
 
     Raises:
         UserError: If a field is not a list of schemas, or if both fields exist and differ.
@@ -875,7 +949,8 @@ def _parse_tools(row: Mapping[str, Any], location: str) -> list[Any] | None:
         if not (isinstance(value, list | tuple) and all(isinstance(tool, Mapping) for tool in value)):
             raise _build_record_error(
                 location,
-                f"{key} is not a list of JSON schemas; use a list of functions with name and parameters",
+                f"the field {key} is not a list of function definitions; use a list of JSON objects, each "
+                "with the name and the parameters of a function",
             )
         tools[key] = list(value)
     if "functions" in tools:
@@ -885,16 +960,16 @@ def _parse_tools(row: Mapping[str, Any], location: str) -> list[Any] | None:
         ]
         if tools.get("tools", tools["functions"]) != tools["functions"]:
             raise _build_record_error(
-                location, "the fields tools and functions differ; remove one of the fields"
+                location, "the fields tools and functions contain different tools; remove one of the fields"
             )
     return next(iter(tools.values()), None)
 
 
 def is_empty(value: Any) -> bool:
-    """Return whether a value of a record is equivalent to a missing value.
+    """Return whether a value of a record counts as missing.
 
-    This includes None, a blank string, the text of an empty value such as ``[]`` or ``null``, and a
-    list or mapping that contains only such values.
+    None and a blank string count as missing. A string that spells an empty value also does, such as
+    ``"[]"`` or ``"null"``. A list or mapping counts as missing if all its values do.
     """
     if isinstance(value, str):
         return value.strip() in ("", "[]", "{}", "null", "None")
@@ -906,9 +981,9 @@ def is_empty(value: Any) -> bool:
 def _normalize_messages(turns: Sequence[Any], location: str) -> list[Message]:
     """Normalize the messages of a record. See :func:`_normalize_message`.
 
-    OpenAI's deprecated ``function_call`` becomes a tool call. The role of the messages with results
-    then changes from ``function`` to ``tool``, because a template might otherwise write the call
-    without its result.
+    OpenAI's deprecated ``function_call`` becomes a tool call. In messages after such a call, the
+    role ``function`` becomes ``tool``, because a chat template might otherwise render the call but
+    skip the result.
     """
     messages = [_normalize_message(message, location, index) for index, message in enumerate(turns)]
     has_function_call = False
@@ -922,28 +997,37 @@ def _normalize_messages(turns: Sequence[Any], location: str) -> list[Message]:
 def _normalize_message(message: Any, location: str, index: int) -> Message:
     """Normalize a message.
 
-    Joins text parts, converts tool calls to objects, stores reasoning under both keys that templates
-    use, and removes optional keys without a value.
+    Joins text parts, renames ``function_call`` to ``tool_calls``, and converts tool calls to
+    objects. Stores reasoning under both ``thinking`` and ``reasoning_content``, because templates
+    read one of these keys. Removes keys whose value is None, and optional keys with an empty value.
+    If a message with tool calls has no content, its content becomes an empty string.
 
     Args:
         message: Message of a record.
         location: Location of the record in its source, used in error messages.
-        index: Index of the message, from 0.
+        index: Index of the message, from 0, used in error messages.
 
     Raises:
-        UserError: If the message is not valid.
+        UserError: If the message is not valid. For example, its role is not in :data:`ROLES`, the
+            value of one of its ``WEIGHT_KEYS`` is neither 0 nor 1, or the name of another key
+            suggests a loss setting. See :func:`_is_unread_training_key`.
     """
     if not isinstance(message, Mapping) or "role" not in message:
-        keys = (
-            f" (its keys are {format_name_list(map(str, message))})" if isinstance(message, Mapping) else ""
-        )
-        if isinstance(message, Mapping) and {"from", "value"} <= message.keys():
-            keys += "; set data.format to sharegpt, and data.columns to {conversations: messages}"
-        raise _build_format_error("messages", location, f"message {index + 1} has no role{keys}")
+        if not isinstance(message, Mapping):
+            reason = f"is {describe_type(message)}; write each message as a mapping with role and content"
+        elif {"from", "value"} <= message.keys():
+            reason = (
+                "has the keys from and value instead of role and content; set data.format to sharegpt, and "
+                "set data.columns to {conversations: messages}"
+            )
+        else:
+            reason = f"has no role (its keys are {format_name_list(map(str, message))}); add the role"
+        raise _build_format_error("messages", location, f"message {index + 1} {reason}")
     role, content = message["role"], message.get("content")
     if role not in ROLES:
         raise _build_record_error(
-            location, f"message {index + 1} has role {role!r}; use one of {_join_with_commas(ROLES)}"
+            location,
+            f"message {index + 1} has the unsupported role {role!r}; use one of {_join_with_commas(ROLES)}",
         )
     converted: Message = {
         key: value
@@ -955,8 +1039,8 @@ def _normalize_message(message: Any, location: str, index: int) -> Message:
         if _is_unread_training_key(key):
             raise _build_record_error(
                 location,
-                f"message {index + 1} has the key {key}, which is not supported; use "
-                f"{_join_with_commas(WEIGHT_KEYS)} with 0 or 1 for a complete message, or remove the key",
+                f"message {index + 1} has the key {key}, which is not supported; remove the key, or set "
+                f"{_join_with_commas(WEIGHT_KEYS[:-1])} or {WEIGHT_KEYS[-1]} of the message to 0 or 1",
             )
     for key in WEIGHT_KEYS:
         if (weight := converted.get(key, 0)) not in (0, 1):
@@ -983,18 +1067,18 @@ def _normalize_message(message: Any, location: str, index: int) -> Message:
         converted["tool_calls"] = _normalize_tool_calls(converted["tool_calls"], location, index)
         converted = {"role": role, "content": "", **converted}  # a call without content gets an empty string
     reasoning = next((converted[key] for key in _REASONING_KEYS if key in converted), None)
-    if reasoning is not None:  # templates use one of two names
+    if reasoning is not None:  # templates read one of these two keys
         converted = {"thinking": reasoning, **converted, "reasoning_content": reasoning}
     return converted
 
 
 def _normalize_parts(parts: Sequence[Any], location: str, index: int) -> str | list[dict[str, Any]]:
-    """Normalize the parts of a message's content.
+    """Merge adjacent text parts of a message's content, and convert its image parts.
 
     Args:
         parts: Parts of the content.
         location: Location of the record in its source, used in error messages.
-        index: Index of the message, from 0.
+        index: Index of the message, counted from 0. Used in error messages.
 
     Returns:
         The joined text if no part is an image. Otherwise, a list of text parts and image parts. An
@@ -1033,7 +1117,7 @@ def _extract_part_text(part: Any, location: str, index: int) -> str:
     """Return the text of one part of a message's content.
 
     Raises:
-        UserError: If the part is not text but, for example, audio.
+        UserError: If the part is not text, for example audio.
     """
     if isinstance(part, str):
         return part
@@ -1056,10 +1140,15 @@ def _normalize_tool_calls(value: Any, location: str, index: int) -> list[dict[st
         location: Location of the record in its source, used in error messages.
         index: Index of the message, from 0, used in error messages.
 
+    Returns:
+        The calls in the form ``{"type": "function", "function": {"name": ..., "arguments": ...}}``,
+        with the ``id`` if there is one. A call without the key ``function`` is converted to this
+        form. Missing arguments become an empty dict.
+
     Raises:
         UserError: If a string is not valid JSON, or if a call has no function name.
     """
-    calls = _parse_json(value, f"message {index + 1}: its tool call", location)
+    calls = _parse_json(value, f"message {index + 1}: tool_calls", location)
     calls = calls if isinstance(calls, list | tuple) else [calls]
     converted: list[dict[str, Any]] = []
     for call in calls:
@@ -1095,7 +1184,7 @@ def _parse_json(value: Any, name: str, location: str) -> Any:
 
 
 def _parse_list_field(row: Mapping[str, Any], key: str, kind: RecordFormat, location: str) -> Sequence[Any]:
-    """Return the value of a field that must be a list or a JSON list.
+    """Return a field that must be a list. A string that contains a list as JSON is parsed.
 
     Args:
         row: Values of the record, keyed by field.
@@ -1112,7 +1201,7 @@ def _parse_list_field(row: Mapping[str, Any], key: str, kind: RecordFormat, loca
     if key not in row:
         raise _build_missing_field_error(kind, location, key, row)
     if not isinstance(value, list | tuple):
-        raise _build_format_error(kind, location, f"{key} is {describe_type(value)}")
+        raise _build_format_error(kind, location, f"{key} is {describe_type(value)}; use a list of messages")
     return value
 
 
@@ -1121,14 +1210,20 @@ def _join_with_commas(names: Any) -> str:
 
 
 def _build_record_error(location: str, reason: str) -> UserError:
-    """Build the error for an invalid record, from its location and the reason."""
+    """Build the RecordError for an invalid record, from its location and the reason."""
     return RecordError(f"data.source: {location}: {to_one_line(reason)}")
 
 
 def _build_format_error(kind: RecordFormat, location: str, reason: str) -> UserError:
-    """Build the error for a record in the wrong format. It contains an example of the expected format."""
+    """Build the error for a record in the wrong format. It contains an example of the expected format.
+
+    Args:
+        kind: Expected format of the record.
+        location: Location of the record in its source.
+        reason: Problem and remedy, separated by a semicolon.
+    """
     return _build_record_error(
-        location, f"{reason}; write a record of data.format: {kind} like {EXAMPLE_RECORDS[kind]}"
+        location, f"{reason} (example for data.format: {kind}: {EXAMPLE_RECORDS[kind]})"
     )
 
 
@@ -1143,13 +1238,17 @@ def _build_missing_field_error(
         key: Name of the missing field.
         row: Values of the record, keyed by field.
     """
-    near = find_similar_names(key, map(str, row))
-    hint = f" (did you mean {near[0]}?)" if near else ""
-    remedy = (
-        "" if near else (f"; set data.columns, such as {{{key}: NAME}}, if another field contains this value")
-    )
+    fields = format_name_list(map(str, row))
+    if near := find_similar_names(key, map(str, row)):
+        return _build_format_error(
+            kind,
+            location,
+            f"there is no field {key} (the fields are {fields}); did you mean {near[0]}? If so, set "
+            f"data.columns to {{{key}: {near[0]}}}",
+        )
     return _build_format_error(
         kind,
         location,
-        (f"{key} is missing{hint}, and the fields are {format_name_list(map(str, row))}{remedy}"),
+        f"there is no field {key} (the fields are {fields}); add the field or, if another field NAME "
+        f"contains this value, set data.columns to {{{key}: NAME}}",
     )

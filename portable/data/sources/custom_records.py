@@ -1,4 +1,4 @@
-"""Read records from user-defined code, and write records in memory to a file."""
+"""Read records from user-defined code, and write records passed from Python code to a file."""
 
 from __future__ import annotations
 
@@ -24,33 +24,45 @@ if TYPE_CHECKING:
 NOTE_AFTER_SECONDS = 20.0
 """Time in seconds after which a note shows the number of records read so far.
 
-The note is for code that yields records without an end.
+The note makes the user aware that the code may yield records without an end.
 """
 
 
 class CustomRecords(DataSource):
     """Source of records from user-defined code, such as ``my_package.my_module:records``.
 
-    If the import path refers to a function or class, it is called. The object or the result of the call
-    must be an iterable of mappings that yields the same records each time. It may have an attribute or
-    method ``fingerprint``: a string that changes whenever the records change. The digest is then
-    computed from this string, without reading the records.
+    If the import path refers to a callable, such as a function or class, the callable is called.
+    The imported object, or the result of the call, must be an iterable of mappings, or an object
+    with ``__getitem__`` and ``__len__``. Each pass must yield the same records. If a call returns
+    an iterator, such as a generator, the callable is called again for each pass over the records.
+
+    The object may have an attribute or method ``fingerprint`` that gives a string. The string must
+    change whenever the records change. The digest that identifies the data is then computed from
+    this string, without reading the records. Without a fingerprint, the digest is computed from the
+    records, which must then be convertible to JSON.
     """
 
     @classmethod
     def from_names(cls, names: Sequence[str], settings: SourceSettings) -> CustomRecords | None:
         """Open the source if one of the names is an import path, such as ``my_module:records``.
 
+        Imports the module, and calls the object if it is callable.
+
         Returns:
             The source. None if no name is an import path.
 
         Raises:
-            UserError: If there are other names, or if ``data.config_name`` is set.
+            UserError: If an import path is combined with other names or with ``data.config_name``,
+                if the object cannot be imported, or if the call fails.
         """
         code_name = next(filter(plugins.is_plugin_name, names), None)
         if code_name is None:
             return None
-        if len(names) > 1 or settings.data.config_name is not None:
+        if settings.data.config_name is not None:
+            raise UserError(
+                f"data.config_name: has no effect with the Python source {code_name}; remove data.config_name"
+            )
+        if len(names) > 1:
             raise UserError(
                 f"data.source: {code_name}: a Python source cannot be combined with other sources; use "
                 "data.sources for a mixture"
@@ -58,17 +70,18 @@ class CustomRecords(DataSource):
         return cls(code_name, settings)
 
     def __init__(self, name: str, settings: SourceSettings) -> None:
-        super().__init__(str(plugins.parse_plugin_spec(name)), settings)
+        super().__init__(str(plugins.parse_setting_spec("data.source", name)), settings)
         self.records = plugins.load_plugin_value("data.source", name)
         """The imported object, or its return value if it is callable.
 
-        If this is an iterator, it is created again for each pass, because it can be read only once.
+        An iterator can be read only once, so it is created again for each pass.
         """
 
     def compute_digest(self) -> str:
-        """Compute a digest of the records, their code and the settings for reading them.
+        """Compute a digest of the records, of the code that provides them, and of the settings.
 
-        If the object has a ``fingerprint``, it is used instead of the records, so they are not read.
+        If the user-defined object has a ``fingerprint``, the digest includes the fingerprint
+        instead of the records, and the records are not read.
         """
         records_digest = getattr(self.records, "fingerprint", None)
         with plugins.convert_user_errors(f"data.source: {self.name}: fingerprint"):
@@ -98,10 +111,13 @@ class CustomRecords(DataSource):
     def check_readable(self) -> None:
         """Check that the first document can be read.
 
-        Does nothing if ``data.format`` is ``samples``, because samples are checked when the datasets are
-        built.
+        Does nothing if ``data.format`` is ``samples``, because samples are checked when the
+        datasets are built.
+
+        Raises:
+            UserError: If the records cannot be read or contain no text.
         """
-        if self.settings.data.format != CUSTOM_SAMPLES:  # samples are checked when they are counted
+        if self.settings.data.format != CUSTOM_SAMPLES:  # samples are checked when the datasets are built
             super().check_readable()
 
     def _read_rows(self) -> Iterator[LocatedRow]:
@@ -127,7 +143,7 @@ class CustomRecords(DataSource):
                     asks_at = float("inf")
                     print_error(
                         f"note: {subject}: {number:,} records so far; if the source is infinite, set "
-                        "data.max_samples"
+                        "data.max_samples to the number of records to read"
                     )
                 location = f"{self.name}: record {number}"
                 if not isinstance(row, Mapping):
@@ -138,21 +154,33 @@ class CustomRecords(DataSource):
                 yield LocatedRow(location, row)
 
     def _compute_records_digest(self) -> str:
-        """Read all records, and compute their digest.
+        """Read the records, up to ``data.max_samples``, and compute their digest.
 
         Raises:
-            UserError: If a record cannot be converted to JSON.
+            UserError: If the records cannot be read, if a record is not a mapping, or if it cannot
+                be converted to JSON.
         """
         digest = hashlib.blake2b(digest_size=16)
         for location, row in self.iter_rows():
             try:
-                digest.update(json.dumps(row, sort_keys=True).encode() + b"\n")
+                digest.update(json.dumps(row, sort_keys=True, default=_convert_mapping).encode() + b"\n")
             except (TypeError, ValueError) as error:
                 raise UserError(
-                    f"data.source: {location} does not consist of plain values "
-                    f"({to_one_line(error)}); use numbers, strings, lists and mappings"
+                    f"data.source: {location} cannot be converted to JSON ({to_one_line(error)}); use only "
+                    "numbers, strings, lists and mappings"
                 ) from error
         return digest.hexdigest()
+
+
+def _convert_mapping(value: object) -> dict[Any, Any]:
+    """Convert a mapping that is not a dict, such as a MappingProxyType, for :func:`json.dumps`.
+
+    Raises:
+        TypeError: If ``value`` is not a mapping.
+    """
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise TypeError(f"the type {type(value).__name__} is not supported")
 
 
 def write_records_file(rows: Iterable[Mapping[str, Any]], folder: Path) -> Path:
@@ -180,11 +208,11 @@ def write_records_file(rows: Iterable[Mapping[str, Any]], folder: Path) -> Path:
                         "from column names to values"
                     )
                 try:
-                    line = json.dumps(dict(row), ensure_ascii=False).encode() + b"\n"
+                    line = json.dumps(row, ensure_ascii=False, default=_convert_mapping).encode() + b"\n"
                 except (TypeError, ValueError) as error:
                     raise UserError(
-                        f"data: record {number} does not consist of plain values ({to_one_line(error)}); "
-                        "use numbers, strings, lists and mappings"
+                        f"data: record {number} cannot be converted to JSON ({to_one_line(error)}); use only "
+                        "numbers, strings, lists and mappings"
                     ) from error
                 digest.update(line)
                 file.write(line)

@@ -12,7 +12,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from portable.data.sources.parquet_rows import drop_nested_nulls
-from portable.data.sources.records import CsvCell, LocatedRow
+from portable.data.sources.records import CsvCell, EnoughErrors, LocatedRow
 from portable.errors import UserError, to_one_line
 from portable.paths import open_file
 from portable.temporary_folder import create_scratch_folder
@@ -46,21 +46,25 @@ def import_datasets(purpose: str) -> Any:
 def iter_csv_rows(path: Path, name: str, fields: Fields) -> Iterator[LocatedRow]:
     """Stream the rows of a .csv file without caching it. Yields nothing for an empty file.
 
-    All cells are strings, because a text may look like a number or a missing value, and a class may be
-    called NA. In the columns of labels and of ``data.columns``, cells are :class:`CsvCell`, which may
-    be converted to numbers later.
+    All cells are read as strings, because a text may look like a number. Cells such as ``NA`` are
+    not treated as missing values, because ``NA`` may be the name of a class. Cells in the label
+    column and in the columns of ``data.columns`` may be converted to numbers later, so they are
+    instances of :class:`CsvCell`. Reading a file disables the log messages of the ``datasets``
+    library in this process, except for critical messages.
 
     Args:
         path: Path of the local file.
         name: Name of the file, used in locations.
-        fields: Names of the columns to read. If ``fields.bad`` is set, lines that cannot be parsed are
-            skipped and added to it.
+        fields: Settings for reading records. If ``fields.bad`` is set, lines that cannot be parsed
+            are skipped and added to it.
 
     Raises:
-        UserError: If the file cannot be read or is not comma-separated.
+        UserError: If the file cannot be read or is not comma-separated, or if the ``datasets``
+            library is not installed.
+        EnoughErrors: If ``fields.bad`` has collected enough errors.
     """
     datasets = import_datasets(f"reading {name}")
-    datasets.logging.set_verbosity(logging.CRITICAL)  # errors that it logs are also raised
+    datasets.logging.set_verbosity(logging.CRITICAL)  # logged errors are also raised
     with create_scratch_folder("portable-rows") as scratch:
         try:
             with io.TextIOWrapper(open_file(path), encoding="utf-8-sig", newline="") as file:
@@ -90,7 +94,7 @@ def iter_csv_rows(path: Path, name: str, fields: Fields) -> Iterator[LocatedRow]
                     for key, value in row.items()
                 }
                 yield LocatedRow(f"{name}: row {number}", drop_nested_nulls(row))
-        except UserError:
+        except (UserError, EnoughErrors):
             raise
         except Exception as error:
             raise UserError(
@@ -103,7 +107,8 @@ def _check_comma_separated(header: list[str], name: str) -> None:
     """Check that the columns are separated by commas.
 
     Raises:
-        UserError: If they are separated by another common character.
+        UserError: If the header has a single column whose name contains a tab, a semicolon or a
+            ``|``, because this character is then probably the separator.
     """
     if len(header) == 1 and (other := next((sign for sign in "\t;|" if sign in header[0]), None)):
         raise UserError(
@@ -129,13 +134,13 @@ def _read_next_valid_row(rows: Iterator[Any], name: str, bad_records: BadRecords
 
 
 def iter_dataset_rows(dataset: Any) -> Iterator[Any]:
-    """Yield the rows of a ``datasets`` dataset, with image files instead of decoded images.
+    """Yield the rows of a ``datasets`` dataset without decoding its images.
 
-    An image file is a mapping with ``bytes`` and ``path``. Only images that are stored as a path,
-    without their bytes, are decoded.
+    Each image is a dict with the keys ``bytes`` and ``path``. There is one exception: if the
+    dataset stores only the path of an image, the image is decoded.
 
     Args:
-        dataset: A ``Dataset`` of the library.
+        dataset: A ``datasets.Dataset``.
     """
     datasets = import_datasets("images")
     features = dataset.features or {}
@@ -171,7 +176,12 @@ def _has_images(feature: Any, image_class: type) -> bool:
 
 
 def _disable_image_decoding(feature: Any, image_class: type) -> Any:
-    """Return a copy of a feature whose images are not decoded."""
+    """Return a copy of a ``datasets`` feature in which image decoding is disabled.
+
+    Args:
+        feature: Feature, or a dict or list of features. Nested image features are changed as well.
+        image_class: The class ``datasets.Image``.
+    """
     if isinstance(feature, dict):
         return {name: _disable_image_decoding(inner, image_class) for name, inner in feature.items()}
     if isinstance(feature, list):
@@ -185,11 +195,11 @@ def _disable_image_decoding(feature: Any, image_class: type) -> Any:
 
 
 def build_dataset_load_error(names: Iterable[str | None], error: BaseException) -> UserError:
-    """Build the error for a Hub dataset that cannot be loaded.
+    """Build the error for a dataset on the Hub or in a local folder that cannot be loaded.
 
     Args:
         names: Name, configuration and split of the dataset. None and empty values are ignored.
-        error: Exception of the ``datasets`` library.
+        error: Exception of the ``datasets`` or ``huggingface_hub`` library.
     """
     parts = ", ".join(str(part) for part in names if part)
     return UserError(
@@ -200,7 +210,11 @@ def build_dataset_load_error(names: Iterable[str | None], error: BaseException) 
 
 
 def describe_root_cause(error: BaseException) -> str:
-    """Describe the root cause of a chained exception in one line of at most 200 characters."""
+    """Describe the root cause of a chained exception in one line of at most 200 characters.
+
+    The root cause is the last exception in the chain of ``__cause__`` attributes. The result is its
+    message, or the name of its type if the message is empty.
+    """
     while error.__cause__ is not None:
         error = error.__cause__
     text = to_one_line(error) or type(error).__name__

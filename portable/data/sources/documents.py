@@ -1,4 +1,4 @@
-"""Documents and conversations: the classes to which the records of all sources are converted."""
+"""Classes for documents and conversations, to which the records of all sources are converted."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 Message = dict[str, Any]
-"""Message of a conversation with the keys ``role`` and ``content``, as in ``apply_chat_template`` of
-transformers.
+"""Message of a conversation. It has the keys ``role`` and ``content``, as transformers'
+``apply_chat_template`` expects.
 """
 
 
 WEIGHT_KEYS = ("weight", "train", "training", "loss")
-"""Keys of a message that exclude it from the loss if their value is 0 or false.
+"""Message keys that exclude a message from the loss if their value is 0 or false.
 
 They occur in data for OpenAI, axolotl and ms-swift.
 """
@@ -33,8 +33,8 @@ MAX_IMAGE_FILE_BYTES = 64 << 20
 DEFAULT_TRAINED_ROLES = frozenset({"assistant"})
 """Roles whose messages contribute to the loss, unless ``data.roles_to_train`` names others."""
 Label = int | float | str | tuple[int | float | str, ...]
-"""Label of a text: a class (integer or string), several classes, a number or several numbers."""
-PIECE_CHARS = 1 << 20  # longer texts are read and tokenized in pieces to limit memory
+"""Label of a text: a class (integer or string), a number, or several classes or numbers."""
+PIECE_CHARS = 1 << 20  # longer texts are read and tokenized in pieces to limit memory use
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,8 @@ class ImageReference:
     """Reference to an image in a record. Exactly one attribute is set.
 
     Attributes:
-        path: Path of an image file. Relative paths are relative to the image folder.
+        path: Path of an image file. A relative path is resolved against the image folder, which
+            is ``ImageReader.root``.
         url: URL of an image file.
         data: Content of an image file, such as a JPEG.
     """
@@ -57,17 +58,18 @@ class Conversation:
     """Conversation of one record.
 
     Attributes:
-        messages: Messages with the keys ``role`` and ``content``, and other keys that a template can
-            read. The content is a string, possibly empty if the message has tool calls. If the message
-            has images, the content is a list of parts: ``{"type": "text", "text": ...}`` and ``{"type":
-            "image"}``.
+        messages: Messages with the keys ``role`` and ``content``, and other keys that a template
+            can read. The content is a string, possibly empty if the message has tool calls. If the
+            message has images, the content is a list of parts: ``{"type": "text", "text": ...}``
+            and ``{"type": "image"}``.
         location: Location of the record in the source, used in error messages.
-        tools: JSON schemas of the tools that the assistant may call.
-        num_prompt_messages: Number of messages at the start that form the prompt. None if the record
-            has no marked prompt.
+        tools: JSON schemas of the tools that the assistant may call. None if there are no tools.
+        num_prompt_messages: Number of messages at the start that form the prompt. None if the
+            record does not mark a prompt.
         template_kwargs: Additional variables for the template.
-        trained_roles: Roles whose messages contribute to the loss. Individual messages can be included
-            with the key ``train`` or ``training``, or excluded with one of ``WEIGHT_KEYS``.
+        trained_roles: Roles whose messages contribute to the loss. A message of another role also
+            contributes if its key ``train`` or ``training`` is true. A message never contributes if
+            one of its ``WEIGHT_KEYS`` is 0 or false.
         images: Images of the conversation, in the order of the messages' image parts.
     """
 
@@ -81,14 +83,18 @@ class Conversation:
 
     @property
     def trained_message_indices(self) -> list[int]:
-        """Indices of the messages that contribute to the loss. See ``trained_roles``."""
+        """Indices of the messages that contribute to the loss according to ``trained_roles``.
+
+        Messages of the prompt may be included. If only the messages after the prompt contribute to
+        the loss, callers must remove the indices below ``num_prompt_messages``.
+        """
         return [index for index, message in enumerate(self.messages) if self._is_trained(message)]
 
     def _is_trained(self, message: Message) -> bool:
         """Return whether a message contributes to the loss.
 
-        It must have one of ``trained_roles``, or a true value of ``train`` or ``training``. None of
-        ``WEIGHT_KEYS`` may be 0 or false.
+        A message contributes if its role is in ``trained_roles``, or if its key ``train`` or
+        ``training`` is true. It never contributes if one of its ``WEIGHT_KEYS`` is 0 or false.
         """
         is_selected = message["role"] in self.trained_roles or bool(
             message.get("train") or message.get("training")
@@ -97,12 +103,8 @@ class Conversation:
 
     @property
     def trained_roles_text(self) -> str:
-        """Roles whose messages contribute to the loss, as text for error messages."""
-        return (
-            "the assistant"
-            if self.trained_roles == DEFAULT_TRAINED_ROLES
-            else " or ".join(sorted(self.trained_roles))
-        )
+        """Roles whose messages contribute to the loss, as text that is used in error messages."""
+        return " or ".join(sorted(self.trained_roles))
 
     @property
     def joined_text(self) -> str:
@@ -111,7 +113,7 @@ class Conversation:
 
 
 def get_message_text(message: Message) -> str:
-    """Return the text of a message. Joins the text parts of a list and ignores image parts."""
+    """Return the text of a message. If its content is a list, joins the text parts and ignores images."""
     content = message.get("content", "")
     if isinstance(content, list):
         return "".join(part["text"] for part in content if part["type"] == "text")
@@ -125,25 +127,29 @@ def count_images(messages: Iterable[Message]) -> int:
 
 
 def is_excluded_from_training(message: Message) -> bool:
-    """Return whether a message is excluded from the loss, because one of ``WEIGHT_KEYS`` is 0 or false."""
+    """Return whether one of the ``WEIGHT_KEYS`` of a message is 0 or false.
+
+    Such a message does not contribute to the loss.
+    """
     return any(message.get(key) == 0 for key in WEIGHT_KEYS)
 
 
 @dataclass(frozen=True)
 class Document:
-    """A document, or a piece of a long document.
+    """Document, or one piece of a long document.
 
     Attributes:
         text: Text of the document. For a conversation, the content of its messages.
         target: Target text for seq2seq.
         label: Label for classification.
-        is_last_piece: Whether this is the last piece of the document.
+        is_last_piece: Whether this is the last piece of the document. The pieces before it contain
+            only ``text``.
         pair_text: Second text of a pair for classification.
         conversation: Conversation to tokenize instead of ``text``.
-        extra_columns: Numbers from the additional columns of ``data.columns``, in the order of this
-            setting.
+        extra_columns: Numbers from the additional columns, in the order in which ``data.columns``
+            lists the columns.
         num_prompt_chars: Number of characters at the start of the text that form a prompt. None if
-            there is no prompt.
+            the text has no prompt.
     """
 
     text: str
@@ -172,8 +178,8 @@ def compute_text_digest(content: str) -> str:
 def build_data_changed_error(path: object) -> UserError:
     """Build the error for a file or source that another program changed while it was read."""
     return UserError(
-        f"data.source: {path} changed while it was read; wait until no program writes to the file, and run "
-        "the same command again"
+        f"data.source: {path} changed while it was being read; wait until no program is writing to the "
+        "file, then run the same command again"
     )
 
 
@@ -196,7 +202,7 @@ def get_field_value(row: Mapping[str, Any], name: str, default: Any = None) -> A
 def iter_field_names(row: Mapping[str, Any]) -> Iterator[str]:
     """Yield the names of a record's fields.
 
-    If a field is a nonempty mapping, yields the dotted names of its nested fields instead.
+    For a field whose value is a nonempty mapping, yields the dotted names of its nested fields instead.
     """
     for name, value in row.items():
         if isinstance(value, Mapping) and value:
@@ -211,7 +217,10 @@ def replace_surrogates(text: str) -> str:
 
 
 def describe_type(value: object) -> str:
-    """Describe the type of a value for an error message."""
+    """Describe the type of a value for an error message, such as ``of type int``.
+
+    The result for None is ``null``.
+    """
     return "null" if value is None else f"of type {type(value).__name__}"
 
 

@@ -1,7 +1,7 @@
 """Sources that read part of a file: lines of a .jsonl file, or row groups of a .parquet file.
 
-The boundaries of the parts depend only on the file size, so files can be divided without reading
-them. Parts of remote files are read with range requests, without a local copy.
+The boundaries of the parts depend only on the file size, so a file can be divided without reading
+it. Parts of remote files are read with range requests, without a local copy.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     from portable.converters.storage.object_store import RemotePath
     from portable.converters.storage.path_or_url import AnyPath
 
-_BUFFER = 4 << 20  # bytes per request for lines
+_BUFFER = 4 << 20  # bytes per request when reading lines of a remote file
 
 
 class FileRangeSource(DataSource):
-    """Base class of sources that read the records starting in the byte range ``[start, stop)`` of a file.
+    """Base class of sources that read the lines or row groups that start in a range of bytes.
 
     Args:
         path: Path or URL of the file.
@@ -62,8 +62,7 @@ class FileRangeSource(DataSource):
     def compute_digest(self) -> str:
         """Compute a digest of the records in the range and of the settings for reading them.
 
-        For a remote file, the URL, size and version are digested instead of the bytes, so nothing is
-        downloaded.
+        For a remote file, uses the URL, size and version instead of the records, so nothing is downloaded.
         """
         if self._object is not None:
             return compute_text_digest(
@@ -78,18 +77,22 @@ class FileRangeSource(DataSource):
     def _has_changed(self, old_digest: str) -> bool:
         """Return whether the file has changed. See :meth:`DataSource._has_changed`.
 
-        For a remote file, compares only the size and version, without reading it. A file on the Hub cannot
-        change, because its URL contains the revision.
+        For a remote file, compares only the size and version, without reading it. A file on the Hub
+        cannot change, because its URL contains the revision.
+
+        Raises:
+            UserError: If the remote file no longer exists, or if the store reports an error.
+            RunError: If the store cannot be reached after all retries.
         """
         if not is_in_store(self._path) or self._object is None:
             return super()._has_changed(old_digest)
-        # A file on the hub has no version, because its URL contains the revision.
+        # A file on the Hub has no version. It cannot change, because its URL contains the revision.
         with convert_read_errors(self._path):
             return bool(self._object.version) and self._path.fetch_status() != self._object
 
     @abstractmethod
     def _iter_digested_bytes(self) -> Iterator[bytes]:
-        """Yield all bytes of the file that can affect the records in the range."""
+        """Yield all bytes of the file that can affect the records in the byte range of this source."""
 
     def _open_file(self) -> io.RawIOBase:
         """Open the file as a seekable binary file. Each read of a remote file is a range request."""
@@ -100,7 +103,7 @@ class FileRangeSource(DataSource):
 
 
 class JsonlRangeSource(FileRangeSource):
-    """Source of the lines of a .jsonl file that start within a byte range."""
+    """Source of those lines of a .jsonl file that start within a byte range."""
 
     def _iter_digested_bytes(self) -> Iterator[bytes]:
         return (line for _, line in self._iter_lines())
@@ -113,7 +116,7 @@ class JsonlRangeSource(FileRangeSource):
         ):
             if self._start:
                 file.seek(self._start - 1)
-                file.readline()  # skip a line that begins in the previous part
+                file.readline()  # skip the rest of a line that begins in the previous part
             offset = file.tell()
             while offset < self._stop and (line := file.readline()):
                 yield offset, line
@@ -127,23 +130,28 @@ class JsonlRangeSource(FileRangeSource):
 
 
 class _OpenRowGroups(NamedTuple):
-    """An open ``ParquetFile``, and the numbers of the row groups to read."""
+    """An open ``ParquetFile``, and the row groups to read from it.
+
+    Attributes:
+        file: The open file.
+        row_groups: Indices of the row groups in the file.
+    """
 
     file: Any
     row_groups: list[int]
 
 
 class ParquetRangeSource(FileRangeSource):
-    """Source of the rows of a .parquet file whose row groups start within a byte range."""
+    """Source of a part of a .parquet file: all row groups that start within a byte range."""
 
     @contextmanager
     def _open_parquet(self) -> Iterator[_OpenRowGroups]:
-        """Open the file, and select the row groups that start within the range."""
+        """Open the file, and select the row groups that start within the byte range of this source."""
         with (
             self._open_file() as raw,
             open_parquet(raw, self._path, pre_buffer=self.downloads_to_read) as file,
         ):
-            # A row group without columns has no start, and contains nothing to read.
+            # A row group without columns has no byte offset and contains nothing to read.
             groups = range(file.metadata.num_row_groups if file.metadata.num_columns else 0)
             begins = ((number, _get_row_group_start(file.metadata, number)) for number in groups)
             yield _OpenRowGroups(
@@ -183,7 +191,7 @@ RANGE_SOURCES: dict[str, type[JsonlRangeSource | ParquetRangeSource]] = {
     ".jsonl": JsonlRangeSource,
     ".parquet": ParquetRangeSource,
 }
-"""Class that reads parts of a file, keyed by its format."""
+"""Class that reads part of a file, keyed by the file's suffix."""
 
 
 class _StoredObjectFile(io.RawIOBase):

@@ -1,4 +1,4 @@
-"""Source of local and remote .txt, .jsonl, .json, .csv and .parquet files.
+"""Data source that reads local and remote .txt, .jsonl, .json, .csv and .parquet files.
 
 The first three formats may be compressed.
 """
@@ -21,7 +21,11 @@ from portable.data.sources.documents import Document, build_data_changed_error, 
 from portable.data.sources.file_parts import RANGE_SOURCES
 from portable.data.sources.hub_files import find_split_files_of_folder
 from portable.data.sources.listing import list_local_files, list_remote_files
-from portable.data.sources.read_errors import build_unreadable_error, convert_read_errors
+from portable.data.sources.read_errors import (
+    build_unreadable_error,
+    convert_deleted_errors,
+    convert_read_errors,
+)
 from portable.data.sources.records import parse_record
 from portable.data.sources.rows import iter_file_rows, iter_text_documents
 from portable.data.sources.source import DataSource, SourceSettings, SourceShard
@@ -38,22 +42,24 @@ if TYPE_CHECKING:
     from portable.data.sources.records import LocatedRow
 
 _DIGEST_FILE = "digest"
-"""Name of the file with the digest of a downloaded copy, in the same folder as the copy.
+"""Name of the file that contains the digest of a downloaded copy. It is in the same folder as the copy.
 
-The copy cannot have the same name, because its name always has a suffix.
+The names cannot collide, because the name of a copy always has a suffix.
 """
 _MIN_MEMOIZED_BYTES = 16 << 20
-"""Minimum size in bytes of a file whose digest is stored. Digests of smaller files are computed each time."""
+"""Minimum size in bytes of a file whose digest is cached. Digests of smaller files are computed each time."""
 
 
 class RecordFiles(DataSource):
-    """Source of files that are read in order. Files in an object store are downloaded to the cache once.
+    """Source that reads the records of several files, one file after the other.
 
-    A ``.txt`` file is split according to ``Fields.text_split``. Other formats have one record per row.
+    Files in an object store are downloaded to the cache once. A ``.txt`` file is split according to
+    ``Fields.text_split``. Other formats have one record per row.
 
     Args:
-        name: Name of the source in error messages.
-        files: Size and version of each file in an object store, keyed by path. None for a local file.
+        name: Name of the source, used in error messages.
+        files: Mapping from the path or URL of each file to its size and version in an object store,
+            or to None if the file is local.
         settings: Settings of the source.
     """
 
@@ -71,12 +77,22 @@ class RecordFiles(DataSource):
     def from_names(cls, names: Sequence[str], settings: SourceSettings) -> RecordFiles | None:
         """Open the source if the names are all URLs, or all local files, folders or patterns.
 
+        If a local folder has splits, only the files of one split are read: ``data.split``, or
+        ``train`` by default. See
+        :func:`portable.data.sources.hub_files.find_split_files_of_folder`.
+
         Returns:
-            The source. None if there is only one name and it may be a Hub dataset.
+            The source. None if the only name is neither a URL nor a local path, so it may be a Hub
+            dataset.
 
         Raises:
-            UserError: If URLs and local files are mixed, or if a setting applies only to Hub datasets.
-            MissingDataError: If one of several names does not exist.
+            UserError: If URLs and local files are mixed, if a file has an unsupported format, or if
+                a folder or URL contains no data files. Also raised if ``data.config_name``, or a
+                split other than ``train``, is set for URLs, or for local files without splits.
+            MissingDataError: If a pattern matches no file, or if a local path does not exist. If
+                there are several names, all of them must be local paths. For a single name, see
+                :func:`portable.data.sources.listing.list_local_files`.
+            RunError: If the object store cannot be reached after all retries.
         """
         files_by_path: dict[AnyPath, ListedFile | None] = {}
         if any(map(is_url, names)):
@@ -104,9 +120,10 @@ class RecordFiles(DataSource):
         return cls(", ".join(names), files_by_path, settings)
 
     def compute_digest(self) -> str:
-        """Compute a digest of the contents and of the settings for reading them.
+        """Compute a digest of the contents of the files and of the settings for reading them.
 
-        For remote files, the URLs, sizes and versions are digested instead of the contents, so nothing is
+        The paths of local files do not affect the digest, but their order and formats do. For
+        remote files, uses the URLs, sizes and versions instead of the contents, so nothing is
         downloaded.
         """
         read_settings = self.fields.cache_key, self.settings.data.max_samples
@@ -136,7 +153,11 @@ class RecordFiles(DataSource):
 
     @property
     def content_digests(self) -> frozenset[bytes]:
-        """Digests of the contents of the local files. Empty if the files are remote."""
+        """Digests of the contents of the local files. Empty if the files are remote.
+
+        The first access may read all files, because the digests are computed together with the
+        cache key.
+        """
         self.cache_key  # noqa: B018  (computes the digests)
         return frozenset(self._content_digests)
 
@@ -155,8 +176,8 @@ class RecordFiles(DataSource):
     def size_bytes(self) -> int | None:
         """Total size of the files in bytes, as an estimate of the size of the text.
 
-        None if the text may have a different size, because a file is compressed or in the .parquet format,
-        or because ``data.max_samples`` is set.
+        None if the size of the text cannot be estimated: a file is compressed or has the Parquet
+        format, or ``data.max_samples`` is set.
         """
         unknown = self.settings.data.max_samples is not None or any(
             map(_has_unknown_text_length, self._files)
@@ -164,7 +185,11 @@ class RecordFiles(DataSource):
         return None if unknown else self.stored_bytes
 
     def _read_documents(self) -> Iterator[Document]:
-        """Yield the documents of all files. Stops after ``data.max_samples`` records or texts."""
+        """Yield the documents of all files. Stops after ``data.max_samples`` records or texts.
+
+        A text is one unit of a ``.txt`` file, according to ``Fields.text_split``. A record also
+        counts if its text is blank.
+        """
         remaining = self.settings.data.max_samples or math.inf
         for path in self._files:
             if _is_text_file(path):
@@ -191,7 +216,9 @@ class RecordFiles(DataSource):
     def iter_shards(self, part_bytes: int) -> Iterator[SourceShard]:
         """Yield the files as shards of a stream. See :meth:`DataSource.iter_shards`.
 
-        Only uncompressed .jsonl files and .parquet files are divided into parts.
+        Only .parquet files and uncompressed .jsonl files are divided into parts. If such a file is
+        remote, it is read with range requests, even if it has only one part. Other remote files are
+        downloaded when they are read.
         """
         for path, stored_object in self._files.items():
             size = self._get_size(path)
@@ -225,10 +252,13 @@ class RecordFiles(DataSource):
     def _get_local_path(self, path: AnyPath) -> Path:
         """Return the path of a local file, or of the local copy of a remote file.
 
-        If there is no intact copy, downloads the file. Other processes that need the copy wait.
+        A remote file is downloaded to the cache if the cache has no intact copy. Other processes
+        that need the same copy wait for the download.
 
         Raises:
-            UserError: If the remote file has changed since it was listed, or cannot be downloaded.
+            UserError: If the remote file has changed since it was listed or no longer exists, if
+                the store reports an error, or if the cache folder is not writable.
+            RunError: If the store cannot be reached after all retries.
         """
         if not is_in_store(path):
             return path
@@ -241,9 +271,9 @@ class RecordFiles(DataSource):
 
         def write(draft: Path) -> None:
             copy_path = draft / path.name
-            with copy_path.open("xb") as file:
+            with copy_path.open("xb") as file, convert_deleted_errors(path):
                 downloaded = path.download_to(file.write)
-            # A file on the hub has no version, because its URL contains the revision.
+            # A file on the Hub has no version, because its URL contains the revision.
             if (
                 listed_object.version not in ("", downloaded.version)
                 or downloaded.size_bytes != listed_object.size_bytes
@@ -258,21 +288,21 @@ class RecordFiles(DataSource):
 
 
 def _refuse_hub_settings(data: DataConfig, subject: str) -> None:
-    """Check that no setting selects part of a Hub dataset, because the source consists of files.
+    """Reject settings that select part of a Hub dataset, for a source that is not a Hub dataset.
 
     Args:
         data: The ``data`` section of the config.
-        subject: Description of the files, used in the error message.
+        subject: Description of the source, such as ``local files``, used in the error message.
 
     Raises:
-        UserError: If ``data.config_name`` is set, or ``data.split`` is set to a split other than
+        UserError: If ``data.config_name`` is set, or if ``data.split`` is set to a split other than
             ``train``.
     """
     for key, value in (("config_name", data.config_name), ("split", data.split)):
         if value is not None and (key, value) != ("split", "train"):
             raise UserError(
-                f"data.{key}: {value!r} is for a hub dataset, but data.source names {subject}; remove "
-                f"data.{key}"
+                f"data.{key}: {value!r} applies only to hub datasets, but data.source names {subject}; "
+                f"remove data.{key}"
             )
 
 
@@ -281,7 +311,10 @@ def _is_text_file(path: AnyPath) -> bool:
 
 
 def _has_unknown_text_length(path: AnyPath) -> bool:
-    """Return whether a file's size differs from the size of its text, because it is compressed."""
+    """Return whether the length of a file's text cannot be estimated from the file size.
+
+    This is the case for compressed files and for .parquet files.
+    """
     return get_file_format(path) == ".parquet" or is_compressed(path)
 
 
@@ -296,8 +329,10 @@ def _is_copy_intact(copy: Path) -> bool:
 def compute_file_digest(path: Path, settings: SourceSettings) -> bytes:
     """Return the digest of a file's contents, from the cache if possible.
 
-    The digest of a large file is stored in the cache folder, keyed by path, size and timestamps. It is
-    not stored if the file was modified within the last two seconds, or if ``settings.offline`` is set.
+    Digests of files of at least 16 MiB are cached in ``settings.cache_folder``, keyed by path,
+    size, timestamps and inode number. The cache is not used for a file that was modified within the
+    last two seconds. If ``settings.offline`` is set, cached digests are read, but no digest is
+    added.
 
     Raises:
         UserError: If the file cannot be read.
@@ -305,7 +340,7 @@ def compute_file_digest(path: Path, settings: SourceSettings) -> bytes:
     try:
         stat = path.stat()
         memo = None
-        # A recently modified file may change again within one tick of the file system's clock.
+        # A recently modified file may change again without a change of its timestamps.
         if stat.st_size >= _MIN_MEMOIZED_BYTES and time.time_ns() - stat.st_mtime_ns > 2_000_000_000:
             state = (path.resolve(), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)
             memo = settings.cache_folder / "digests" / compute_text_digest("\0".join(map(str, state)))
@@ -315,7 +350,7 @@ def compute_file_digest(path: Path, settings: SourceSettings) -> bytes:
     except OSError as error:
         raise build_unreadable_error(path, error) from error
     if memo is not None and not settings.offline:
-        with suppress(OSError):  # the stored digest only saves time
+        with suppress(OSError):  # caching the digest only saves time
             memo.parent.mkdir(parents=True, exist_ok=True)
             draft = memo.with_name(f"{memo.name}.{os.getpid()}")
             draft.write_bytes(content_digest)

@@ -1,6 +1,6 @@
 """List the files of a dataset's split, on the Hub or in a local folder with the same layout.
 
-Only the metadata of the dataset is downloaded, not the listed files.
+Only the metadata of the dataset is downloaded, not its data files.
 """
 
 from __future__ import annotations
@@ -35,18 +35,20 @@ if TYPE_CHECKING:
 _HUB = "hf://"
 _CARD_FILE, _SETTINGS_FILE = "README.md", ".huggingface.yaml"
 _FRONT_MATTER = re.compile(r"\s*---[\r\n]+(.*?)[\r\n]+---(?:\r?\n|$)", re.DOTALL)
-"""Pattern of the block of YAML settings at the start of a dataset card."""
+"""Pattern of the YAML settings block at the start of a dataset card, as in the ``datasets`` library."""
+_MAX_CARD_START = 1 << 16  # maximum number of bytes that are searched for the start of the settings block
+_FRONT_MATTER_START = re.compile(r"\s*---[\r\n]")
 _MAX_CARD_VALUES = 1_000_000
-_FILES_PER_REQUEST = 500  # files per request
+_FILES_PER_REQUEST = 500  # number of files whose sizes one request fetches
 _SPLIT_NAME_PATTERNS = (r"train|training", r"test|testing|eval|evaluation|validation|valid|dev|val")
-"""Patterns of the names of training splits and of evaluation splits.
+"""Patterns that match the names of training splits and of evaluation splits in a path.
 
-The names occur in paths such as test.jsonl or data/train-00000-of-00002.parquet.
+Examples of such paths are test.jsonl and data/train-00000-of-00002.parquet.
 """
 
 
 def list_hub_split_files(name: str, config_name: str | None, split: str) -> dict[AnyPath, ListedFile | None]:
-    """List the files of a split at the newest revision, in the order of the ``datasets`` library.
+    """List the files of a dataset's split at the newest revision.
 
     Args:
         name: Name of the dataset on the Hub.
@@ -54,10 +56,14 @@ def list_hub_split_files(name: str, config_name: str | None, split: str) -> dict
         split: Name of the split.
 
     Returns:
-        Size of each file, keyed by URL. The version is empty, because the URL contains the revision.
+        A :class:`ListedFile` with the size of each file, keyed by URL. The files are in the order
+        in which the ``datasets`` library reads them. Every file has a value, so None does not
+        occur. The version in each value is empty, because the URL already contains the revision.
 
     Raises:
-        UserError: If there is no such dataset or split, or if its files cannot be streamed.
+        UserError: If the dataset or the split does not exist, or if its files cannot be streamed.
+            A file can be streamed if it is in a dataset repository on the Hub and has one of the
+            formats in :data:`portable.data.sources.compression.FILE_FORMATS`.
     """
     from portable.converters.storage.object_store import RemotePath  # not needed for local files
 
@@ -72,10 +78,11 @@ def list_hub_split_files(name: str, config_name: str | None, split: str) -> dict
 
 
 def _list_hub_files(name: str, config_name: str | None, split: str) -> dict[str, dict[str, int]]:
-    """List the files and sizes of a split of a Hub dataset.
+    """List the files of a Hub dataset's split, with their sizes.
 
     Returns:
-        Sizes in bytes, keyed by repository (such as ``datasets/owner/name@revision``) and then by path.
+        For each repository, such as ``datasets/owner/name@revision``, the size of each file in bytes,
+        keyed by path.
 
     Raises:
         UserError: If the dataset cannot be loaded, does not have the split, or has files that cannot be
@@ -88,8 +95,8 @@ def _list_hub_files(name: str, config_name: str | None, split: str) -> dict[str,
             repository = "/".join(url.removeprefix(_HUB).split("/")[:3])  # datasets/owner/name@revision
             if not url.startswith(f"{_HUB}datasets/") or get_file_format(url) not in FILE_FORMATS:
                 raise UserError(
-                    f"data.source: {url}: cannot stream this kind of file, only "
-                    f"{format_name_list(FILE_FORMATS)}; set data.stream to false"
+                    f"data.source: {url}: only {format_name_list(FILE_FORMATS)} files can be streamed; set "
+                    "data.stream: false to download the dataset"
                 )
             files_by_repository.setdefault(repository, []).append(url.removeprefix(f"{_HUB}{repository}/"))
         listed_files: dict[str, dict[str, int]] = {}
@@ -103,7 +110,7 @@ def _fetch_file_sizes(repository: str, files: list[str]) -> dict[str, int]:
     """Fetch the sizes of files in a Hub repository.
 
     Args:
-        repository: Repository, such as ``datasets/owner/name@revision``.
+        repository: Repository and revision, such as ``datasets/owner/name@revision``.
         files: Paths of files in the repository.
 
     Returns:
@@ -121,7 +128,7 @@ def _fetch_file_sizes(repository: str, files: list[str]) -> dict[str, int]:
         try:
             entries = HfApi().get_paths_info(name, requested, revision=revision or None, repo_type="dataset")
             sizes |= {entry.path: getattr(entry, "size", 0) for entry in entries}
-        except Exception as error:  # the library and its HTTP client raise many classes
+        except Exception as error:  # the library and its HTTP client raise exceptions of many classes
             raise build_dataset_load_error((name, None), error) from error
     if missing := [file for file in files if file not in sizes]:
         raise UserError(
@@ -133,9 +140,15 @@ def _fetch_file_sizes(repository: str, files: list[str]) -> dict[str, int]:
 def find_split_files_of_folder(name: str, config_name: str | None, split: str) -> list[Path] | None:
     """List the files of a split in a local folder, as ``load_dataset`` would find them.
 
-    A folder has splits if ``config_name`` is set, if its dataset card has settings (as in a copy of a
-    Hub dataset), or if its files are named after splits. Without this function, all files of such a
-    folder would be used for training, including the test split.
+    A folder is treated as a folder with splits in three cases:
+
+    - ``config_name`` is set.
+    - The dataset card of the folder begins with YAML settings, as in a copy of a Hub dataset, or the
+      folder contains ``.huggingface.yaml``.
+    - The files are named after splits, for example ``train.jsonl`` and ``test.jsonl``.
+
+    Without this function, all files of such a folder would be used for training, including the test
+    split.
 
     Args:
         name: Path of the folder.
@@ -146,7 +159,10 @@ def find_split_files_of_folder(name: str, config_name: str | None, split: str) -
         Files of the split. None if ``name`` is not a folder with splits.
 
     Raises:
-        UserError: If there is no such split, or if its files cannot be read.
+        UserError: If the split does not exist, or if one of its files has an unsupported format.
+            Also raised if the dataset card refers to a file outside the folder, if a link in the
+            folder has a target that is not allowed, or if the ``datasets`` library is not
+            installed.
     """
     folder = Path(name)
     try:
@@ -169,39 +185,52 @@ def find_split_files_of_folder(name: str, config_name: str | None, split: str) -
 
 
 def _has_card_settings(folder: Path) -> bool:
-    """Return whether a folder contains a dataset card that begins with a block of YAML settings."""
-    check_link_stays_inside("data.source", folder / _CARD_FILE, folder)
+    """Return whether a folder contains settings of a dataset, as a copy of a Hub dataset does.
+
+    The settings are a block of YAML at the start of the dataset card, or a file ``.huggingface.yaml``.
+
+    Raises:
+        UserError: If one of these files is a link that leaves the folder.
+    """
+    for name in (_CARD_FILE, _SETTINGS_FILE):
+        check_link_stays_inside("data.source", folder / name, folder)
+    if (folder / _SETTINGS_FILE).is_file():
+        return True
     try:
         with open_file(folder / _CARD_FILE, folder) as file:
-            return file.read(4).rstrip() == b"---"
+            start = file.read(_MAX_CARD_START).decode("utf-8", "replace")
     except OSError:
         return False
+    return _FRONT_MATTER_START.match(start) is not None
 
 
 def check_hub_card(name: str) -> None:
-    """Check that the settings of a Hub dataset refer only to files of this dataset.
+    """Check that the settings in a Hub dataset refer only to files of this dataset.
 
-    Downloads the card and the settings file. A file that cannot be downloaded is skipped: it may not
-    exist, and any other problem is reported when the dataset is loaded.
+    A dataset may list its data files in its card (``README.md``) and in ``.huggingface.yaml``. Both
+    files are downloaded and checked. A file that cannot be downloaded is skipped: it may not exist,
+    and any other problem is reported when the dataset is loaded.
 
     Raises:
-        UserError: If the settings refer to another file.
+        UserError: If the settings refer to a file outside the dataset, or cannot be parsed.
     """
     from huggingface_hub import hf_hub_download
 
     for file in (_CARD_FILE, _SETTINGS_FILE):
         try:
             path = Path(hf_hub_download(name, file, repo_type="dataset"))
-        except Exception:  # the library that reads the repository reports why it cannot
+        except Exception:  # if the repository cannot be read, the library that loads it reports the reason
             continue
         _check_card_file(path)
 
 
 def _check_folder_card(folder: Path) -> None:
-    """Check that the settings of a local dataset refer only to files in its folder.
+    """Check that the dataset card in a local folder refers only to files in this folder.
+
+    The settings file ``.huggingface.yaml`` is also checked, if it exists.
 
     Raises:
-        UserError: If the settings refer to another file.
+        UserError: If the card or the settings file refers to another file, or cannot be parsed.
     """
     for path in (folder / _CARD_FILE, folder / _SETTINGS_FILE):
         if path.is_file():
@@ -211,10 +240,11 @@ def _check_folder_card(folder: Path) -> None:
 def _check_card_file(path: Path) -> None:
     """Check that a dataset card or settings file refers only to files of the dataset.
 
-    Otherwise, the ``datasets`` library would read any file or URL in the settings.
+    Without this check, the ``datasets`` library would read any local file or URL that the card or
+    settings file names.
 
     Raises:
-        UserError: If the settings refer to another file, or cannot be parsed.
+        UserError: If the file refers to a file outside the dataset, or cannot be parsed.
     """
     try:
         text = read_small_text_file(path)
@@ -228,10 +258,11 @@ def _check_card_file(path: Path) -> None:
                 for data_file in _iter_strings(config.get(key)):
                     validate_relative_name(data_file)
         check_setting_values("configs", configs, path.parent)
-    except Exception as error:  # a card may hold any values
+    except Exception as error:  # a card may contain any values
+        reason = to_one_line(error).partition("; ")[0].removeprefix(path.name).lstrip(": ")
         raise UserError(
-            f"data.source: {path}: {to_one_line(error)[:200]}; correct the file, or remove the file to "
-            "read all data files of the folder"
+            f"data.source: {path}: {reason[:200]}; correct the file, or remove it to read all data files in "
+            "the folder"
         ) from error
 
 
@@ -244,7 +275,15 @@ def _iter_strings(value: Any) -> Iterator[str]:
 
 
 def _has_split_names(folder: Path) -> bool:
-    """Return whether the file names in a folder contain both a training and an evaluation split."""
+    """Return whether the paths in a folder indicate both a training and an evaluation split.
+
+    For example, ``train.jsonl`` and ``test.jsonl`` do, and also files in subfolders with the names
+    ``train`` and ``test``.
+
+    Raises:
+        UserError: If the folder has no files with a supported format, or if a link leaves the
+            folder.
+    """
     names = [str(file.relative_to(folder)).lower() for file in list_local_files(str(folder)) or ()]
     return all(
         any(re.search(rf"(?<![a-z])({words})(?![a-z])", name) for name in names)
@@ -254,6 +293,9 @@ def _has_split_names(folder: Path) -> bool:
 
 def _list_split_files(name: str, config_name: str | None, split: str) -> list[str]:
     """List the files of a split with the ``datasets`` library.
+
+    The library follows any path or URL in the dataset card, so the caller must check the card
+    first. See :func:`check_hub_card` and :func:`_check_folder_card`.
 
     Args:
         name: Name of the dataset on the Hub, or path of its folder.
@@ -273,5 +315,8 @@ def _list_split_files(name: str, config_name: str | None, split: str) -> list[st
         raise build_dataset_load_error((name, config_name), error) from error
     if split not in files:
         split_names = format_name_list(map(str, files)) or "none"
-        raise UserError(f"data.split: {name} has no split {split!r} of files; use one of {split_names}")
+        raise UserError(
+            f"data.split: {name} has no files for the split {split!r}; choose another split (the splits are: "
+            f"{split_names})"
+        )
     return [str(file) for file in files[split]]

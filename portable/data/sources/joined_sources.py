@@ -1,4 +1,4 @@
-"""Join the sources of a mixture, so that a single tokenizer can be trained on all of them."""
+"""Join the sources of a mixture into one, so that a single tokenizer can be trained on all of them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ if TYPE_CHECKING:
 
 
 class InterleavedSource(DataSource):
-    """Source that yields the documents of several sources in turn, until all of them have ended.
+    """Source that yields the documents of several sources in turn, until all have ended.
+
+    It is used to train a tokenizer on all training sources. It has documents but no rows, so
+    :meth:`iter_rows` yields nothing.
 
     Args:
-        sources: Sources to interleave. The result has the settings of the first source.
+        sources: Sources to interleave. The interleaved source has the settings of the first source.
     """
 
     def __init__(self, sources: Sequence[DataSource]) -> None:
@@ -34,7 +37,10 @@ class InterleavedSource(DataSource):
         return frozenset[bytes]().union(*(source.content_digests for source in self._sources))
 
     def iter_documents(self) -> Iterator[Document]:
-        """Yield one document of each source in turn. The pieces of a document stay together."""
+        """Yield one document of each source in turn, until all sources are exhausted.
+
+        A long document may be divided into pieces. Its pieces are yielded one after the other.
+        """
         streams = [source.iter_documents() for source in self._sources]
         while streams:
             for stream in tuple(streams):

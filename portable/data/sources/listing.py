@@ -31,8 +31,12 @@ def find_folder_with_file(name: str, required_file: str) -> AnyPath | None:
         required_file: Name of the file that the folder must contain.
 
     Returns:
-        The folder. None if there is no such folder or file, or if the name is a pattern, an invalid
-        path, or the URL of a data file.
+        The folder. None if there is no such folder or file, or if the name is a pattern, an
+        invalid path, or the URL of a data file.
+
+    Raises:
+        UserError: If the URL is not valid, or if the object store reports an error.
+        RunError: If the object store cannot be reached after all retries.
     """
     if glob.has_magic(name) or (is_url(name) and get_file_format(name) in FILE_FORMATS):
         return None
@@ -45,35 +49,44 @@ def find_folder_with_file(name: str, required_file: str) -> AnyPath | None:
 
 
 def list_local_files(name: str) -> list[Path] | None:
-    """List the files that a path or pattern matches.
+    """List the data files that a path or pattern matches.
+
+    For a folder, lists the files with supported formats in the folder and its subfolders. Hidden
+    files are skipped.
 
     Returns:
-        Sorted files. None if ``name`` does not look like a local path but may be a Hub dataset.
+        Sorted files. None if ``name`` may be the name of a dataset on the Hub. Such a name does not
+        exist as a path, has no wildcards and at most one slash, does not begin with ``.``, ``/`` or
+        ``~``, and does not end with the suffix of a supported format.
 
     Raises:
-        UserError: If there is no readable file, or if the name is invalid.
+        MissingDataError: If there is no such file or folder, or if a pattern matches no file.
+        UserError: If the name is invalid, if a file has an unsupported format, if a folder has no
+            supported files, or if a link leaves the folder.
     """
     try:
         if "\0" in name:
-            raise ValueError("it contains a NUL character")
+            raise ValueError("the path contains a NUL character")
         return _match_local_files(name)
     except (OSError, ValueError, RuntimeError) as error:
-        # The name is too long or not encodable, or its user is unknown.
+        # The name is too long, cannot be encoded, or begins with the home folder of an unknown user.
         reason = to_one_line(getattr(error, "strerror", None) or error)
         shown = repr(name if len(name) <= 80 else f"{name[:77]}...")
         raise UserError(f"data.source: {shown}: invalid path ({reason}); check the path") from error
 
 
 def _match_local_files(name: str) -> list[Path] | None:
-    """List the files that a path or pattern matches. Does not convert the errors for invalid names.
+    """List the local files that a path or pattern matches. See :func:`list_local_files`.
 
     Returns:
-        Sorted files. None if ``name`` does not look like a local path but may be a Hub dataset.
+        Sorted files. None if ``name`` may be the name of a dataset on the Hub.
 
     Raises:
         MissingDataError: If a path does not exist or a pattern does not match.
-        UserError: If a folder has no supported files, or if a file has an unsupported format.
-        OSError: If the operating system rejects the name, for example because it is too long.
+        UserError: If a folder has no supported files, if a file has an unsupported format, or if a
+            link leaves the folder.
+        OSError: If the operating system rejects the name, for example because it is too long. The
+            caller must convert this error to a UserError.
     """
     path = Path(name)
     if path.is_dir():
@@ -113,15 +126,19 @@ def _match_local_files(name: str) -> list[Path] | None:
 
 
 def list_remote_files(url: str) -> dict[AnyPath, ListedFile]:
-    """List the files in an object store that a URL selects: a single file, a folder, or a pattern.
+    """List the files in an object store that a URL selects.
 
-    In a folder, hidden files and files with unsupported formats are skipped.
+    The URL may refer to a file or a folder, or contain wildcards. For a folder, the files in its
+    subfolders are included. Hidden files and files with unsupported formats are skipped.
 
     Returns:
-        Size and version of each file, keyed by URL, in sorted order.
+        Size and version of each file, keyed by URL and sorted by URL.
 
     Raises:
-        UserError: If there is no such file, or if a file or match has an unsupported format.
+        UserError: If there is no such file, or if a file named in the URL or matched by the pattern
+            has an unsupported format. Also raised if the URL is not valid, or if the store reports
+            an error.
+        RunError: If the store cannot be reached after all retries.
     """
     from portable.converters.storage.object_store import (  # not needed for local files
         RemotePath,

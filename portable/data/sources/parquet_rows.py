@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from portable.data.sources.records import Fields
 
 _ROWS, _FEWEST, _BATCH_BYTES = 1024, 8, 128 << 20
-"""Maximum and minimum number of rows that are converted at a time, and the size in bytes to aim for."""
+"""Maximum and minimum number of rows per batch, and the target size of a batch in bytes."""
 
 
 @contextmanager
 def open_parquet(raw: io.RawIOBase, name: object, *, pre_buffer: bool = False) -> Iterator[Any]:
-    """Open a ``ParquetFile``, and verify the checksums of its pages if they have any.
+    """Open a ``ParquetFile`` that verifies the checksums of the pages, if there are any.
 
     Args:
         raw: The opened file.
@@ -30,7 +30,12 @@ def open_parquet(raw: io.RawIOBase, name: object, *, pre_buffer: bool = False) -
         pre_buffer: Whether to read the required bytes in a few large requests.
 
     Raises:
-        UserError: If the file is damaged, or if its decompressed contents are excessively large.
+        UserError: If the file is not a valid .parquet file, or if its decompressed contents are
+            excessively large. For the limit, see
+            :func:`portable.data.sources.compression.check_decompression_ratio`. Arrow exceptions
+            within the context, for example when rows are read, are also converted.
+        OSError: If the file cannot be read, or if the checksum of a page does not match. The
+            caller must convert this error to a UserError.
     """
     import pyarrow
     from pyarrow import parquet
@@ -44,7 +49,7 @@ def open_parquet(raw: io.RawIOBase, name: object, *, pre_buffer: bool = False) -
             )
             check_decompression_ratio(expanded, raw.seek(0, io.SEEK_END), name)
             yield file
-    except pyarrow.ArrowException as error:  # read errors are OSErrors
+    except pyarrow.ArrowException as error:  # pyarrow raises OSErrors if reading fails
         raise UserError(
             f"data.source: {name}: is not a readable .parquet file ({to_one_line(error)}); copy the "
             "file again"
@@ -54,7 +59,7 @@ def open_parquet(raw: io.RawIOBase, name: object, *, pre_buffer: bool = False) -
 def _get_decompressed_bytes(group: Any) -> int:
     """Return the decompressed size of a row group in bytes.
 
-    In dictionary-encoded columns, each distinct value counts once, even if many rows contain it.
+    In a dictionary-encoded column, a value that many rows contain counts only once.
     """
     return int(group.total_byte_size)
 
@@ -62,11 +67,17 @@ def _get_decompressed_bytes(group: Any) -> int:
 def iter_parquet_rows(file: Any, groups: Iterable[int], name: object, fields: Fields) -> Iterator[LocatedRow]:
     """Yield the rows of the given row groups, with their locations.
 
+    Nulls in nested mappings are removed, see :func:`drop_nested_nulls`. Bad rows are left out if
+    ``fields`` allows bad records.
+
     Args:
         file: The opened ``ParquetFile``.
-        groups: Numbers of the row groups.
+        groups: Indices of the row groups.
         name: Name of the file, used in locations.
-        fields: Names of the columns to read.
+        fields: Names of the columns to read, and whether bad records are skipped.
+
+    Raises:
+        RecordError: If a row cannot be converted and bad records are not skipped.
     """
     columns = _select_columns(file.schema_arrow.names, fields)
     groups = list(groups)
@@ -74,7 +85,7 @@ def iter_parquet_rows(file: Any, groups: Iterable[int], name: object, fields: Fi
     starts = [0, *accumulate(sizes)]
     for group in groups:
         row = starts[group]
-        # A single value of a dictionary may be as large as the group, and all rows may have this value.
+        # Even one value of a dictionary may be as large as the row group, and all rows may repeat this value.
         rows = max(
             _FEWEST,
             min(_ROWS, _BATCH_BYTES // max(1, _get_decompressed_bytes(file.metadata.row_group(group)))),
@@ -94,8 +105,8 @@ def _select_columns(names: list[str], fields: Fields) -> list[str] | None:
         fields: Names of the columns that the task uses.
 
     Returns:
-        Names of the columns. None if all columns must be read, because the records are not plain text,
-        fields are renamed, or a column is missing or nested.
+        Names of the columns. None if all columns must be read: the records are not plain text, fields
+        are renamed, or a column is missing or nested.
     """
     if fields.format != "text" or fields.renamed:
         return None
@@ -131,8 +142,8 @@ def _iter_batch_rows(
         except (ValueError, OverflowError) as error:
             reason = "not UTF-8" if isinstance(error, UnicodeDecodeError) else to_one_line(error)
             refusal = UserError(
-                f"data.source: {name}: row {num_rows_before + number + 1}: {reason}; correct or remove the "
-                "row"
+                f"data.source: {name}: row {num_rows_before + number + 1}: cannot be read ({reason}); "
+                "correct or remove the row"
             )
             refusal.__cause__ = error
             fields.skip_record_or_raise(refusal)
@@ -142,9 +153,9 @@ def _iter_batch_rows(
 def drop_nested_nulls(row: Mapping[str, Any]) -> dict[str, Any]:
     """Remove nulls from the mappings nested in a row's values. Top-level nulls are kept.
 
-    Arrow stores every nested mapping with the keys of all records. Keys that a record does not have are
-    null. Without this function, the arguments of a tool call would contain the keys of all tools'
-    arguments.
+    Arrow gives a nested mapping the same keys in every row. If a key is absent from a record, Arrow
+    fills it with null. If these nulls were kept, each tool call would contain the argument names of
+    all tools.
     """
 
     def drop_inner_nulls(value: Any) -> Any:

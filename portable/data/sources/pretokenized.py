@@ -1,8 +1,12 @@
-"""Source for tokens that ``portable-data`` wrote before training, which are read as a stream.
+"""Source of tokens that ``portable-data`` wrote before training. The tokens are read as a stream.
 
-``portable-data`` writes a folder or URL with ``tokens.json``, which lists the shards and their
-sizes, and the shards ``shards/000000``, ``shards/000001`` ... Each shard is a token cache. Local
-shards are read in place. Remote shards are copied to the cache when they are needed.
+``portable-data`` writes the tokens to a folder or to a URL. The most important files are:
+
+- ``tokens.json`` lists the shards and their sizes.
+- ``shards/000000``, ``shards/000001`` ... are the shards. Each shard is a token cache.
+
+Local shards are opened without a copy. Remote shards are copied to the cache when they are
+needed.
 """
 
 from __future__ import annotations
@@ -16,8 +20,9 @@ from portable.converters.storage.folder_operations import copy_folder, list_file
 from portable.converters.storage.path_or_url import is_in_store
 from portable.data.sources.documents import RecordFormat, compute_text_digest
 from portable.data.sources.listing import find_folder_with_file
+from portable.data.sources.read_errors import convert_deleted_errors
 from portable.data.sources.source import SourceSettings, SourceShard, TokenChunk, TokenSource
-from portable.errors import UserError, to_one_line
+from portable.errors import RunError, UserError, to_one_line
 from portable.paths import check_folder_files, convert_storage_errors, read_json_file
 from portable.temporary_folder import open_or_build_cache_folder
 
@@ -32,11 +37,11 @@ INDEX_FILE = "tokens.json"
 BEGUN_FILE = "begun.json"
 TOKENIZER_FOLDER = "tokenizer"
 LAST_FILE = "meta.json"
-"""Name of the file that is written last into the folder of a shard. A shard with this file is complete."""
+"""Name of the file that is written last to the folder of a shard. A shard with this file is complete."""
 
 
 class ShardRecord(NamedTuple):
-    """Entry of a shard in ``tokens.json``. For a shard without text, it is ``(0, 0, "")``.
+    """Entry of a shard in ``tokens.json``. The entry of a shard without text is ``(0, 0, "")``.
 
     Attributes:
         documents: Number of documents.
@@ -85,29 +90,37 @@ def read_index(folder: AnyPath) -> TokenIndex:
 
     Raises:
         UserError: If the file is missing, damaged, or has the format of another version.
+        RunError: If the object store is unavailable.
     """
     try:
         with convert_storage_errors("data.source"):
             content = read_json_file(folder / INDEX_FILE)
         if content["format"] != INDEX_FORMAT:
-            raise ValueError(f"the format version is {content['format']}, not {INDEX_FORMAT}")
+            raise ValueError(
+                f"the file has format version {content['format']}, but this program reads version "
+                f"{INDEX_FORMAT}"
+            )
         shards = tuple(
             ShardRecord(int(documents), int(tokens), str(fingerprint))
             for documents, tokens, fingerprint in content["shards"]
         )
         return TokenIndex(str(content["made"]), content["kind"], shards)
-    except UserError:
+    except (UserError, RunError):
         raise
-    except Exception as error:  # the file may hold any values
+    except Exception as error:  # the file may contain any values
         raise UserError(
-            f"data.source: {folder / INDEX_FILE}: is damaged ({to_one_line(error)}); run portable-data again"
+            f"data.source: {folder / INDEX_FILE}: cannot be used ({to_one_line(error)}); run portable-data "
+            "again"
         ) from error
 
 
 def _build_folder_finder(file: str) -> Callable[[Path], Path | None]:
-    """Build a function that returns a folder if it contains ``file``, and None otherwise.
+    """Return a function that takes a folder, and returns the folder if it contains ``file``.
 
-    :func:`portable.temporary_folder.open_or_build_cache_folder` uses such a function to open a folder.
+    The function returns None if the folder does not contain the file. If ``file`` is
+    empty, the folder only has to exist.
+    :func:`portable.temporary_folder.open_or_build_cache_folder` uses such a function to open a
+    folder.
     """
     return lambda folder: folder if (folder / file).exists() else None
 
@@ -115,13 +128,16 @@ def _build_folder_finder(file: str) -> Callable[[Path], Path | None]:
 class PretokenizedSource(TokenSource):
     """Source for a folder or URL of tokens that ``portable-data`` has written.
 
+    The source can only be streamed. :meth:`iter_shards` yields a :class:`PretokenizedShard` for
+    each shard, and the source itself yields no tokens.
+
     Args:
         name: Name of the source, used in error messages.
         folder: Folder or URL with ``tokens.json``.
         settings: Settings of the source.
     """
 
-    only_text = ""  # settings of columns are allowed, because they applied to the records before tokenizing
+    only_text = ""  # column settings are allowed, because they applied to the records before tokenizing
 
     def __init__(self, name: str, folder: AnyPath, settings: SourceSettings) -> None:
         super().__init__(name, settings)
@@ -129,21 +145,31 @@ class PretokenizedSource(TokenSource):
 
     @classmethod
     def from_names(cls, names: Sequence[str], settings: SourceSettings) -> PretokenizedSource | None:
-        """Open the source if ``portable-data`` has written one of the folders or URLs.
+        """Open the source if one of ``names`` is a folder or URL written by ``portable-data``.
 
         Returns:
-            Source for the first name with a ``tokens.json``. None if there is none.
+            Source for the first folder or URL that contains a ``tokens.json``. None if no folder or
+            URL contains it.
 
         Raises:
-            UserError: If ``data.stream`` is not set.
+            UserError: If such a folder or URL is found, but the source is evaluation data, or
+                ``data.stream`` is not set. Also raised if the folder contains an entry
+                that is not allowed (see :func:`portable.paths.check_folder_files`), if a URL
+                is not valid, or if the store reports an error.
+            RunError: If the object store cannot be reached after all retries.
         """
         for name in names:
             if (place := find_folder_with_file(name, INDEX_FILE)) is not None:
                 if not is_in_store(place):
-                    check_folder_files("data.source", str(place))
-                if not settings.data.stream:
+                    check_folder_files("data.source", str(place), max_files=None)
+                if settings.is_evaluation:
                     raise UserError(
-                        f"data.source: {name} was written by portable-data, whose output must be streamed; "
+                        f"data.source: {name} contains output of portable-data, which can only be trained "
+                        "on; set data.source to the files from which portable-data read the text"
+                    )
+                if not settings.is_stream:
+                    raise UserError(
+                        f"data.source: {name} contains output of portable-data, which can only be streamed; "
                         "set data.stream: true"
                     )
                 return cls(name, place, settings)
@@ -154,11 +180,14 @@ class PretokenizedSource(TokenSource):
         return compute_text_digest(read_index(self._place).to_json())
 
     def _read_token_chunks(self, vocab_size: int, end: int | None) -> Iterator[TokenChunk]:
-        """Yield nothing: the tokens are in the shards from :meth:`iter_shards`."""
+        """Yield nothing, because the shards from :meth:`iter_shards` contain the tokens."""
         return iter(())
 
     def iter_shards(self, part_bytes: int) -> Iterator[SourceShard]:
-        """Yield the shards that ``portable-data`` has written. They are not divided further."""
+        """Yield each shard that ``portable-data`` has written.
+
+        Shards are not divided into parts, so ``part_bytes`` is ignored.
+        """
         index = read_index(self._place)
         for number, (documents, tokens, fingerprint) in enumerate(index.shards):
             folder = get_shard_folder(self._place, number)
@@ -168,17 +197,20 @@ class PretokenizedSource(TokenSource):
     def find_tokenizer_folder(self) -> Path:
         """Return the folder of the tokenizer that ``portable-data`` used.
 
-        If the source is a URL, copies the tokenizer to the cache, and returns the folder of the copy.
+        If the source is a URL, copies the tokenizer to the cache and returns the folder of the copy.
         """
         folder = self._place / TOKENIZER_FOLDER
         if not is_in_store(folder):
             return folder
+
+        def write(draft: Path) -> None:
+            with convert_deleted_errors(folder):
+                copy_folder(folder, draft)
+
         with convert_storage_errors("data.source"):
             cache = self.settings.cache_folder.parent
             copy_path = cache / "tokenizers" / compute_text_digest(f"{folder} {list_files_below(folder)}")
-            return open_or_build_cache_folder(
-                copy_path, _build_folder_finder(""), partial(copy_folder, folder)
-            )
+            return open_or_build_cache_folder(copy_path, _build_folder_finder(""), write)
 
 
 class PretokenizedShard(TokenSource):
@@ -221,7 +253,7 @@ class PretokenizedShard(TokenSource):
         """Do nothing, because ``tokens.json`` has already been read without an error."""
 
     def _read_token_chunks(self, vocab_size: int, end: int | None) -> Iterator[TokenChunk]:
-        """Yield nothing: the shard is a token cache that is opened directly.
+        """Yield nothing, because the shard is a token cache that is opened directly.
 
         See :meth:`find_pretokenized_folder`.
         """
@@ -230,11 +262,13 @@ class PretokenizedShard(TokenSource):
     def find_pretokenized_folder(self, copies_folder: Path, job_digest: str) -> Path:
         """Return the folder of the shard's token cache. Copies a remote shard to ``copies_folder`` first.
 
-        See :meth:`DataSource.find_pretokenized_folder`.
+        The folder of a local shard is returned without checking that it exists. See
+        :meth:`DataSource.find_pretokenized_folder`.
 
         Raises:
-            UserError: If the shard is missing, or was tokenized with different settings.
-            NoTextError: If the shard has no documents.
+            UserError: If a remote shard is missing, or if the shard was tokenized with different
+                settings.
+            NoTextError: If the shard contains no documents.
         """
         if job_digest != self.job_digest:
             raise UserError(
@@ -250,7 +284,8 @@ class PretokenizedShard(TokenSource):
         def write(draft: Path) -> None:
             if not (folder / LAST_FILE).is_file():
                 raise UserError(f"data.source: {folder}: does not exist; run portable-data again")
-            copy_folder(folder, draft)
+            with convert_deleted_errors(folder):
+                copy_folder(folder, draft)
 
         with convert_storage_errors("data.source"):
             return open_or_build_cache_folder(

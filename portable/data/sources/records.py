@@ -35,17 +35,18 @@ TextSplit = Literal["file", "paragraph", "line"]
 _MAX_PRINTED = 5
 """Maximum number of skipped records whose errors are printed."""
 _MOST_NAMED, _MOST_KINDS, _MOST_COLLECTED = 10, 5, 1000
-"""Maximum number of bad records that an error message lists, of kinds of errors that it counts, and of bad
-records that are collected from a source.
+"""Maximum number of bad records to list in an error message, of error kinds to count in it, and of bad
+records to collect from a source.
 """
 _LOCATION_PATTERN = re.compile(r"^data\.[\w.-]+: (?:.*?:\d+: |.*?: (?:row|record) \d+: |.*?, byte \d+: )?")
 
 
 class LocatedRow(NamedTuple):
-    """Record of a source and its location, before conversion to documents.
+    """Record that has not been converted to documents yet, and its location.
 
     Attributes:
-        location: Position of the record in its source, such as ``a.jsonl:3``, used in error messages.
+        location: Position of the record in its source, such as ``a.jsonl:3``, used in error
+            messages.
         row: Values of the record, keyed by field.
     """
 
@@ -56,7 +57,8 @@ class LocatedRow(NamedTuple):
 class CsvCell(str):
     """Text of a .csv cell that may be converted to a number later.
 
-    Whether a column contains numbers or names is known only after all of its cells have been read.
+    A column contains either numbers or class names. All cells of the column must be read to decide
+    between the two.
     """
 
     __slots__ = ()
@@ -65,8 +67,9 @@ class CsvCell(str):
         """Parse the cell as a number.
 
         Returns:
-            An int if the value has no fraction, otherwise a float. None if the cell is not a finite number,
-            or if it is a code with leading zeros, such as 007.
+            An int if the cell has only digits and an optional sign, or if the value has no fraction
+            and is below 2**53 in absolute value. Otherwise, a float. None if the cell is not a
+            finite number, or if it is a code with leading zeros, such as 007.
         """
         text = self.strip()
         if not _NUMBER.fullmatch(text) or _LEADING_ZERO.match(text):
@@ -93,10 +96,10 @@ def is_whole(number: float) -> bool:
 
 
 class BadRecords:
-    """Counter of skipped records that cannot be read. It prints the first few errors."""
+    """Counter of records that are skipped because they cannot be read. It prints the first few errors."""
 
     def __init__(self) -> None:
-        self._seen: set[str] = set()  # a source is read again, for example to train its tokenizer
+        self._seen: set[str] = set()  # a source may be read again, for example after training its tokenizer
 
     @property
     def num_skipped(self) -> int:
@@ -104,9 +107,9 @@ class BadRecords:
         return len(self._seen)
 
     def skip_record(self, error: UserError) -> None:
-        """Count a bad record, and print its error unless :data:`_MAX_PRINTED` errors have been printed.
+        """Count a bad record. The errors of the first :data:`_MAX_PRINTED` records are also printed.
 
-        Does nothing if the same error was counted before, because a source is read several times.
+        An error that was already counted is ignored, because a source is read several times.
 
         Args:
             error: Error that contains the location of the record.
@@ -120,13 +123,15 @@ class BadRecords:
             )
 
     def print_skipped_count(self, name: str) -> None:
-        """Print the number of skipped records, unless the errors of all of them were printed.
+        """Print the number of skipped records, unless all their errors have been printed.
 
         Args:
             name: Name of the source.
         """
         if self.num_skipped > _MAX_PRINTED:
-            print_status(f"warning: {name}: {self.num_skipped:,} records were skipped (data.on_bad_record)")
+            print_status(
+                f"warning: {name}: {self.num_skipped:,} bad records were skipped (data.on_bad_record: skip)"
+            )
 
 
 @dataclass
@@ -134,17 +139,18 @@ class BlankRecords:
     """Counter of records that are skipped because their text or target is blank.
 
     Attributes:
-        num_skipped: Number of blank records in the current pass over the source.
+        num_skipped: Number of blank records in the current pass over the source. The caller must
+            set it to 0 before each pass.
     """
 
     num_skipped: int = 0
 
     def describe_skipped(self, name: str, fields: Fields) -> list[str]:
-        """Describe the skipped blank records, for a note to the user.
+        """Describe the skipped blank records in a note to the user.
 
         Args:
             name: Name of the source.
-            fields: Names of the columns to read.
+            fields: Names of the columns that may be blank.
 
         Returns:
             A list with one line, or an empty list if no record was skipped.
@@ -157,10 +163,18 @@ class BlankRecords:
 
 
 class CollectedErrors(BadRecords):
-    """Collector of the errors of a source's bad records, which lists them in a single message.
+    """Collector of errors, for reporting all bad records of a source in a single message.
+
+    Unlike :class:`BadRecords`, it prints nothing. Collecting stops when 1000 different errors have
+    been collected, or when the time limit has passed since the object was created.
 
     Args:
         seconds: Time limit for collecting errors, in seconds.
+
+    Attributes:
+        errors: Collected errors, without duplicates.
+        has_read_everything: Whether all records were read. Initially True, and set to False when
+            collecting stops early.
     """
 
     def __init__(self, seconds: float = 20.0) -> None:
@@ -181,10 +195,12 @@ class CollectedErrors(BadRecords):
         self.raise_if_enough()
 
     def raise_if_enough(self) -> None:
-        """Stop collecting if there are enough errors, or if the time limit has passed.
+        """Stop reading records if enough errors were collected, or if the time limit has passed.
+
+        Before this method raises, it sets ``has_read_everything`` to False.
 
         Raises:
-            EnoughErrors: If collecting stops. ``has_read_everything`` is then set to False.
+            EnoughErrors: If reading should stop.
         """
         if len(self.errors) >= _MOST_COLLECTED or time.monotonic() > self._until:
             self.has_read_everything = False
@@ -192,14 +208,21 @@ class CollectedErrors(BadRecords):
 
     @property
     def count_by_kind(self) -> Counter[str]:
-        """Number of errors of each kind, keyed by a description of the mistake."""
+        """Number of errors of each kind, keyed by a description of the kind."""
         return Counter(_describe_error_kind(str(error)) for error in self.errors)
 
     def to_error(self, name: str) -> UserError:
-        """Build the error that lists the first bad records and counts all errors by kind.
+        """Build the error that lists the first bad records and counts the errors of each kind.
+
+        At least one error must have been collected.
 
         Args:
             name: Name of the source, used in the error message.
+
+        Returns:
+            A :class:`RecordError` with the message of the error and a remedy if only one error was
+            collected. Otherwise, a :class:`MultipleMistakesError` that lists at most 10 records and
+            at most 5 kinds.
         """
         lines = list(map(str, self.errors))
         remedy = "or set data.on_bad_record to skip"
@@ -209,7 +232,7 @@ class CollectedErrors(BadRecords):
         kinds = self.count_by_kind
         counts = ", ".join(f"{count:,} x {kind}" for kind, count in kinds.most_common(_MOST_KINDS))
         more = ", ..." if len(kinds) > _MOST_KINDS else ""
-        total = f"{len(lines):,} bad records" + ("" if self.has_read_everything else " or more")
+        total = f"{'' if self.has_read_everything else 'at least '}{len(lines):,} bad records"
         summary = f"data.source: {name}: {total} ({counts}{more}); correct or remove these records, {remedy}"
         return MultipleMistakesError([*lines[:_MOST_NAMED], summary])
 
@@ -219,10 +242,12 @@ class EnoughErrors(Exception):  # noqa: N818  (a signal)
 
 
 def _describe_error_kind(line: str) -> str:
-    """Describe the mistake in an error line, without the record's location and the remedy.
+    """Shorten an error message to the kind of its error, so that equal errors can be counted together.
 
-    Placeholders replace quoted values and numbers, so that errors of the same kind have the same
-    description.
+    The result has no location of the record, no remedy (the text after the semicolon) and no text
+    in parentheses. Quoted values become ``'...'``, and numbers become ``N``. For example,
+    ``data.source: a.jsonl:3: field 'x' has 5 values; use one`` becomes ``field '...' has N
+    values``.
     """
     kind = _LOCATION_PATTERN.sub("", line).partition(";")[0]
     kind = re.sub(r"'[^']*'", "'...'", kind)
@@ -231,10 +256,11 @@ def _describe_error_kind(line: str) -> str:
 
 @dataclass(frozen=True)
 class Fields:
-    """Names of a record's columns to read, and settings for reading them.
+    """Names of the columns to read from a record, and settings for reading records.
 
-    The name of a column is None if the task does not use it. The ``repr`` of this class is part of
-    cache keys, so renaming or adding an attribute would invalidate all token caches.
+    The name of a column is None if the task does not use it. The ``repr`` of this class is part
+    of cache keys, so renaming or adding an attribute would invalidate all token caches, unless
+    the attribute is declared with ``repr=False``.
     """
 
     text: str = "text"
@@ -246,11 +272,11 @@ class Fields:
     text_split: TextSplit = "file"
     """Unit into which a ``.txt`` file is split."""
     pair: str | None = None
-    """Column of the second text for classification of pairs."""
+    """Column of the second text for classification of text pairs."""
     prefix: str = ""
     """Text that is prepended to every text."""
     columns: tuple[str, ...] = ()
-    """Additional columns of numbers, from ``data.columns``."""
+    """Additional numeric columns from ``data.columns``."""
     bad: BadRecords | None = field(default=None, repr=False, compare=False)
     """Counter or collector of records that cannot be read. None if a bad record ends the run."""
     blank: BlankRecords = field(default_factory=BlankRecords, repr=False, compare=False)
@@ -258,15 +284,20 @@ class Fields:
     format: RecordFormat | None = "text"
     """Format of the records. None if each source detects it from its first record."""
     renamed: tuple[tuple[str, str], ...] = field(default=(), repr=False)
-    """Fields of ``data.columns``: pairs of the name that the format expects and the name in the records."""
+    """Fields renamed by ``data.columns``: pairs of the name that the format expects and the name in
+    the records."""
     roles: frozenset[str] = field(default=DEFAULT_TRAINED_ROLES, repr=False)
-    """Roles whose messages contribute to the loss, for conversations."""
+    """Roles whose messages contribute to the loss in conversations."""
 
     def skip_record_or_raise(self, error: UserError) -> None:
-        """Count the bad record as skipped, or raise an error if the settings do not allow bad records.
+        """Count a bad record as skipped, or raise an error if the settings do not allow bad records.
+
+        Args:
+            error: Error of the record.
 
         Raises:
-            RecordError: If bad records are not allowed. The message is the same as in ``error``.
+            RecordError: If bad records are not allowed. It has the same message as ``error``.
+            EnoughErrors: If ``bad`` is a :class:`CollectedErrors` that stops collecting.
         """
         if self.bad is None:
             raise RecordError(str(error)) from error.__cause__
@@ -274,9 +305,10 @@ class Fields:
 
     @property
     def cache_key(self) -> str:
-        """Text for cache keys, with all settings that determine the documents of a record.
+        """String for cache keys, with all settings that affect how a record becomes documents.
 
-        If the format has not been detected yet, ``text`` is used.
+        If the format of the records has not been detected yet, the string contains the format
+        ``text``.
         """
         roles = () if self.roles == DEFAULT_TRAINED_ROLES else sorted(self.roles)
         kinds = () if self.label is None else ("whole numbers are classes",)
@@ -290,15 +322,17 @@ def parse_record(row: Mapping[str, Any], fields: Fields, location: str) -> list[
 
     Args:
         row: Values of the record, keyed by field.
-        fields: Names of the columns to read.
+        fields: Names of the columns to read, and settings for reading them.
         location: Location of the record in its source, used in error messages.
 
     Returns:
-        One document, or two for a preference: the chosen one and the rejected one. Empty if the text or
-        target is blank, or if the record is skipped.
+        One document. For a preference, two documents: the chosen one and the rejected one. Empty if
+        the text or target is blank, or if the record is skipped. Blank records are counted in
+        ``fields.blank``.
 
     Raises:
-        UserError: If the record cannot be read, and ``fields`` does not skip bad records.
+        RecordError: If the record cannot be read, and ``fields`` does not allow bad records.
+        EnoughErrors: If ``fields.bad`` is a :class:`CollectedErrors` that stops collecting.
     """
     try:
         row = rename_fields(row, fields, location)
@@ -317,7 +351,7 @@ def parse_record(row: Mapping[str, Any], fields: Fields, location: str) -> list[
     except UserError as error:
         fields.skip_record_or_raise(error)
         return []
-    except Exception as error:  # JSON allows values that no number type can represent, such as 400 digits
+    except Exception as error:  # JSON may contain numbers that no type can represent, such as 400 digits
         reason = f"{type(error).__name__}: {to_one_line(error)[:200]}"
         refusal = UserError(
             f"data.source: {location}: cannot use this record ({reason}); correct or remove the record"
@@ -338,7 +372,7 @@ def rename_fields(row: Mapping[str, Any], fields: Fields, location: str) -> Mapp
         A copy with the new names, or the record itself if ``data.columns`` does not rename fields.
 
     Raises:
-        UserError: If a field in ``data.columns`` is missing in the record.
+        UserError: If the record lacks a field that ``data.columns`` renames.
     """
     if not fields.renamed:
         return row
@@ -350,9 +384,15 @@ def rename_fields(row: Mapping[str, Any], fields: Fields, location: str) -> Mapp
 def _parse_text_field(
     row: Mapping[str, Any], key: str, name: str, location: str, *, pairs: bool = False
 ) -> str:
-    """Read a field that must be a string. Replaces lone surrogates.
+    """Read a field that must be a string, and replace its lone surrogates.
 
-    See :func:`_get_required_field` for the arguments.
+    Args:
+        row: Values of the record, keyed by field.
+        key: Setting that names the field, such as ``text_field`` for ``data.text_field``. Used in
+            error messages.
+        name: Name of the field.
+        location: Location of the record in its source, used in error messages.
+        pairs: Whether the error message may also suggest ``data.text_pair_field``.
 
     Raises:
         UserError: If the field is missing or is not a string.
@@ -362,7 +402,7 @@ def _parse_text_field(
         raise UserError(
             f"data.{key}: {location}: {name!r} is {describe_type(value)}, not a string; "
             + (
-                f"choose a field in it, such as {name}.{next(iter(value))}"
+                f"choose a nested field, such as {name}.{next(iter(value))}"
                 if isinstance(value, dict) and value
                 else "choose a column of text, or convert the column"
             )
@@ -373,7 +413,8 @@ def _parse_text_field(
 def _parse_number_field(row: Mapping[str, Any], name: str, location: str) -> float:
     """Read a number from an additional column of ``data.columns``.
 
-    Parses cells of .csv files, and converts booleans to 0 or 1.
+    Booleans are converted to 0 or 1. Cells of .csv files are parsed as numbers. Strings in records
+    of other formats are rejected, even if they contain a number.
 
     Raises:
         UserError: If the field is missing or is not a finite number.
@@ -385,7 +426,8 @@ def _parse_number_field(row: Mapping[str, Any], name: str, location: str) -> flo
     if not isinstance(value, int | float) or not math.isfinite(value):
         description = value if isinstance(value, float) else describe_type(value)
         raise UserError(
-            f"data.columns: {location}: {name!r} is {description}, not a number; convert the value"
+            f"data.columns: {location}: {name!r} is {description}, not a number; convert the value to a "
+            "number"
         )
     return int(value) if isinstance(value, bool) else value
 
@@ -394,20 +436,24 @@ def _parse_label_field(row: Mapping[str, Any], name: str, location: str) -> Labe
     """Read the label of a record.
 
     Returns:
-        A class or number, or a tuple of these if the field is a list. Booleans are converted to int, or
-        to float in a list. A float without a fraction is converted to int, except in a list.
+        A class (an integer or a string), a number, or a tuple if the field is a list. A single
+        boolean, or a float without a fraction, is converted to int. In a tuple, booleans are
+        converted to float, and other items are unchanged. A cell of a .csv file remains a
+        :class:`CsvCell`, even if it contains a number.
 
     Raises:
-        UserError: If the field is missing or is not a label.
+        UserError: If the field is missing, if a label is neither a class nor a finite number, or if
+            a label is an integer of more than 64 bits.
     """
     value = _get_required_field(row, "label_field", name, location)
     if isinstance(value, list | tuple):
-        # A list of booleans marks the classes of a text, so its items are numbers and not classes.
+        # A list of booleans marks the classes that apply to a text, so its items are numbers instead of
+        # classes.
         return tuple(
             float(item) if isinstance(item, bool) else _validate_label(item, name, location) for item in value
         )
     label = _validate_label(value, name, location)
-    # pandas stores integers as floats if a label is missing.
+    # If a label is missing, pandas stores the integers of the column as floats.
     return int(label) if isinstance(label, float) and is_whole(label) else label
 
 
@@ -420,7 +466,9 @@ def _validate_label(value: Any, name: str, location: str) -> int | float | str:
         location: Location of the record in its source, used in error messages.
 
     Raises:
-        UserError: If the label is not a class (an integer or a string) or a finite number.
+        UserError: If the label is neither a class (an integer or a string) nor a finite number, or
+            if it is an integer of more than 64 bits. A blank cell of a .csv file is also rejected,
+            but an empty string from another format is a valid class.
     """
     if isinstance(value, CsvCell) and not value.strip():
         value = None
@@ -447,8 +495,9 @@ def _get_required_field(
 
     Args:
         row: Values of the record, keyed by field.
-        key: Setting with the name of the field, without ``data.``, used in error messages.
-        name: Name of the field.
+        key: Setting that names the field, such as ``text_field`` for ``data.text_field``. Used in
+            error messages.
+        name: Name of the field. A dotted name such as ``a.b`` may refer to a nested field.
         location: Location of the record in its source, used in error messages.
         pairs: Whether the error message may also suggest ``data.text_pair_field``.
 
@@ -460,20 +509,22 @@ def _get_required_field(
         return value
     fields = list(iter_field_names(row))
     near = find_similar_names(name, fields)
-    hint = f"; did you mean {near[0]!r}?" if near else f"; set data.{key} to the field to read"
+    remedy = (
+        f"correct data.{key} (did you mean {near[0]!r}?)" if near else f"set data.{key} to the field to read"
+    )
     if pairs and not near and sum(isinstance(get_field_value(row, field), str) for field in fields) > 1:
-        hint += ", and data.text_pair_field to a second text that the label is about"
+        remedy += ", and for pairs of texts, set data.text_pair_field to the field of the second text"
     raise UserError(
-        f"data.{key}: {location}: no field {name!r}; the fields are "
-        f"{format_name_list(fields) or 'none'}{hint}"
+        f"data.{key}: {location}: there is no field {name!r} (the fields are "
+        f"{format_name_list(fields) or 'none'}); {remedy}"
     )
 
 
 def refuse_columns(fields: Fields, subject: str) -> None:
-    """Check that the settings do not refer to columns, for a source that has only text.
+    """Check that the settings do not refer to columns, because a source of plain text has none.
 
     Args:
-        fields: Names of the columns to read.
+        fields: Names of the columns to read, and the format of the records.
         subject: Description of the source, used in the error message.
 
     Raises:
@@ -481,7 +532,7 @@ def refuse_columns(fields: Fields, subject: str) -> None:
     """
     if fields.format not in (None, "text"):
         raise UserError(
-            f"data.format: {subject} contain only text, but data.format is {fields.format}; use a "
+            f"data.format: {fields.format} needs records with fields, but {subject} have no fields; use a "
             "data.source with records (.jsonl, .json, .csv, .parquet or a hub dataset)"
         )
     for key, name in (
@@ -492,6 +543,6 @@ def refuse_columns(fields: Fields, subject: str) -> None:
     ):
         if name is not None:
             raise UserError(
-                f"data.{key}: {subject} contain only text, and no column {name!r}; use a data.source with "
-                "this column (.jsonl, .json, .csv, .parquet or a hub dataset)"
+                f"data.{key}: {name!r} is the name of a field, but {subject} have no fields; use a "
+                "data.source that has this field (.jsonl, .json, .csv, .parquet or a hub dataset)"
             )

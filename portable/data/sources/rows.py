@@ -25,12 +25,17 @@ if TYPE_CHECKING:
 
 
 def iter_text_documents(path: Path, name: str, split: str) -> Iterator[Document]:
-    """Yield the documents of a .txt file. Long documents are split into pieces.
+    """Yield the documents of a .txt file. Blank documents are left out.
+
+    A document of more than about :data:`PIECE_CHARS` characters is split into pieces.
 
     Args:
         path: Path of the local file, which may be compressed.
         name: Name of the file, used in error messages.
         split: Unit that becomes a document: ``file``, ``paragraph`` or ``line``.
+
+    Raises:
+        UserError: If the file cannot be read or decompressed, or is not UTF-8 text.
     """
     with (
         convert_read_errors(name),
@@ -43,9 +48,10 @@ def iter_text_documents(path: Path, name: str, split: str) -> Iterator[Document]
 
 
 def _iter_document_pieces(file: io.TextIOBase, name: str) -> Iterator[Document]:
-    """Yield the text of a file as one document.
+    """Yield the pieces of a text file, which together form one document.
 
-    A long text is split into pieces, at line ends if possible. Yields nothing for a blank file.
+    A short text is a single piece. A long text is split, at line ends if possible. Yields nothing
+    for a blank file.
     """
     text, has_text = "", False
     piece = file.read(PIECE_CHARS)
@@ -55,8 +61,8 @@ def _iter_document_pieces(file: io.TextIOBase, name: str) -> Iterator[Document]:
             piece += file.readline(PIECE_CHARS)
         following = file.read(PIECE_CHARS)
         text += piece
-        # A blank start is held back, because the rest of the file may be blank as well. A blank end must be
-        # yielded, because it contains the end of the document.
+        # Do not yield a blank start yet, because the rest of the file may also be blank. Yield a blank end,
+        # because it is the last piece of the document.
         has_text = has_text or bool(piece.strip())
         if has_text:
             yield Document(text, is_last_piece=not following)
@@ -67,19 +73,25 @@ def _iter_document_pieces(file: io.TextIOBase, name: str) -> Iterator[Document]:
 def _check_characters(text: str, name: str) -> None:
     """Check that text decoded as UTF-8 is not actually UTF-16 without a byte order mark.
 
-    UTF-16 text with mostly ASCII characters is also valid UTF-8, but with a NUL after each character.
+    UTF-16 text of ASCII characters is also valid UTF-8, but with a NUL before or after each
+    character.
 
     Raises:
         UserError: If more than a quarter of the characters are NUL.
     """
     if "\0" in text and 4 * text.count("\0") > len(text):
-        raise UserError(f"data.source: {name}: is UTF-16 text, not UTF-8; convert the file (iconv -t utf-8)")
+        raise UserError(
+            f"data.source: {name}: is UTF-16 text, not UTF-8; convert the file to UTF-8 (for "
+            "example with iconv -t utf-8)"
+        )
 
 
 def _iter_split_text(file: io.TextIOBase, name: str, split: str) -> Iterator[Document]:
-    """Yield one document per line or paragraph, without its line end. Splits long documents into pieces.
+    """Yield each line or paragraph of a text file as a document, without the newline at its end.
 
-    Paragraphs are separated by blank lines. A blank line is never a document.
+    Long lines and paragraphs are split into pieces, which are yielded as separate documents. All
+    pieces except the last have ``is_last_piece`` set to False. Paragraphs are separated by blank
+    lines. A blank line is never a document.
 
     Args:
         file: The opened text file.
@@ -88,12 +100,13 @@ def _iter_split_text(file: io.TextIOBase, name: str, split: str) -> Iterator[Doc
     """
     document: list[str] = []
     line_start: list[str] = []
-    # has_begun: pieces of the document were yielded. line_has_text: the line is not blank so far.
+    # has_begun: a piece of the current document has been yielded. line_has_text: the current line is not
+    # blank so far.
     has_begun = line_has_text = False
     num_chars, previous_part = 0, ""
     while part := file.readline(PIECE_CHARS):
         _check_characters(part, name)
-        if part == "\n" and previous_part.endswith("\r"):  # the limit has divided a line end
+        if part == "\n" and previous_part.endswith("\r"):  # the size limit has separated \r from \n
             document += [part] if has_begun or document else []
             previous_part = part
             continue
@@ -122,9 +135,13 @@ def iter_file_rows(path: Path, name: str, fields: Fields) -> Iterator[LocatedRow
     """Yield the rows of a .jsonl, .json, .parquet or .csv file, with their locations.
 
     Args:
-        path: Path of the local file.
+        path: Path of the local file. A .jsonl or .json file may be compressed.
         name: Name of the file, used in locations.
-        fields: Names of the columns to read.
+        fields: Names of the columns to read, and whether bad records are skipped.
+
+    Raises:
+        UserError: If the file cannot be read or is damaged, or if a row cannot be read and bad
+            records are not skipped.
     """
     kind = get_file_format(path)
     if kind == ".jsonl":
@@ -135,7 +152,10 @@ def iter_file_rows(path: Path, name: str, fields: Fields) -> Iterator[LocatedRow
 
 
 def _open_decompressed(path: Path) -> io.BufferedReader:
-    """Open a local file for reading, and decompress it if its suffix is a compression suffix."""
+    """Open a local file for reading, and decompress it if its suffix indicates compression.
+
+    For example, ``a.jsonl.gz`` is decompressed.
+    """
     return open_decompressed(io.BufferedReader(open_file(path), 1 << 20), path)
 
 
@@ -175,7 +195,7 @@ def parse_json_row(line: bytes, location: str, fields: Fields) -> Mapping[str, A
         if line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
             reason = "UTF-16, not UTF-8"
         refusal = UserError(
-            f"data.source: {location}: is not a line of JSON ({reason}); correct or remove the line"
+            f"data.source: {location}: is not valid JSON ({reason}); correct or remove the line"
         )
         refusal.__cause__ = error
     else:
@@ -190,17 +210,18 @@ def parse_json_row(line: bytes, location: str, fields: Fields) -> Mapping[str, A
 
 
 _SEPARATORS = re.compile(r"[\s,]*")
-_INCOMPLETE_TAIL_CHARS = 16  # an error in this many last characters may be caused by an incomplete text
+_INCOMPLETE_TAIL_CHARS = 16  # an error this close to the end may mean that more text must be read
 
 
 def _iter_json_rows(path: Path, name: str, fields: Fields) -> Iterator[LocatedRow]:
-    """Yield the rows of a .json file, which contains a list of objects or a sequence of objects.
+    """Yield the rows of a .json file.
 
-    Reads the file in blocks, so it does not have to fit into memory.
+    The file contains either one JSON array of objects, or several objects one after another. It is
+    read in blocks, so it does not have to fit into memory.
 
     Raises:
-        UserError: If the file is not valid JSON, or if an item is not an object and bad records are not
-            skipped.
+        UserError: If the file is not valid JSON, or if an item is not an object and bad records are
+            not skipped.
     """
     decode = json.JSONDecoder().raw_decode
     with (
@@ -218,7 +239,8 @@ def _iter_json_rows(path: Path, name: str, fields: Fields) -> Iterator[LocatedRo
             if position == len(text) and has_ended:
                 if is_in_list:
                     raise UserError(
-                        f"data.source: {name}: the list of records is incomplete; copy the file again"
+                        f"data.source: {name}: the file ends in the middle of the list of records; copy the "
+                        "file again"
                     )
                 return
             if is_in_list and text[position : position + 1] == "]":
@@ -236,7 +258,7 @@ def _iter_json_rows(path: Path, name: str, fields: Fields) -> Iterator[LocatedRo
                     continue
                 reason = getattr(error, "msg", None) or to_one_line(error)
                 raise UserError(
-                    f"data.source: {name}: row {number + 1}: is not JSON ({reason}); correct or "
+                    f"data.source: {name}: row {number + 1}: is not valid JSON ({reason}); correct or "
                     "remove the row"
                 ) from error
             number += 1

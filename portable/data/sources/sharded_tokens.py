@@ -1,8 +1,8 @@
 """Sources of tokens in Mosaic Streaming (MDS) and litdata shards, and in ``save_to_disk`` datasets.
 
 A Mosaic Streaming or litdata shard starts with the number of samples and the offset of each sample,
-followed by the end offset. An ``index.json`` in the same folder describes the samples. Each sample
-is a document.
+followed by the offset of the end. An ``index.json`` in the same folder describes the samples. Each
+sample is a document.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from portable.data.sources.hub_dataset import HubDataset
 from portable.data.sources.listing import find_folder_with_file
 from portable.data.sources.source import DataSource, SourceSettings, SourceShard, TokenChunk, TokenSource
 from portable.data.sources.token_files import check_token_ids
-from portable.errors import UserError, to_one_line
+from portable.errors import RunError, UserError, to_one_line
 from portable.paths import (
     check_folder_files,
     convert_storage_errors,
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 _TOKEN_COLUMNS = ("tokens", "input_ids")
 _RECORD_COLUMNS = ("messages", "conversations", "completion", "output", "chosen")
-"""Columns that only records of conversations, completions or preferences have."""
+"""Columns that occur only in records of conversations, completions or preferences."""
 _LITDATA_DTYPES = {
     11: "u1",
     12: "i1",
@@ -55,53 +55,69 @@ _LITDATA_DTYPES = {
     18: "<i8",
     20: "<u2",
 }
-"""Data type of numpy, keyed by the number that litdata assigns to a torch data type."""
-_DOCUMENTS_PER_BATCH = 1000  # documents of a saved dataset that are read at a time
+"""NumPy dtype, keyed by litdata's number of the torch dtype."""
+_DOCUMENTS_PER_BATCH = 1000  # documents of a saved dataset read at a time
 
 
 class ShardedFolder(NamedTuple):
-    """Folder or URL that contains token shards, and the content of its ``index.json``."""
+    """Folder of token shards and its index.
+
+    Attributes:
+        folder: Path or URL of the folder.
+        index_content: Content of the folder's ``index.json``.
+    """
 
     folder: AnyPath
     index_content: dict[str, Any]
 
 
 class ShardLayout(TypedDict, total=False):
-    """Description of one token shard in ``index.json``. Its ``repr`` identifies the shard.
+    """Layout of one token shard, as described in ``index.json``. Its ``repr`` identifies the shard.
 
-    The keys from ``compression`` on are present only in Mosaic Streaming shards.
+    The fields depend on the format of the shards:
+
+    - All shards have ``file``, ``dtype`` and ``bytes``.
+    - Only litdata shards have ``heads`` and ``before``. They are not read, and exist only to keep
+      the ``repr`` of these shards unchanged.
+    - Only Mosaic Streaming shards have ``compression``, ``shaped``, ``sizes``, ``column`` and
+      ``hashes``.
     """
 
     file: str
-    """Path of the shard below the folder."""
+    """Path of the shard relative to the folder."""
     dtype: str
     """Data type of the tokens, such as ``<i4``."""
     bytes: int | None
-    """Size of the decompressed shard in bytes. None if the index does not give it."""
+    """Size of the decompressed shard in bytes. None if the index does not contain it."""
     heads: int
-    """Not read. Kept for the ``repr`` of shards of litdata."""
+    """Not read. It is kept so that the ``repr`` of litdata shards, which identifies them, does not change."""
     before: int
-    """Not read. Kept for the ``repr`` of shards of litdata."""
+    """Not read. It is kept for the same reason as ``heads``."""
     compression: str | None
     """Compression of the file, such as ``zstd:7``. None if the file is not compressed."""
     shaped: bool
-    """Whether the index gives the shape of the arrays. Otherwise each array starts with its shape."""
+    """Whether the index contains the shape of the arrays. If not, each array starts with its shape."""
     sizes: list[int | None]
-    """Size of each column in bytes. None if the values of the column have different sizes."""
+    """Size in bytes of one value of each column. None if the values of the column differ in size."""
     column: int
-    """Index of the column of tokens."""
+    """Index of the column that contains the tokens."""
     hashes: dict[str, str]
     """Hex digests of the decompressed shard, keyed by algorithm."""
 
 
 def find_sharded_folder(name: str) -> ShardedFolder | None:
-    """Find the shards in a folder written by Mosaic Streaming or litdata.
+    """Find token shards in a folder that Mosaic Streaming or litdata has written.
 
     Args:
         name: Path or URL.
 
     Returns:
-        The folder and its index. None if ``name`` is not such a folder.
+        The folder and its index. None if ``name`` is not such a folder, or if its
+        ``index.json`` cannot be read or is not JSON.
+
+    Raises:
+        UserError: If the URL is not valid, or if the object store reports an error.
+        RunError: If the object store cannot be reached after all retries.
     """
     if (folder := find_folder_with_file(name, "index.json")) is None:
         return None
@@ -118,6 +134,10 @@ def find_sharded_folder(name: str) -> ShardedFolder | None:
 def parse_shard_layouts(index: dict[str, Any], name: str) -> list[ShardLayout]:
     """Parse the layouts of all shards from the content of ``index.json``.
 
+    The index is in the format of Mosaic Streaming (with the key ``shards``) or litdata (with the
+    keys ``chunks`` and ``config``). Data of litdata must not be compressed or encrypted. Mosaic's
+    shards may be compressed with ``zstd`` or ``gz``.
+
     Args:
         index: Content of ``index.json``.
         name: Name of the source, used in error messages.
@@ -128,16 +148,16 @@ def parse_shard_layouts(index: dict[str, Any], name: str) -> list[ShardLayout]:
     """
     try:
         if not index.get("shards", index.get("chunks")):
-            raise ValueError("there are no shards in the index")
+            raise ValueError("the file lists no shards")
         if "shards" in index:
             return [_parse_mosaic_shard(shard, name) for shard in index["shards"]]
         config = index["config"]
         kind = str(config["data_format"][0])
         if len(config["data_format"]) != 1 or not kind.startswith("no_header_tensor:"):
             raise UserError(
-                f"data.source: {name} has samples of type "
-                f"{format_name_list(map(str, config['data_format']))}, but only samples of tokens are "
-                "supported; write the tokens with litdata's TokensLoader"
+                f"data.source: {name} contains litdata samples of type "
+                f"{format_name_list(map(str, config['data_format']))}, but only tokens are supported; write "
+                "the dataset with litdata's TokensLoader"
             )
         if config.get("compression") or config.get("encryption"):
             raise UserError(
@@ -157,7 +177,7 @@ def parse_shard_layouts(index: dict[str, Any], name: str) -> list[ShardLayout]:
         ]
     except UserError:
         raise
-    except Exception as error:  # the file may hold any values
+    except Exception as error:  # the file may contain any values
         raise UserError(
             f"data.source: {name}/index.json: cannot be read ({to_one_line(error)}); copy the file again"
         ) from error
@@ -166,13 +186,18 @@ def parse_shard_layouts(index: dict[str, Any], name: str) -> list[ShardLayout]:
 def _parse_mosaic_shard(shard: dict[str, Any], name: str) -> ShardLayout:
     """Parse the layout of a Mosaic Streaming shard.
 
+    The tokens are in the column ``tokens`` or, if this column does not exist, ``input_ids``. The
+    encoding of the column must be ``ndarray`` with a dtype, or ``bytes`` with int64 tokens. The
+    shard may be compressed with ``zstd`` or ``gz``.
+
     Args:
         shard: Entry of the shard in ``index.json``.
         name: Name of the source, used in error messages.
 
     Raises:
-        UserError: If the shard has no column of tokens, or if its encoding or compression is not
-            supported.
+        UserError: If the shard has no token column, or if its encoding or compression is not
+            supported. A damaged entry can raise any other exception, so the caller must convert all
+            exceptions.
     """
     names: list[str] = shard["column_names"]
     column = next((candidate for candidate in _TOKEN_COLUMNS if candidate in names), None)
@@ -186,11 +211,11 @@ def _parse_mosaic_shard(shard: dict[str, Any], name: str) -> ShardLayout:
     encoding, _, rest = str(shard["column_encodings"][column_index]).partition(":")
     dtype, _, shape = rest.partition(":")
     if encoding == "bytes":
-        dtype, shape = "int64", "any"  # format of LLM Foundry
+        dtype, shape = "int64", "any"  # LLM Foundry writes int64 tokens as bytes
     elif encoding != "ndarray" or not dtype:
         raise UserError(
-            f"data.source: {name}: {column} is {encoding}:{rest}, not an array of integers; write the tokens "
-            "as integers"
+            f"data.source: {name}: the column {column} has the encoding {encoding}:{rest}, not ndarray with "
+            "an integer dtype; write the tokens as arrays of integers"
         )
     packed, raw = shard.get("zip_data"), shard["raw_data"]
     if packed is not None and shard["compression"].partition(":")[0] not in ("zstd", "gz"):
@@ -227,14 +252,17 @@ class ShardedTokens(TokenSource):
 
     @classmethod
     def from_names(cls, names: Sequence[str], settings: SourceSettings) -> ShardedTokens | None:
-        """Open the shards if the name is a folder or URL written by Mosaic Streaming or litdata.
+        """Open the shards if Mosaic Streaming or litdata has written the folder or URL.
 
         Returns:
             The source. None if the name is not such a folder, if there are several names, or if
             ``data.max_samples`` is set.
 
         Raises:
-            UserError: If the shards do not contain tokens.
+            UserError: If the shards do not contain tokens or have an unsupported encoding, if the
+                index is damaged, or if a link leaves the folder. Also raised if the URL is not
+                valid, or if the object store reports an error.
+            RunError: If the object store cannot be reached after all retries.
         """
         if len(names) > 1 or settings.data.max_samples is not None:
             return None
@@ -246,10 +274,9 @@ class ShardedTokens(TokenSource):
         return cls(sharded.folder, parse_shard_layouts(sharded.index_content, names[0]), settings)
 
     def compute_digest(self) -> str:
-        """Compute a digest of the layouts, and of the contents or versions of the files.
+        """Compute a digest of the shards' layouts and of the contents of their files.
 
-        For remote files, the sizes and versions are digested instead of the contents, so nothing is
-        downloaded.
+        For remote files, uses the sizes and versions instead of the contents, so nothing is downloaded.
         """
         digest = hashlib.blake2b(repr(self._pieces).encode(), digest_size=16)
         for piece in self._pieces:
@@ -262,7 +289,10 @@ class ShardedTokens(TokenSource):
         return digest.hexdigest()
 
     def iter_shards(self, part_bytes: int) -> Iterator[SourceShard]:
-        """Yield each shard of the folder as one shard of a stream. They are not divided further."""
+        """Yield one :class:`SourceShard` for each shard of the folder.
+
+        Shards are not divided further, so ``part_bytes`` is ignored.
+        """
         for piece in self._pieces:
             yield SourceShard(
                 partial(ShardedTokens, self._place, [piece]), repr(piece), int(piece["bytes"] or 0)
@@ -272,7 +302,7 @@ class ShardedTokens(TokenSource):
         """Check that the first shard is intact. Does nothing if the shards are remote.
 
         Raises:
-            UserError: If the shard is damaged.
+            UserError: If the shard cannot be read or is damaged.
         """
         if not self.downloads_to_read:
             self._read_decompressed_shard(self._pieces[0])
@@ -289,6 +319,9 @@ class ShardedTokens(TokenSource):
 
     def _read_decompressed_shard(self, piece: ShardLayout) -> bytes:
         """Read a shard, decompress it if necessary, and verify its size and checksums.
+
+        The size and the checksums are verified only if the index contains them. Checksums of
+        algorithms that ``hashlib`` does not support are ignored.
 
         Raises:
             UserError: If the shard cannot be read or is damaged.
@@ -310,7 +343,9 @@ class ShardedTokens(TokenSource):
                     piece["bytes"] + 1
                 )
             if piece["bytes"] is not None and len(data) != piece["bytes"]:
-                raise ValueError(f"the file has {len(data)} bytes, not {piece['bytes']}")
+                raise ValueError(
+                    f"the file has {len(data):,} bytes, but index.json lists {piece['bytes']:,} bytes"
+                )
             for kind, digest in piece.get("hashes", {}).items():
                 if kind in hashlib.algorithms_available and hashlib.new(kind, data).hexdigest() != digest:
                     raise ValueError(f"the {kind} checksum does not match index.json")
@@ -318,12 +353,15 @@ class ShardedTokens(TokenSource):
 
     @contextmanager
     def _convert_read_errors(self, piece: ShardLayout) -> Iterator[None]:
-        """Convert all exceptions within this context to UserErrors that name the shard's file."""
+        """Convert exceptions within this context to UserErrors that name the shard's file.
+
+        UserErrors, RunErrors and MemoryErrors are passed on unchanged.
+        """
         try:
             yield
-        except UserError:
+        except (UserError, RunError, MemoryError):
             raise
-        except Exception as error:  # the index may hold any values
+        except Exception as error:  # the index may contain any values
             path = self._place / piece["file"]
             raise UserError(
                 f"data.source: {path}: cannot be read ({to_one_line(error)}); copy the file again"
@@ -338,10 +376,11 @@ def _parse_shard_documents(data: bytes, piece: ShardLayout) -> list[npt.NDArray[
         piece: Layout of the shard.
 
     Returns:
-        One array per sample. The arrays share the memory of ``data``.
+        One read-only array per sample. Each array has a copy of the sample's bytes.
 
     Raises:
         ValueError: If the offsets or sizes are inconsistent.
+        IndexError: If a sample lacks the header with the shape of its array.
     """
     count = int(np.frombuffer(data, "<u4", 1)[0])
     offsets = np.frombuffer(data, "<u4", count + 1, offset=4).astype(np.int64)
@@ -351,9 +390,9 @@ def _parse_shard_documents(data: bytes, piece: ShardLayout) -> list[npt.NDArray[
     if sizes is None:
         return [np.frombuffer(data[start:stop], piece["dtype"]) for start, stop in pairwise(offsets)]
     if any(size is not None and (type(size) is not int or size < 0) for size in sizes):
-        raise ValueError(f"the column sizes are {sizes}")
+        raise ValueError(f"the column sizes {sizes} are invalid")
     column = piece["column"]
-    # Fixed sizes are added once for all samples, because the index may list any number of columns.
+    # Fixed column sizes are added up once for all samples, because the index may list any number of columns.
     heads, heads_before = (sum(size is None for size in part) for part in (sizes, sizes[:column]))
     fixed, fixed_before = (sum(size or 0 for size in part) for part in (sizes, sizes[:column]))
     documents = []
@@ -365,7 +404,8 @@ def _parse_shard_documents(data: bytes, piece: ShardLayout) -> list[npt.NDArray[
         begin += fixed_before + int(lengths[:heads_before].sum())
         length = sizes[column] if sizes[column] is not None else int(lengths[heads_before])
         value = data[begin : begin + length]
-        if not piece["shaped"]:  # skip the header: number of dimensions, type of their sizes, and sizes
+        # Skip the header, which contains the number of dimensions, the type of their sizes, and the sizes.
+        if not piece["shaped"]:
             value = value[1 + (value[0] >> 2) * (1 << (value[0] & 3)) :]
         documents.append(np.frombuffer(value, piece["dtype"]))
     return documents
@@ -376,14 +416,14 @@ def find_saved_dataset_folder(name: str, split: str) -> Path | None:
 
     Args:
         name: Path of the folder.
-        split: Split to select if the dataset has several splits.
+        split: Name of the split to select if the dataset has several splits.
 
     Returns:
-        The folder, or its subfolder for ``split`` if there are several splits. None if ``name`` is not
-        the folder of a saved dataset.
+        The folder, or its subfolder for ``split`` if the dataset has several splits. None if ``name``
+        is not the folder of a saved dataset.
 
     Raises:
-        UserError: If the folder has several splits, but not ``split``.
+        UserError: If the dataset has several splits, but not ``split``.
     """
     folder = Path(name)
     try:
@@ -402,7 +442,8 @@ def find_saved_dataset_folder(name: str, split: str) -> Path | None:
 
 def _build_not_saved_error(folder: object, error: Exception) -> UserError:
     return UserError(
-        f"data.source: {folder}: is not a saved dataset ({to_one_line(error)[:200]}); save the dataset again"
+        f"data.source: {folder}: cannot be read as a dataset saved with save_to_disk "
+        f"({to_one_line(error)[:200]}); save the dataset again"
     )
 
 
@@ -434,7 +475,11 @@ def _compute_saved_dataset_digest(folder: str, settings: SourceSettings) -> byte
 
 
 class SavedDataset(HubDataset):
-    """Source of the records of a dataset saved with ``save_to_disk``."""
+    """Source of the records of a dataset saved with ``save_to_disk``.
+
+    The source cannot be streamed. If the dataset is to be opened as tokens, :meth:`from_names`
+    returns a :class:`SavedTokenDataset` instead.
+    """
 
     downloads_to_open = False
     downloads_to_read = False
@@ -443,14 +488,22 @@ class SavedDataset(HubDataset):
     def from_names(cls, names: Sequence[str], settings: SourceSettings) -> DataSource | None:  # type: ignore[override]
         """Open a dataset that was saved with ``save_to_disk``, either as records or as tokens.
 
-        It is opened as records if ``data.max_samples`` is set, or if it has record columns (with the usual
-        names or those in ``data.columns``) and no token column.
+        The dataset is opened as records if ``data.max_samples`` is set. It is also opened as
+        records if it has no token column (``tokens`` or ``input_ids``) and at least one of these
+        conditions holds:
+
+        - ``data.format`` is neither ``auto`` nor ``text``.
+        - The dataset has the column of ``data.text_field``, a column with a conventional name such
+          as ``messages``, or a column that ``data.columns`` renames.
+
+        In all other cases, the dataset is opened as tokens.
 
         Returns:
-            A source of records or tokens. None if the names are not a single saved dataset.
+            Source of records or tokens. None if ``names`` does not refer to a single saved dataset.
 
         Raises:
-            UserError: If the metadata of the dataset cannot be read.
+            UserError: If the metadata of the dataset cannot be read, or if the dataset has several
+                splits but not the selected split.
         """
         if len(names) > 1 or (folder := find_saved_dataset_folder(names[0], settings.split)) is None:
             return None
@@ -478,7 +531,7 @@ class SavedDataset(HubDataset):
 
     @property
     def stored_bytes(self) -> int:
-        """Always 0. The size is only used to divide a stream, but the dataset cannot be streamed."""
+        """Always 0. The size is only used to divide a stream, and a saved dataset cannot be streamed."""
         return 0
 
     def iter_shards(self, part_bytes: int) -> Iterator[SourceShard]:
@@ -487,7 +540,11 @@ class SavedDataset(HubDataset):
 
 
 class SavedTokenDataset(TokenSource):
-    """Source of tokens from a column of a dataset saved with ``save_to_disk``. Each row is a document."""
+    """Source of tokens from a column of a dataset saved with ``save_to_disk``.
+
+    Each row is a document. The column is ``input_ids`` or, if the dataset does not have this
+    column, ``tokens``. The source cannot be streamed.
+    """
 
     def compute_digest(self) -> str:
         """Compute a digest of all files of the dataset."""
@@ -501,7 +558,7 @@ class SavedTokenDataset(TokenSource):
         """Check that the dataset can be loaded and has a token column.
 
         Raises:
-            UserError: If it cannot be loaded or has no token column.
+            UserError: If the dataset cannot be loaded or has no token column.
         """
         self._open_token_column()
 
@@ -509,10 +566,10 @@ class SavedTokenDataset(TokenSource):
         """Open the token column.
 
         Returns:
-            The dataset with only this column, and the name of the column.
+            The dataset with only this column and in Arrow format, and the name of the column.
 
         Raises:
-            UserError: If there is no token column.
+            UserError: If the dataset cannot be loaded or has no token column.
         """
         dataset = _load_saved_dataset(self.name)
         column = next(
@@ -521,8 +578,8 @@ class SavedTokenDataset(TokenSource):
         if column is None:
             raise UserError(
                 f"data.source: {self.name} has the columns {format_name_list(dataset.column_names)}, but "
-                f"neither {_TOKEN_COLUMNS[1]} nor {_TOKEN_COLUMNS[0]}; write the dataset with to_parquet "
-                "or to_json"
+                f"neither {_TOKEN_COLUMNS[1]} nor {_TOKEN_COLUMNS[0]}; save datasets without token ids with "
+                "to_parquet or to_json instead of save_to_disk"
             )
         return dataset.select_columns([column]).with_format("arrow"), column
 
@@ -534,8 +591,8 @@ class SavedTokenDataset(TokenSource):
             tokens = values.flatten().to_numpy(zero_copy_only=False)
             if not np.issubdtype(tokens.dtype, np.integer):
                 raise UserError(
-                    f"data.source: {self.name}: {column} does not contain integers; save token ids in this "
-                    "column"
+                    f"data.source: {self.name}: the column {column} does not contain integers; save token "
+                    "ids in this column"
                 )
             if len(tokens):
                 check_token_ids(tokens, vocab_size, self.name)
@@ -543,5 +600,11 @@ class SavedTokenDataset(TokenSource):
 
 
 def _build_not_streamed_error(source: DataSource) -> UserError:
-    """Build the error for using a saved dataset with ``data.stream``."""
-    return UserError(f"data.stream: {source.name} was saved with save_to_disk; set data.stream to false")
+    """Build the error for streaming a dataset that was saved with ``save_to_disk``.
+
+    Such a dataset cannot be used with ``data.stream``.
+    """
+    return UserError(
+        f"data.stream: {source.name} was saved with save_to_disk and cannot be streamed; set data.stream: "
+        "false"
+    )

@@ -1,8 +1,9 @@
-"""Source for token files written by nanoGPT, llm.c or Megatron-LM (.bin files with an .idx file).
+"""Source for token files (.bin) written by nanoGPT, llm.c or Megatron-LM.
 
-The tokens are copied into the token cache once, with their document boundaries, so that all tokens
-of a run have checksums. A .bin file without an .idx file does not store boundaries, so each end
-token is assumed to end a document.
+The tokens and their document boundaries are copied into the token cache once. The cache stores
+checksums, so a run can detect damaged tokens. Document boundaries are read from the .idx file of a
+Megatron-LM file. Without an .idx file, a document is assumed to end after each end token of the
+tokenizer.
 """
 
 from __future__ import annotations
@@ -27,19 +28,19 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-_CHUNK = 1 << 22  # tokens that are yielded at a time
+_CHUNK = 1 << 22  # tokens yielded at a time
 _LLM_C: dict[tuple[int, int], np.dtype[Any]] = {
     (20240520, 1): np.dtype("<u2"),
     (20240801, 7): np.dtype("<u4"),
 }
-"""Data type of the tokens, keyed by magic number and version of llm.c's files."""
+"""Dtype of the tokens, keyed by the magic number and version in an llm.c file."""
 _LLM_C_HEADER = 256 * 4
 _MEGATRON = b"MMIDIDX\x00\x00"
 _MEGATRON_TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 
 
 def is_token_file(name: str) -> bool:
-    """Return whether a local path or pattern refers to token files."""
+    """Return whether a name is a local path or pattern that ends with ``.bin``."""
     return name.endswith(".bin") and "://" not in name
 
 
@@ -62,15 +63,17 @@ class _TokenFileLayout:
 
 
 class TokenFilesSource(TokenSource):
-    """Source for token files, which are read in order.
+    """Source for local token files, which are read in order.
+
+    A file with an ``.idx`` file next to it is read as a file of Megatron-LM. A file with the header
+    of llm.c is read as a file of llm.c. Any other file is read as a file of nanoGPT, which contains
+    only 16-bit tokens.
 
     Args:
         name: Name of the source, used in error messages.
         files: Paths of the ``.bin`` files.
         settings: Settings of the source.
     """
-
-    must_stream_alone = False
 
     def __init__(self, name: str, files: Sequence[Path], settings: SourceSettings) -> None:
         super().__init__(name, settings)
@@ -81,18 +84,24 @@ class TokenFilesSource(TokenSource):
         """Open the files if the names are local paths or patterns that end with ``.bin``.
 
         Returns:
-            The source. None if no name ends with ``.bin``.
+            The source. None if no name is such a path or pattern. URLs do not count.
 
         Raises:
-            UserError: If only some names end with ``.bin``, or if ``data.max_samples`` is set.
+            UserError: If only some names are such paths or patterns, if ``data.max_samples`` is
+                set, or if the settings refer to a column or to a format other than text.
             MissingDataError: If a file does not exist.
         """
         if not any(map(is_token_file, names)):
             return None
-        if not all(map(is_token_file, names)) or settings.data.max_samples is not None:
+        if not all(map(is_token_file, names)):
             raise UserError(
-                f"data.source: {names[0]}: token files cannot be mixed with text files or combined with "
-                "data.max_samples; specify only token files, and remove data.max_samples"
+                f"data.source: {names[0]}: token files cannot be mixed with other files; specify only token "
+                "files"
+            )
+        if settings.data.max_samples is not None:
+            raise UserError(
+                f"data.max_samples: does not work with token files such as {names[0]}; remove "
+                "data.max_samples"
             )
         return cls(", ".join(names), [path for name in names for path in list_token_files(name)], settings)
 
@@ -107,7 +116,7 @@ class TokenFilesSource(TokenSource):
 
     @property
     def size_bytes(self) -> int:
-        """Total number of tokens. Not in bytes, because the progress bar counts tokens for this source."""
+        """Total number of tokens, not bytes, because the progress bar counts tokens for this source."""
         return sum(_read_layout(path).num_tokens for path in self._files)
 
     @property
@@ -119,7 +128,8 @@ class TokenFilesSource(TokenSource):
         """Check that the layout of each file can be read.
 
         Raises:
-            UserError: If a file cannot be read, or if its size does not match its layout.
+            UserError: If a file cannot be read, if its index is damaged, or if its size does not
+                match its layout.
         """
         for path in self._files:
             _read_layout(path)
@@ -129,7 +139,10 @@ class TokenFilesSource(TokenSource):
             yield from _iter_file_chunks(path, vocab_size, end)
 
     def iter_shards(self, part_bytes: int) -> Iterator[SourceShard]:
-        """Yield each file as one shard of a stream. Files are not divided further."""
+        """Yield each file as one shard of a stream.
+
+        Files are not divided into parts, so ``part_bytes`` is ignored.
+        """
         for path in self._files:
             size = path.stat().st_size
             yield SourceShard(partial(TokenFilesSource, str(path), [path]), f"{path.name} {size}", size)
@@ -141,7 +154,7 @@ def check_token_ids(tokens: npt.NDArray[Any], vocab_size: int, path: object) -> 
     Args:
         tokens: Token ids. The array must not be empty.
         vocab_size: Vocabulary size of the tokenizer.
-        path: Name of the file, used in the error message.
+        path: Path of the token file, or name of the source, used in the error message.
 
     Raises:
         UserError: If a token id is negative or too large.
@@ -153,13 +166,13 @@ def check_token_ids(tokens: npt.NDArray[Any], vocab_size: int, path: object) -> 
         )
     if (largest := int(tokens.max())) >= vocab_size:
         raise UserError(
-            f"data.tokenizer: {path} contains the token {largest}, but the tokenizer has only {vocab_size} "
-            "tokens; set data.tokenizer to the tokenizer that created the file"
+            f"data.tokenizer: {path} contains the token id {largest}, but the tokenizer has only "
+            f"{vocab_size} tokens; set data.tokenizer to the tokenizer that created the file"
         )
 
 
 def list_token_files(name: str) -> list[Path]:
-    """List the files that a path or pattern matches, sorted by name.
+    """List the token files that a path or pattern matches, sorted by name.
 
     Raises:
         MissingDataError: If there are none.
@@ -171,17 +184,18 @@ def list_token_files(name: str) -> list[Path]:
 
 
 def _get_index_path(path: Path) -> Path:
-    """Return the path of the Megatron-LM index of a token file. It may not exist."""
+    """Return the path of a token file's Megatron-LM index, which may not exist."""
     return path.with_suffix(".idx")
 
 
 def _read_layout(path: Path) -> _TokenFileLayout:
     """Read the layout of a token file from its Megatron-LM index or its llm.c header.
 
-    A file with neither is assumed to be a nanoGPT file, which contains only 16-bit tokens.
+    A file without either is assumed to be a nanoGPT file, which contains only 16-bit tokens.
 
     Raises:
-        UserError: If the file cannot be read, or if its size does not match the layout.
+        UserError: If the file cannot be read, if its index is damaged, or if its size does not
+            match the layout.
     """
     try:
         size = path.stat().st_size
@@ -198,8 +212,8 @@ def _read_layout(path: Path) -> _TokenFileLayout:
         layout = _TokenFileLayout(np.dtype("<u2"), 0, size // 2)
     if layout.start_byte + layout.num_tokens * layout.dtype.itemsize != size:
         raise UserError(
-            f"data.source: {path}: has {size} bytes, which does not match {layout.num_tokens} tokens of "
-            f"{layout.dtype.itemsize} bytes; copy the file again"
+            f"data.source: {path}: has {size:,} bytes, which is not the size of {layout.num_tokens:,} tokens "
+            f"of {layout.dtype.itemsize} bytes each; copy the file again"
         )
     return layout
 
@@ -212,6 +226,7 @@ def _read_megatron_layout(path: Path, size: int) -> _TokenFileLayout:
         size: Size of the token file in bytes.
 
     Raises:
+        OSError: If the index cannot be read.
         UserError: If the index is damaged, or if it does not match the size of the token file.
     """
     index = _get_index_path(path)
@@ -244,13 +259,13 @@ def _read_megatron_layout(path: Path, size: int) -> _TokenFileLayout:
 def _iter_file_chunks(path: Path, vocab_size: int, end: int | None) -> Iterator[TokenChunk]:
     """Yield the tokens of a file in chunks. Yields nothing for an empty file.
 
-    Document boundaries are read from the index. Without an index, a document ends after each ``end``
-    token and at the end of the file.
+    Document boundaries are read from the index. Without an index, a document ends after each
+    ``end`` token and at the end of the file.
 
     Args:
         path: Path of the file.
-        vocab_size: Vocabulary size of the tokenizer. Larger token ids are an error.
-        end: Token that ends each document. None if the whole file is one document.
+        vocab_size: Vocabulary size of the tokenizer. All token ids must be smaller.
+        end: Token that ends each document. If None, a file without an index is one document.
 
     Raises:
         UserError: If the file is damaged, or if a token is outside the vocabulary.

@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 class BackgroundTokenizer:
     """Pool of processes that tokenize shards. Each process receives its shards from a separate thread.
 
-    Errors are ignored here: when training needs the shard, they occur again and are reported.
+    Errors are ignored here. An error occurs again, and is reported, when training needs the shard.
 
     Args:
         job: Job that tokenizes a shard.
-        on_shard_done: Function to call after each shard, from one of the threads, with the folder of
-            its tokens.
+        on_shard_done: Callback for each tokenized shard. It receives the folder of the tokens, and is
+            called from one of the threads.
         num_processes: Maximum number of processes.
     """
 
@@ -36,7 +36,7 @@ class BackgroundTokenizer:
         self._done = on_shard_done
         self._processes = num_processes
         self._requested: list[SourceShard] = []
-        # Ids of shards. They remain valid because the stream keeps its shards.
+        # Contains ids of shard objects. They remain valid because the stream keeps its shards.
         self._started: set[int] = set()
         self._condition = threading.Condition()
         self._closed = False
@@ -44,10 +44,12 @@ class BackgroundTokenizer:
         self._workers: set[WorkerProcess] = set()
 
     def request_shards(self, shards: Sequence[SourceShard]) -> None:
-        """Tokenize these shards next, in order. Returns immediately.
+        """Set the shards to tokenize in the background. They are tokenized in the given order.
 
-        Previously requested shards that no process has started are dropped, unless they are requested
-        again.
+        This method returns immediately. The new list replaces the previous list. A previously
+        requested shard that is missing from the new list is dropped, unless a process has already
+        started to tokenize it. A shard that is in both lists is tokenized only once. Shards are
+        compared by identity, so always pass the same object for a shard.
         """
         with self._condition:
             self._requested = list(shards)
@@ -70,12 +72,15 @@ class BackgroundTokenizer:
                 thread.join(timeout=5)
 
     def _run_worker(self) -> None:
-        """Send shards to a worker process until :meth:`close` is called. Runs in each thread."""
+        """Send shards to a worker process until :meth:`close` is called.
+
+        This method is the main function of each thread. Every thread has its own worker process.
+        """
         while (shard := self._wait_for_shard()) is not None:
-            # A process that died is replaced when there are more shards.
+            # A process that has died is replaced when another shard is requested.
             with suppress(OSError), WorkerProcess(self._job) as worker:
                 self._workers.add(worker)
-                if self._closed:  # close() may not have seen this worker
+                if self._closed:  # close() may have been called before this worker was added
                     worker.kill()
                 while shard is not None and not worker.has_ended:
                     with suppress(UserError, RunError):
@@ -85,7 +90,7 @@ class BackgroundTokenizer:
                 self._workers.discard(worker)
 
     def _wait_for_shard(self) -> SourceShard | None:
-        """Wait for a requested shard that has not been started, and mark it as started.
+        """Wait for a requested shard that no process has started to tokenize, and mark it as started.
 
         Returns:
             The shard. None after :meth:`close`.

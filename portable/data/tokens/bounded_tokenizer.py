@@ -3,7 +3,8 @@
 A pipeline in ``tokenizer.json`` can double a text at every step, and a regular expression in it can
 backtrack for hours. Each call therefore runs in a separate thread, and the calling thread raises an
 error if a limit is exceeded. This works because the tokenizers library releases the GIL while it
-encodes or decodes a batch. The call itself cannot be stopped, and continues until the process ends.
+encodes or decodes a batch. A call that exceeds a limit cannot be stopped, and runs on until it
+returns or the process ends.
 """
 
 from __future__ import annotations
@@ -22,21 +23,23 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
 SECONDS = 2.0
-"""Time in seconds that a call may take in addition to the time for its text."""
+"""Fixed part of the time limit of a call, in seconds. :data:`SECONDS_PER_CHARACTER` is added for its text."""
 SECONDS_PER_CHARACTER = 1e-5
-"""Time that a call may take per character, in seconds. It is ten times the time that the slowest pipelines of
-the tokenizers library in use need.
+"""Time that a call may take per character, in seconds. The slowest pipelines of the tokenizers library in use
+need a tenth of it.
 """
 SLOW_SECONDS, SLOW_SECONDS_PER_CHARACTER = 10.0, 1e-4
-"""Time limits, like the two above, for tokenizers that are written in Python.
+"""Time limits for tokenizers that are written in Python, which replace the two limits above.
 
 They are higher because Python is slower, and because the first call of some tokenizers loads a dictionary.
 """
 MEMORY = 1 << 30
-"""Allowed growth of the process during a call, in bytes, in addition to the memory for its text."""
+"""Fixed part of the memory by which the process may grow during a call, in bytes.
+:data:`MEMORY_PER_CHARACTER` is added for the text.
+"""
 MEMORY_PER_CHARACTER = 512
-"""Memory that a call may use per character, in bytes. Even one token per character, with its text and offsets
-in Rust and its ID in Python, needs less.
+"""Memory that a call may use per character, in bytes. Even if each character becomes a token, the text and
+offsets in Rust and the token id in Python need less.
 """
 _INTERVAL = 0.05
 """Interval in seconds between checks of the limits."""
@@ -44,6 +47,9 @@ _INTERVAL = 0.05
 
 def encode_text(tokenizer: Any, text: Any, pair: Any = None, **options: Any) -> Any:
     """Encode one or several texts, like ``tokenizer(text, ...)``.
+
+    The time limit is :data:`SECONDS`, or :data:`SLOW_SECONDS` for a tokenizer that is not fast. The
+    memory limit is :data:`MEMORY`. Both limits increase with the number of characters.
 
     Args:
         tokenizer: Transformers tokenizer.
@@ -56,6 +62,7 @@ def encode_text(tokenizer: Any, text: Any, pair: Any = None, **options: Any) -> 
 
     Raises:
         UserError: If the tokenizer cannot encode the text, or exceeds the time or memory limit.
+        MemoryError: If the tokenizer raises MemoryError.
     """
     texts = [text] if isinstance(text, str) else text
     characters = sum(map(len, texts)) + len(pair or "")
@@ -66,9 +73,9 @@ def encode_text(tokenizer: Any, text: Any, pair: Any = None, **options: Any) -> 
 
 
 def encode_targets(tokenizer: Any, text: Any, **options: Any) -> Any:
-    """Encode target texts of seq2seq, like ``tokenizer(text_target=text, ...)``.
+    """Encode the target texts of a seq2seq task, like ``tokenizer(text_target=text, ...)``.
 
-    Otherwise the same as :func:`encode_text`.
+    In all other respects, this function behaves like :func:`encode_text` without a pair.
     """
     characters = sum(map(len, [text] if isinstance(text, str) else text))
     return _call_within_limits(
@@ -79,13 +86,15 @@ def encode_targets(tokenizer: Any, text: Any, **options: Any) -> Any:
 def decode(tokenizer: Any, tokens: Sequence[int], **options: Any) -> str:
     """Decode tokens, like ``tokenizer.decode(tokens, ...)``.
 
+    The limits of :func:`encode_text` apply. Each token counts as 16 characters.
+
     Raises:
         UserError: If the tokenizer cannot decode the tokens, or exceeds the time or memory limit.
     """
 
     def run() -> str:
         backend = getattr(tokenizer, "backend_tokenizer", None)
-        if backend is not None:  # only decode_batch releases the GIL
+        if backend is not None:  # of the decoding methods, only decode_batch releases the GIL
             backend.decode_batch([[int(token) for token in tokens]])
         text: str = tokenizer.decode(tokens, **options)
         return text
@@ -95,9 +104,10 @@ def decode(tokenizer: Any, tokens: Sequence[int], **options: Any) -> str:
 
 @contextmanager
 def convert_tokenizer_errors(tokenizer: Any, action: str) -> Iterator[None]:
-    """Convert the exceptions of a tokenizer within this context, including Rust panics, to UserError.
+    """Convert exceptions that a tokenizer raises within this context to UserError.
 
-    MemoryError is passed on unchanged.
+    Rust panics are also converted. UserError, MemoryError, KeyboardInterrupt and SystemExit are
+    raised unchanged.
 
     Args:
         tokenizer: Tokenizer. The message contains its folder or Hub id.
@@ -114,12 +124,12 @@ def convert_tokenizer_errors(tokenizer: Any, action: str) -> Iterator[None]:
 
 
 def _build_tokenizer_error(tokenizer: Any, reason: str) -> UserError:
-    """Build an error from the name of the tokenizer, the reason and a remedy."""
+    """Build the error for a tokenizer that cannot be used, from its name, the reason and a remedy."""
     name = getattr(tokenizer, "name_or_path", None)
     subject = repr(str(name)) if name else "the tokenizer"
     return UserError(
         f"data.tokenizer: {subject} {reason}; use another tokenizer, or set data.tokenizer to null to train "
-        "one"
+        "a tokenizer"
     )
 
 
@@ -127,17 +137,19 @@ def _call_within_limits(tokenizer: Any, function: Callable[[], Any], characters:
     """Call ``function`` in a daemon thread, and wait for it with a time and memory limit.
 
     Args:
-        tokenizer: Tokenizer that ``function`` calls. The time limit is higher for slow tokenizers.
+        tokenizer: Tokenizer that ``function`` calls. The time limit is higher for slow
+            tokenizers.
         function: Function to call.
-        characters: Number of characters in the text. The limits increase with it.
+        characters: Number of characters to process. The limits increase with this number.
         action: Verb phrase, such as "encode a text", used in error messages.
 
     Returns:
         The result of ``function``.
 
     Raises:
-        UserError: If the call exceeds a limit or raises an exception. If it exceeds a limit, the thread
-            keeps running until the process ends.
+        UserError: If the call exceeds a limit or raises an exception. If it exceeds a limit,
+            the thread is not stopped.
+        MemoryError: If the call raises MemoryError.
     """
     results: list[Any] = []
     errors: list[BaseException] = []
@@ -158,7 +170,8 @@ def _call_within_limits(tokenizer: Any, function: Callable[[], Any], characters:
     thread.start()
     while thread.is_alive():
         thread.join(_INTERVAL)
-        # Use the smaller time, because the process may wait for a core or use several cores.
+        # Use the smaller of wall and CPU time: the process may have to wait for a core, or may use several
+        # cores.
         seconds = min(time.monotonic() - start_times[0], time.process_time() - start_times[1])
         if thread.is_alive() and (seconds > most_seconds or _read_resident_memory() > most_memory):
             raise _build_tokenizer_error(tokenizer, f"takes too much time or memory to {action}")

@@ -7,8 +7,9 @@ A cache is a folder with these files:
 - ``<field>.idx``: uint64 offsets. Document *d* spans the tokens ``[idx[d], idx[d + 1])``.
 - ``trained.bin`` if only some tokens contribute to the loss: one bit per token, starting with the
   highest bit of each byte.
-- ``labels.bin`` for classification: one int64 per document, or several with ``labels.idx``. Numeric
-  labels are in ``values.bin`` instead, as float64.
+- ``labels.bin`` for classification: one int64 class number per document. If documents have several
+  classes, ``labels.idx`` contains their offsets. Numeric labels are in ``values.bin`` instead, as
+  float64.
 - ``columns.bin`` for the additional columns of ``data.columns``: float64 ``[documents, columns]``.
 - ``images.bin`` for conversations with images: the image files, without duplicates.
   ``image_rows.bin`` contains a row of :data:`IMAGE_FIELDS` for each image of each document, and
@@ -20,7 +21,7 @@ A cache is a folder with these files:
 The folder is written under a temporary name and then renamed. One process writes it, and other
 processes wait on a file lock, which the kernel releases if the writer dies.
 
-All data is verified before use: the CRC-32 of a block is checked when the block is first accessed,
+All data is verified before use. The CRC-32 of a block is checked when the block is first accessed,
 which takes a few microseconds in addition to the page fault. Small files are checked completely
 when the cache is opened.
 """
@@ -56,17 +57,18 @@ if TYPE_CHECKING:
 
 CACHE_FORMAT = 2
 BLOCK_BYTES = 1 << 16
-"""Number of bytes per checksum, about the read-ahead of the operating system."""
+"""Number of bytes per checksum. This is about the read-ahead of the operating system."""
 MAX_FULLY_CHECKED_BYTES = 64 << 20
-"""Maximum size in bytes of a file to check completely on opening. The check takes milliseconds."""
+"""Maximum size in bytes of a file that is checked completely on opening. The check takes milliseconds."""
 _BLOCKS_FILE = "blocks.crc"
 _META_FILE = "meta.json"
 _PROGRESS_FILE = "progress.json"
 _VERIFIED_FILE = "image_files.verified"
 _MAX_CHECKED_SUMS_BYTES = 1 << 20
-"""Maximum size of ``blocks.crc`` in bytes that is checked on opening: the checksums of 16 GiB."""
+"""Maximum size in bytes of a ``blocks.crc`` that is checked on opening. It contains the checksums of
+16 GiB."""
 _READ_BYTES = 1 << 22
-_PROBE_BYTES = 1 << 16  # bytes at either end of a file that are checked on opening
+_PROBE_BYTES = 1 << 16  # bytes at either end of a file that its ``probe`` covers
 _DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 _OFFSET = np.dtype("<u8")
 _CRC = np.dtype("<u4")
@@ -92,21 +94,23 @@ _FILE_DTYPES: dict[str, np.dtype[Any]] = {
     IMAGE_FILES: np.dtype("u1"),
 }
 LabelKind = Literal["classes", "sets", "values"]
-"""Kind of labels: one class per document, any number of classes, or a fixed number of numeric values."""
+"""Kind of labels: one class per document (``classes``), any number of classes (``sets``), or a fixed
+number of numeric values (``values``).
+"""
 
 
 class CacheDamagedError(Exception):
-    """Raised if a folder is not a complete cache and has to be rebuilt."""
+    """Raised if a folder is not a complete and intact cache, so that it has to be rebuilt."""
 
 
 # --- writing ------------------------------------------------------------------------------------------------
 
 
 class _BlockChecksums:
-    """Accumulator for the CRC-32 of each block in a byte stream."""
+    """Accumulator for the CRC-32 of each block of :data:`BLOCK_BYTES` bytes in a stream."""
 
     def __init__(self) -> None:
-        self._finished = array("I")  # 4 bytes per block, compared to 36 in a list
+        self._finished = array("I")  # 4 bytes per block instead of 36 in a list
         self._crc = self._filled = 0
 
     def update(self, data: bytes) -> None:
@@ -127,16 +131,24 @@ class _BlockChecksums:
 
 
 class ChecksummedFile:
-    """Sequential file writer that computes checksums.
+    """Sequential file writer that computes a digest of the file and the CRC-32 of each block.
+
+    The digest is a BLAKE2b digest of 16 bytes.
 
     Args:
         path: Path of the file.
         dtype: Data type of the values.
-        saved: State from :meth:`flush_and_get_state` in an earlier process, from which to continue the
-            existing file. None writes a new file.
+        saved: State that :meth:`flush_and_get_state` returned in an earlier process. The existing
+            file is truncated to the size in this state and then continued. If None, a new file is
+            written.
+
+    Attributes:
+        path: Path of the file.
+        blocks: Checksums of the blocks that have been written so far.
 
     Raises:
         CacheDamagedError: If the existing file does not match the saved state.
+        FileNotFoundError: If ``saved`` is not None, but the file does not exist.
     """
 
     def __init__(self, path: Path, dtype: np.dtype[Any], saved: Mapping[str, Any] | None = None) -> None:
@@ -149,10 +161,10 @@ class ChecksummedFile:
             self._resume_writing(int(saved["bytes"]), saved["digest"])
 
     def _resume_writing(self, size: int, digest: object) -> None:
-        """Compute the checksums of the first ``size`` bytes, and truncate the file after them.
+        """Compute the checksums of the first ``size`` bytes, and remove everything after them.
 
         Raises:
-            CacheDamagedError: If the digest of these bytes is not ``digest``.
+            CacheDamagedError: If the file is shorter, or if the digest of these bytes is not ``digest``.
         """
         remaining = size
         while remaining and (data := self._file.read(min(remaining, _READ_BYTES))):
@@ -161,7 +173,7 @@ class ChecksummedFile:
             remaining -= len(data)
         if remaining or self._hash.hexdigest() != digest:
             self._file.close()
-            raise CacheDamagedError(f"{self.path}: is damaged")
+            raise CacheDamagedError(f"{self.path}: is damaged; tokenize the data again")
         self._file.seek(size)
         self._file.truncate()
 
@@ -176,7 +188,10 @@ class ChecksummedFile:
         return {"bytes": self._file.tell(), "digest": self._hash.hexdigest()}
 
     def write(self, values: npt.ArrayLike) -> None:
-        """Append values to the file."""
+        """Append values to the file, converted to its dtype.
+
+        Integers of a NumPy array that exceed the range of the dtype wrap around without an error.
+        """
         data = np.asarray(values, dtype=self._dtype).tobytes()
         self._file.write(data)
         self._hash.update(data)
@@ -190,8 +205,9 @@ class ChecksummedFile:
         """Close the file, and return its entry for ``meta.json``.
 
         Returns:
-            The size (``bytes``), a checksum of the first and last bytes (``probe``), and the ``digest`` of
-            the content.
+            The size (``bytes``), the CRC-32 of the file's beginning and end (``probe``), and the
+            ``digest`` of the values as they were written. For the class numbers in ``labels.bin``,
+            which are renumbered in place afterwards, this is not the digest of the final content.
         """
         self._file.close()
         size = self.path.stat().st_size
@@ -199,7 +215,7 @@ class ChecksummedFile:
 
 
 def _compute_probe(path: Path, size: int) -> int:
-    """Compute a CRC-32 of the first and last :data:`_PROBE_BYTES` bytes of a file."""
+    """Compute one CRC-32 over the first and the last :data:`_PROBE_BYTES` bytes of a file."""
     with path.open("rb") as file:
         crc = zlib.crc32(file.read(_PROBE_BYTES))
         file.seek(max(0, size - _PROBE_BYTES))
@@ -209,19 +225,29 @@ def _compute_probe(path: Path, size: int) -> int:
 class TokenCacheWriter:
     """Writer of a token cache.
 
+    Documents are added in order. Their tokens are added with :meth:`add_documents`, separately for
+    each field. :meth:`add_labels`, :meth:`add_columns` and :meth:`add_images` add the rest. Call
+    :meth:`write_metadata` after the last document, and finally :meth:`close`, even after an error.
+
     Args:
         folder: Folder to write into.
         fields: Fields of a document, such as ``text``. Every document has the first field.
-        vocab_size: Vocabulary size of the tokenizer, which determines the data type.
+        vocab_size: Vocabulary size of the tokenizer. Tokens are stored as uint16 if the size is at
+            most 65,536, and otherwise as uint32.
         labels: Whether documents have labels.
-        masked: Whether only some tokens of the texts contribute to the loss.
+        masked: Whether only some tokens of a document contribute to the loss.
         images: Whether documents may contain images.
-        columns: Names of the additional columns of ``data.columns``.
-        progress: Progress that :meth:`save_progress` saved in an earlier process, from which to
-            continue the cache in the folder. None writes a new cache.
+        columns: Names of the numeric columns that ``data.columns`` adds.
+        progress: Progress that :meth:`save_progress` saved in an earlier process, to continue the
+            cache in the folder. If None, a new cache is written.
+
+    Attributes:
+        num_documents: Number of documents in the cache so far, including documents that an earlier
+            process has written.
 
     Raises:
         CacheDamagedError: If the files in the folder do not match the progress.
+        FileNotFoundError: If ``progress`` is not None, but a file is missing.
     """
 
     def __init__(
@@ -253,9 +279,9 @@ class TokenCacheWriter:
         self._images = _ImageWriter(folder, self._open_file, self._streams) if images else None
         self._labels = _LabelWriter(self._streams) if labels else None
         self._integer_columns = dict.fromkeys(columns, True)
-        """Whether all numbers of a column are integers, keyed by column."""
+        """For each additional column, whether all its numbers so far are integers."""
         self.num_documents = self._trained = 0
-        self._bits = np.zeros(0, dtype=bool)  # bits of the last tokens, until they fill a byte
+        self._bits = np.zeros(0, dtype=bool)  # loss mask of the last tokens, until it fills a byte
         if progress is not None:
             self._counts = dict(progress["tokens"])
             self._integer_columns = dict(progress["whole"])
@@ -263,16 +289,22 @@ class TokenCacheWriter:
             self._bits = np.array(progress["bits"], dtype=bool)
 
     def _open_file(self, name: str, dtype: np.dtype[Any], first: Sequence[int] = ()) -> None:
-        """Open a file of the cache. If the file is new, it starts with the values ``first``."""
+        """Open one of the cache's files for writing.
+
+        A file that an earlier process began is continued. If the file is new, the values ``first``
+        are written to it.
+        """
         saved = None if self._saved_files is None else self._saved_files[name]
         self._streams[name] = ChecksummedFile(self._folder / name, dtype, saved)
         if saved is None and first:
             self._streams[name].write(first)
 
     def save_progress(self, **facts: Any) -> None:
-        """Flush the files, and save the progress so that a later process can continue the cache.
+        """Flush the files, and save the progress for a later process to complete the cache.
 
-        The progress file is replaced atomically.
+        The progress file is replaced atomically. It does not contain the classes of the labels. If
+        the cache is continued, the caller must therefore pass all earlier labels to
+        :meth:`add_labels` again, with ``write=False``.
 
         Args:
             facts: JSON values that the caller needs to continue, keyed by name.
@@ -299,15 +331,18 @@ class TokenCacheWriter:
         lengths: npt.ArrayLike,
         trained: npt.NDArray[np.bool_] | None = None,
     ) -> None:
-        """Add the tokens of documents.
+        """Add tokens of one field. A document may be split across several calls.
 
         Args:
             field: Field of the documents, such as ``text``.
-            tokens: Tokens of all documents, concatenated.
-            lengths: Number of tokens in each document that ends in ``tokens``. Any remaining tokens belong
-                to a document that continues in the next call.
-            trained: Loss mask, bool ``[tokens]``. Required for the field ``text`` if the cache was opened
-                with ``masked``, and ignored otherwise.
+            tokens: Concatenated tokens. They may begin with the rest of a document from the
+                previous call, and may end with the start of a document that the next call
+                continues.
+            lengths: Number of tokens in ``tokens`` for each document that ends in this call. Tokens
+                from earlier calls are not counted, and a document that continues in the next call
+                has no entry.
+            trained: Loss mask, bool ``[tokens]``. Required for the field ``text`` if the cache was
+                opened with ``masked``, and ignored otherwise.
         """
         values = np.asarray(tokens)
         if TRAINED in self._streams and field == "text":
@@ -325,16 +360,22 @@ class TokenCacheWriter:
             self.num_documents += len(ends)
 
     def count_tokens(self, field: str) -> int:
-        """Return the number of tokens of a field written so far."""
+        """Return the number of tokens that have been written for a field."""
         return self._counts[field]
 
     def add_labels(self, labels: Sequence[Label | None], *, write: bool = True) -> None:
         """Add the labels of documents. Does nothing if the cache was opened without labels.
 
         Args:
-            labels: Label of each document.
-            write: Whether to write the labels. If False, because an earlier process has written them, only
-                their kinds and classes are registered.
+            labels: Label of each document. None is not allowed, except if the cache was opened
+                without labels.
+            write: Whether to write the labels. If an earlier process has already written them, pass
+                False to register only their kinds and classes.
+
+        Raises:
+            UserError: If only some of the labels are lists, or if some labels are strings and
+                others are decimal numbers, such as 0.5. Decimal numbers in .csv cells are an
+                exception, see :meth:`_LabelWriter.add_label`.
         """
         if self._labels is not None:
             for label in labels:
@@ -342,10 +383,13 @@ class TokenCacheWriter:
                 self._labels.add_label(label, write=write)
 
     def add_columns(self, rows: Sequence[Sequence[float]]) -> None:
-        """Add the numbers from the additional columns of documents. Does nothing if there are no columns.
+        """Append the values that documents have in the additional columns of ``data.columns``.
+
+        Does nothing if the cache was opened without additional columns. A column is read as int64
+        if all numbers in it are of type int, and otherwise as float32.
 
         Args:
-            rows: Numbers of each document, in the order of the columns.
+            rows: One row per document, with its numbers in the order of the columns.
         """
         if self._integer_columns:
             self._streams[COLUMNS].write(rows)
@@ -353,10 +397,12 @@ class TokenCacheWriter:
                 self._integer_columns[name] &= all(isinstance(row[index], int) for row in rows)
 
     def add_images(self, images: Sequence[Sequence[PlacedImage]]) -> None:
-        """Add the images of documents. Does nothing if the cache was opened without images.
+        """Append the images of the next documents to the cache.
+
+        Does nothing if the cache was opened without images.
 
         Args:
-            images: Images of each document.
+            images: Images of each of these documents.
         """
         if self._images is not None:
             self._images.add_images(images)
@@ -371,10 +417,18 @@ class TokenCacheWriter:
             self._images.add_files(states)
 
     def write_metadata(self, **extra: Any) -> None:
-        """Complete the cache: finish all files, sort the class numbers, and write ``meta.json``.
+        """Complete the cache: finish the labels, close the data files, and write ``meta.json``.
+
+        The labels of a classifier are classes or numbers. Classes are renumbered: the new number of
+        a class is the position of its name in the sorted list of names. Also deletes the
+        progress that :meth:`save_progress` has saved.
 
         Args:
-            extra: Additional entries of ``meta.json``.
+            extra: Additional entries to write to ``meta.json``.
+
+        Raises:
+            UserError: If the labels of the documents are not valid. See
+                :meth:`_LabelWriter.finish_labels`.
         """
         names: list[int | str] = []
         if self._labels is not None:
@@ -402,7 +456,8 @@ class TokenCacheWriter:
             "label_names": names,
             "files": files,
             "blocks": hashlib.blake2b(blocks, digest_size=16).hexdigest(),
-            # Independent of the machine, so without the modification times of image files.
+            # The fingerprint must not depend on the machine, so it excludes the modification times of image
+            # files.
             "fingerprint": _compute_json_digest(
                 [self._dtype, names, {name: file for name, file in files.items() if name != IMAGE_FILES}]
             ),
@@ -419,12 +474,13 @@ class TokenCacheWriter:
 
 
 class _ImageWriter:
-    """Writer for the images of documents. It writes a file only once, even if several documents use it.
+    """Writer for the images of documents. An image file in several documents is written only once.
 
     Args:
         folder: Folder of the cache.
-        open_file: Function that opens a new or continued file of the cache.
-        streams: Files of the cache, keyed by name.
+        open_file: Function that creates a file of the cache, or reopens it if an interrupted write
+            is resumed. It adds the file to ``streams``.
+        streams: Open files of the cache, keyed by file name.
     """
 
     def __init__(
@@ -443,7 +499,11 @@ class _ImageWriter:
         self._num_bytes = int((rows[:, 0] + rows[:, 1]).max()) if len(rows) else 0
 
     def add_files(self, states: Sequence[ImageFileState]) -> None:
-        """Add the states of local image files, except files that were added before."""
+        """Record the states of local image files in the cache.
+
+        The state of a file includes its path, size and modification time. Files that are already
+        recorded are skipped.
+        """
         lines = []
         for state in states:
             if state.path not in self._file_paths:
@@ -452,7 +512,11 @@ class _ImageWriter:
         self._streams[IMAGE_FILES].write(np.frombuffer("".join(lines).encode(), dtype=np.uint8))
 
     def add_images(self, images: Sequence[Sequence[PlacedImage]]) -> None:
-        """Add the images of each document."""
+        """Write the images of the next documents to the cache, and store equal files only once.
+
+        Args:
+            images: Images of each document. An item is empty if the document has no images.
+        """
         for document_images in images:
             for image in document_images:
                 if (start := self._start_by_digest.get(image.digest)) is None:
@@ -472,9 +536,13 @@ def _parse_image_files(content: bytes) -> list[ImageFileState]:
 
 
 class OpenedWriter(NamedTuple):
-    """Writer of a token cache, and the facts that an earlier process saved with its progress.
+    """Opened writer of a token cache.
 
-    For a new cache, the facts are those passed to :func:`open_or_resume_writer`.
+    Attributes:
+        writer: The writer.
+        facts: JSON values that an earlier process stored with
+            :meth:`TokenCacheWriter.save_progress`, keyed by name. For a new cache, the values
+            passed to :func:`open_or_resume_writer`.
     """
 
     writer: TokenCacheWriter
@@ -484,20 +552,26 @@ class OpenedWriter(NamedTuple):
 def open_or_resume_writer(
     folder: Path, facts: Mapping[str, Any], *arguments: Any, **options: Any
 ) -> OpenedWriter:
-    """Open a token cache writer that continues the incomplete cache of a killed process if possible.
+    """Open a token cache writer, and continue the cache of a killed process if possible.
 
-    If the folder contains no saved progress, or if the progress does not match, all files in the folder
-    are removed and a new cache is started.
+    In three cases, all files in the folder are removed and a new cache is started:
+
+    - The folder contains no saved progress.
+    - The saved progress or a data file is damaged.
+    - The saved progress has another cache format, or does not contain all values in ``facts``.
 
     Args:
-        folder: Folder to write into.
-        facts: Facts that the killed process must also have saved. If one differs, its cache is not
-            continued.
-        arguments: Further arguments of :class:`TokenCacheWriter`.
+        folder: Folder to write into. It must exist, and must not contain other folders.
+        facts: JSON values that identify how the cache is written, such as its batch size, keyed by
+            name. The incomplete cache is continued only if the killed process has saved equal
+            values.
+        arguments: Positional arguments of :class:`TokenCacheWriter` after the folder.
         options: Keyword arguments of :class:`TokenCacheWriter`.
 
     Returns:
-        The writer, and all facts that the killed process saved, or ``facts`` for a new cache.
+        The writer and its facts. For a new cache, the facts are a copy of ``facts``. For a
+        continued cache, they also contain the other values that the killed process saved, such as
+        the number of written batches.
     """
     with suppress(CacheDamagedError, OSError, ValueError, LookupError, TypeError, RecursionError):
         progress = json.loads((folder / _PROGRESS_FILE).read_text(encoding="utf-8"))
@@ -512,16 +586,18 @@ def open_or_resume_writer(
 
 
 _MAX_CELL_CLASSES = 1 << 20
-"""Maximum number of different .csv cells that may still be classes if some cells have a fraction."""
+"""Maximum number of different .csv cells that may be class names if some of them are numbers with a
+fraction."""
 _MISSING_NUMBER_WORDS = frozenset({"na", "n/a", "<na>", "null", "nan", "none", "#n/a", "-", "?"})
-"""Words for a missing number, in lower case."""
+"""Lowercase words that mark a missing number."""
 
 
 class _LabelSummary(NamedTuple):
     """Summary of the labels in a cache.
 
     Attributes:
-        kind: Kind of the labels.
+        kind: Kind of the labels: ``classes`` (one class per document), ``sets`` (any number of
+            classes) or ``values`` (numbers).
         width: Number of values per document. 0 for ``sets``.
         names: Class names in the order of their numbers. Empty for ``values``.
     """
@@ -534,50 +610,58 @@ class _LabelSummary(NamedTuple):
 class _LabelWriter:
     """Writer for labels. It detects the kind of labels while they are written.
 
-    Even the last label may change the kind. Therefore, the files for classes and the file for numbers
-    are all written, and the files that the kind does not require are deleted at the end.
+    Even the last label may change the kind. The writer therefore writes two sets of files at first:
+    the files for classes, and the file for numbers. At the end, it deletes the files that the kind
+    does not require.
     """
 
     def __init__(self, streams: dict[str, ChecksummedFile]) -> None:
         self._streams = streams
         self._class_numbers: dict[Any, int] | None = {}
-        """Number of each class, in the order of first occurrence. None once a label is not a class."""
+        """Number of each class, in the order of first occurrence. None as soon as the labels cannot be
+        classes."""
         self._names: dict[Any, Any] = {}
-        """Final name of each class, keyed by label. It is filled when all labels are known."""
+        """Final name of each class, keyed by label. Empty until all labels are known."""
         self._are_numbers = True  # whether all labels so far are numbers
         self._are_lists: bool | None = None
         self._has_repeated_class = False
         self._widths: set[int] = set()
         self._count = 0
-        self._fractions, self._fraction = 0, 0.0  # number of labels with a fraction, and the first
+        self._fractions, self._fraction = 0, 0.0  # number of labels with a fraction, and the first such label
 
     def add_label(self, label: Label, *, write: bool = True) -> None:
         """Add the label of a document: a class, a number, or a tuple of these.
 
         Args:
             label: The label.
-            write: Whether to write the label. False if an earlier process has written it.
+            write: Whether to write the label to the cache. Pass False if an earlier process has
+                already written it. The label is then only used to determine the kind and the
+                classes of the labels.
 
         Raises:
-            UserError: If lists and single labels, or names and numbers, are mixed.
+            UserError: If only some of the labels are tuples, or if some labels are strings and
+                others are floats, such as 0.5. Floats in .csv cells are compared with the other
+                labels only in :meth:`finish_labels`, unless there are more than
+                :data:`_MAX_CELL_CLASSES` different labels.
         """
         lists = isinstance(label, tuple)
         items = label if isinstance(label, tuple) else (label,)
         if self._are_lists not in (None, lists):
             raise UserError(
-                "data.label_field: some labels are lists, but others are not; use labels of one kind"
+                "data.label_field: some labels are lists, but others are not; use a list for every label, "
+                "or for none"
             )
         self._are_lists = lists
         self._count += len(items)
         self._has_repeated_class = self._has_repeated_class or len(set(items)) < len(items)
-        if len(self._widths) < 2:  # two are enough to detect a difference
+        if len(self._widths) < 2:  # two different lengths are enough to detect a difference
             self._widths.add(len(items))
         numbers: list[Any] = [item.parse_number() if isinstance(item, CsvCell) else item for item in items]
         self._are_numbers = self._are_numbers and not any(isinstance(item, str | None) for item in numbers)
         if not lists and isinstance(numbers[0], float):
             self._fraction = numbers[0] if not self._fractions else self._fraction
             self._fractions += 1
-        # Cells may still be names of classes, unless there are too many different ones.
+        # Cells may still be class names, unless there are too many different ones.
         many = (
             self._class_numbers is not None
             and len(self._class_numbers) > _MAX_CELL_CLASSES
@@ -597,20 +681,26 @@ class _LabelWriter:
 
     @property
     def fraction_facts(self) -> dict[str, Any]:
-        """Entries of ``meta.json`` about single labels with a fraction. Empty if there are none.
+        """Entries of ``meta.json`` about scalar labels with a fractional part, such as 0.5.
 
-        ``fractions`` is the number of such labels, and ``fraction`` is the first of them.
+        ``fractions`` is the number of these labels, and ``fraction`` is the value of the first such label.
+        Empty if no label has a fractional part.
         """
         return {"fractions": self._fractions, "fraction": self._fraction} if self._fractions else {}
 
     def _resolve_cell_names(self) -> None:
         """Determine the final class names after all labels are known, and store them in ``_names``.
 
-        Cells of a .csv file become integers if all labels are numbers, and strings otherwise. If all labels
-        are numbers and some have a fraction, they are not classes, and ``_class_numbers`` is set to None.
+        There are three cases:
+
+        - All labels are integers: labels from .csv cells are converted to integers.
+        - All labels are numbers, and some have a fraction: the labels are not classes, and
+          ``_class_numbers`` is set to None.
+        - Some labels are not numbers: labels from .csv cells are converted to strings.
 
         Raises:
-            UserError: If some labels are numbers with a fraction, and all others are words such as ``NA``.
+            UserError: If some labels have a fraction, and there are .csv cells that are not numbers,
+                all of which are placeholders for missing values, such as ``NA``.
         """
         assert self._class_numbers is not None
         cells = [name for name in self._class_numbers if isinstance(name, CsvCell)]
@@ -621,19 +711,29 @@ class _LabelWriter:
             self._names |= {cell: cell.parse_number() for cell in cells}
         elif cells:
             texts = [cell for cell in cells if cell.parse_number() is None]
-            if self._fractions and all(cell.strip().casefold() in _MISSING_NUMBER_WORDS for cell in texts):
+            is_missing = [cell.strip().casefold() in _MISSING_NUMBER_WORDS for cell in texts]
+            if self._fractions and texts and all(is_missing):
                 raise UserError(
                     f"data.label_field: the label {str(texts[0])!r} is not a number, but other labels are "
-                    f"numbers with a fraction, such as {self._fraction:g}; remove the records without a "
-                    "number, or leave their cells empty and set data.on_bad_record to skip"
+                    f"decimal numbers, such as {self._fraction:g}; remove the records whose label is not a "
+                    "number, or clear those labels and set data.on_bad_record to skip"
                 )
             self._names |= {cell: str(cell) for cell in cells}
 
     def finish_labels(self) -> _LabelSummary:
-        """Renumber the classes, delete the files that are not needed, and return a summary of the labels.
+        """Finish the label files, and return a summary of the labels.
+
+        Even the last label can show that the labels are numbers and not classes, or the reverse.
+        Until this call, each label is therefore written in every form that is still possible: as a
+        class, as a number, or both. This call deletes the files of the form that does not apply. If
+        the labels are classes, they are renumbered in the order of their sorted names.
 
         Raises:
-            UserError: If the labels are of different kinds, or if lists of labels are not valid.
+            UserError: If some labels are numbers and others are strings, if lists of numbers are
+                empty or have different lengths, or if a list contains a class twice. Numbers in
+                .csv cells may be mixed with strings, because they become class names. The exception
+                are columns of numbers, some with a fraction, whose only other cells are placeholders
+                for missing values, such as ``NA``.
         """
         width = min(self._widths, default=1)
         if self._class_numbers is not None:
@@ -641,8 +741,8 @@ class _LabelWriter:
         if self._class_numbers is None:
             if len(self._widths) > 1 or not width:
                 raise UserError(
-                    "data.label_field: the lists of numbers have different lengths; use the same number "
-                    "of values for every text, or classes as integers or strings"
+                    "data.label_field: the lists of numbers have different lengths; use lists of the same "
+                    "length for all texts, or write classes as integers or strings"
                 )
             self._delete_files(LABELS, LABEL_ENDS)
             return _LabelSummary("values", width, [])
@@ -656,17 +756,24 @@ class _LabelWriter:
         return _LabelSummary("sets", 0, names) if self._are_lists else _LabelSummary("classes", 1, names)
 
     def _delete_files(self, *names: str) -> None:
-        """Close and delete the given files."""
+        """Close and delete the given files, and remove them from the open files of the cache.
+
+        As a result, ``meta.json`` does not list them.
+        """
         for name in names:
             stream = self._streams.pop(name)
             stream.close()
             stream.path.unlink()
 
     def _renumber_in_sorted_order(self, class_numbers: dict[Any, int]) -> list[int | str]:
-        """Sort the class names, and replace the class numbers in the file with indices into the sorted names.
+        """Sort the class names, and renumber the classes in the cache's label file accordingly.
+
+        The new number of a class is the position of its name in the sorted list. Labels with the
+        same name become one class. For example, the integer 1 and the .csv cell ``1`` have the same
+        name if all labels are integers.
 
         Args:
-            class_numbers: Class numbers in the file, keyed by label.
+            class_numbers: Current number of each class, keyed by its label as read from the record.
 
         Returns:
             The sorted names.
@@ -697,13 +804,13 @@ class _LabelWriter:
 
 
 def _compute_json_digest(content: Any) -> str:
-    """Compute a hexadecimal digest of a JSON value. The order of keys does not matter."""
+    """Compute a hexadecimal digest of a JSON value. The order of keys does not affect it."""
     return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def _build_mixed_labels_error() -> UserError:
     return UserError(
-        "data.label_field: some labels are numbers, but others are strings; use labels of one kind"
+        "data.label_field: some labels are numbers, but others are strings; use only numbers or only strings"
     )
 
 
@@ -734,7 +841,7 @@ class CheckedArray:
         self._values: npt.NDArray[Any] = values if width is None else values.reshape(-1, width)
         self._item_bytes = dtype.itemsize * (width or 1)
         self._sums = sums
-        # One byte per block: whether it has been checked. Only pages that are used take memory.
+        # One byte per block records whether it has been checked. Only the pages that are used take memory.
         self._checked_blocks = mmap.mmap(-1, max(1, len(sums)))
 
     def __len__(self) -> int:
@@ -746,12 +853,15 @@ class CheckedArray:
         return self._values.shape
 
     def __getitem__(self, key: Any) -> Any:
-        """Return a value, a slice, or the values at a list of indices, after verifying their blocks.
+        """Return a value, a slice or a list of values, after verifying their blocks.
 
-        A slice shares the memory of the file. A list of indices returns a copy.
+        A slice shares the memory of the file. A list of indices returns a copy. Do not use a
+        negative step, a list with negative indices or a boolean mask, because their blocks are not
+        verified.
 
         Raises:
-            RunError: If a block is damaged. The cache is then invalidated, and the next launch rebuilds it.
+            RunError: If a block is damaged. The cache is then invalidated, and the next launch
+                rebuilds it.
         """
         if isinstance(key, slice):
             start, stop, _ = key.indices(len(self._values))
@@ -773,7 +883,7 @@ class CheckedArray:
         return values
 
     def find_damaged_block(self, first: int = 0, last: int | None = None) -> int | None:
-        """Find the first damaged block in ``[first, last)``. Skips blocks that have been verified before.
+        """Find the first damaged block in ``[first, last)``. Skips blocks that have already been verified.
 
         Args:
             first: Index of the first block to check.
@@ -794,7 +904,7 @@ class CheckedArray:
     def _check_items(self, start: int, stop: int) -> None:
         """Verify the blocks of the items ``[start, stop)``. An item is a value, or a row of a 2-d array.
 
-        If a block is damaged, deletes the metadata file of the cache, so that the next launch rebuilds the
+        If a block is damaged, deletes the cache's metadata file, so that the next launch rebuilds the
         cache.
 
         Raises:
@@ -815,22 +925,22 @@ class CheckedArray:
 def _open_checksums(path: Path, digest: str) -> npt.NDArray[Any]:
     """Open ``blocks.crc``, and return the checksums of all blocks.
 
-    The file of a large cache is memory-mapped and not compared with its digest, because every rank
-    would have to read the whole file. A damaged checksum is still detected later, because it does not
-    match its block.
+    A file of more than :data:`_MAX_CHECKED_SUMS_BYTES` bytes is memory-mapped and not compared with
+    its digest, because every rank would have to read the entire file. A damaged checksum is still
+    detected later, because it does not match its block.
 
     Args:
         path: Path of the file.
         digest: Expected digest of the file.
 
     Raises:
-        CacheDamagedError: If the digest of a small file differs.
+        CacheDamagedError: If a smaller file does not match ``digest``.
     """
     if path.stat().st_size > _MAX_CHECKED_SUMS_BYTES:
         return np.memmap(path, dtype=_CRC, mode="r")
     blocks = path.read_bytes()
     if hashlib.blake2b(blocks, digest_size=16).hexdigest() != digest:
-        raise CacheDamagedError(f"{path}: is damaged")
+        raise CacheDamagedError(f"{path}: is damaged; tokenize the data again")
     return np.frombuffer(blocks, dtype=_CRC)
 
 
@@ -854,7 +964,7 @@ class CachedImage(NamedTuple):
 
 @dataclass(frozen=True)
 class TokenCache:
-    """Token cache opened for reading. Its pickle contains only the path, and unpickling opens it again.
+    """Token cache opened for reading. Its pickle contains only the path; unpickling opens the cache again.
 
     Attributes:
         folder: Folder of the cache.
@@ -868,22 +978,27 @@ class TokenCache:
 
     @staticmethod
     def open(folder: Path) -> TokenCache:
-        """Open a cache, after verifying the metadata, the file sizes and the content of all small files.
+        """Open a cache, after verifying the metadata, the file sizes and all small files.
+
+        Files of up to :data:`MAX_FULLY_CHECKED_BYTES` bytes are verified completely. In larger
+        files, a block is verified when it is first accessed.
 
         Raises:
-            CacheDamagedError: If the cache does not exist or is damaged.
+            CacheDamagedError: If the cache does not exist, is damaged or cannot be read, or if it
+                has another format version.
         """
         try:
             meta = json.loads((folder / _META_FILE).read_text(encoding="utf-8"))
             if meta["format"] != CACHE_FORMAT:
                 raise CacheDamagedError(
-                    f"{folder}: the format version is {meta['format']}, not {CACHE_FORMAT}"
+                    f"{folder}: the cache has format version {meta['format']}, but this program reads "
+                    f"version {CACHE_FORMAT}; tokenize the data again"
                 )
             if (
                 _compute_json_digest({key: value for key, value in meta.items() if key != "digest"})
                 != meta["digest"]
             ):
-                raise CacheDamagedError(f"{folder / _META_FILE}: is damaged")
+                raise CacheDamagedError(f"{folder / _META_FILE}: is damaged; tokenize the data again")
             sums, first_block = _open_checksums(folder / _BLOCKS_FILE, meta["blocks"]), 0
             dtypes = dict(_FILE_DTYPES)
             for name in meta["tokens"]:
@@ -897,19 +1012,21 @@ class TokenCache:
             for name, file_meta in sorted(meta["files"].items()):
                 count = -(-file_meta["bytes"] // BLOCK_BYTES)
                 if (folder / name).stat().st_size != file_meta["bytes"]:
-                    raise CacheDamagedError(f"{folder / name}: is damaged")
+                    raise CacheDamagedError(f"{folder / name}: is damaged; tokenize the data again")
                 array = CheckedArray(
                     folder / name, dtypes[name], sums[first_block : first_block + count], widths.get(name)
                 )
                 if file_meta["bytes"] <= MAX_FULLY_CHECKED_BYTES and array.find_damaged_block() is not None:
-                    raise CacheDamagedError(f"{folder / name}: is damaged")
+                    raise CacheDamagedError(f"{folder / name}: is damaged; tokenize the data again")
                 arrays[name], first_block = array, first_block + count
             cache = TokenCache(folder, meta, arrays)
             assert cache.tokens.keys() == cache.offsets.keys()
         except (CacheDamagedError, MemoryError):
             raise
-        except Exception as error:  # the files may hold any values
-            raise CacheDamagedError(f"{folder}: {to_one_line(error)}") from error
+        except Exception as error:  # the files may contain any values
+            raise CacheDamagedError(
+                f"{folder}: cannot be read ({to_one_line(error)}); tokenize the data again"
+            ) from error
         return cache
 
     @staticmethod
@@ -925,30 +1042,34 @@ class TokenCache:
 
     @cached_property
     def tokens(self) -> dict[str, CheckedArray]:
-        """Concatenated tokens of each field, uint16 or uint32."""
+        """Concatenated tokens of all documents, uint16 or uint32, keyed by field."""
         return {name: self.arrays[f"{name}.bin"] for name in self.meta["tokens"]}
 
     @cached_property
     def offsets(self) -> dict[str, CheckedArray]:
-        """Offsets of the documents in ``tokens``, uint64 ``[documents + 1]``, keyed by field.
+        """Start of each document in :attr:`tokens`, followed by the total number of tokens.
 
-        Document *d* contains the tokens ``[offsets[d], offsets[d + 1])``.
+        A dict with one uint64 array ``[documents + 1]`` per field, keyed by the name of the field,
+        such as ``text``. Document *d* contains the tokens ``[offsets[d], offsets[d + 1])`` of the
+        field.
         """
         return {name: self.arrays[f"{name}.idx"] for name in self.meta["tokens"]}
 
     @property
     def labels(self) -> CheckedArray | None:
-        """Class numbers, int64: one per document, or several according to ``label_offsets``.
+        """Class numbers of the documents, int64.
 
-        None if there are no labels, or if the labels are numeric.
+        A document has one class, or several if :attr:`label_offsets` is not None. The property is
+        None if there are no labels, or if the labels are numeric values, which are in
+        :attr:`label_values`.
         """
         return self.arrays.get(LABELS)
 
     @property
     def label_offsets(self) -> CheckedArray | None:
-        """Offset in ``labels`` of each document's first class, followed by the total number of classes.
+        """Start of each document's classes in ``labels``, followed by the total number of classes.
 
-        None unless the kind of labels is ``sets``.
+        None unless a document may have several classes (the kind of labels is ``sets``).
         """
         return self.arrays.get(LABEL_ENDS)
 
@@ -980,7 +1101,12 @@ class TokenCache:
 
     @property
     def fingerprint(self) -> str:
-        """Digest of all tokens and labels, independent of the machine and of the source's file format."""
+        """Digest of the data in the cache, independent of the machine.
+
+        It does not depend on the file format of the source either. The digest covers tokens,
+        labels, loss masks, numeric columns and images. It does not cover the states of local image
+        files.
+        """
         return str(self.meta["fingerprint"])
 
     @property
@@ -995,24 +1121,30 @@ class TokenCache:
         return kind
 
     def read_document(self, field: str, number: int) -> npt.NDArray[Any]:
-        """Read the tokens of one field of document ``number``, including special tokens."""
+        """Read the tokens of one field of document ``number``, including special tokens.
+
+        The result is a read-only view of the memory-mapped file, uint16 or uint32.
+        """
         offsets = self.offsets[field]
         tokens: npt.NDArray[Any] = self.tokens[field][int(offsets[number]) : int(offsets[number + 1])]
         return tokens
 
     @property
     def has_extra_columns(self) -> bool:
-        """Whether documents have numbers in the additional columns of ``data.columns``."""
+        """Whether the cache contains values for the additional numeric columns in ``data.columns``."""
         return COLUMNS in self.arrays
 
     def read_extra_columns(self, numbers: Sequence[int]) -> dict[str, npt.NDArray[Any]]:
-        """Read the numbers from the additional columns of the given documents.
+        """Read the values in the additional numeric columns of the given documents.
+
+        Do not call this method if :attr:`has_extra_columns` is False.
 
         Args:
             numbers: Indices of the documents.
 
         Returns:
-            Arrays, int64 or float32 ``[len(numbers)]``, keyed by column.
+            Values of each column, int64 or float32 ``[len(numbers)]``, keyed by the name of the
+            column.
         """
         rows = self.arrays[COLUMNS][list(numbers)]
         kinds: dict[str, str] = self.meta["columns"]
@@ -1034,11 +1166,14 @@ class TokenCache:
         return int(self.count_image_tokens().sum())
 
     def count_image_tokens(self, max_tokens: int | None = None) -> npt.NDArray[np.int64]:
-        """Count the image tokens in each document, int64 ``[documents]``.
+        """Count the image tokens in each document.
 
         Args:
-            max_tokens: Number of tokens at the start of a document. Images that do not end within them are
-                not counted. None counts all images.
+            max_tokens: Number of tokens to which each document is truncated. An image is counted
+                only if it ends within these tokens. If None, all images are counted.
+
+        Returns:
+            Number of image tokens per document, int64 ``[documents]``.
         """
         counts = np.zeros(self.num_documents, dtype=np.int64)
         if not self.has_images:
@@ -1053,13 +1188,19 @@ class TokenCache:
         return counts
 
     def find_changed_image_file(self, root: Path | None) -> str | None:
-        """Find a local image file that has changed since the cache was written.
+        """Find a local image file whose content has changed since the cache was written.
 
-        If only sizes or times have changed, for example because the files were copied, a digest of the new
-        values is stored, so that the contents are not compared again.
+        Do not call this method if :attr:`has_images` is False. A file is read again only if
+        its size or modification time has changed. The time can change although the content does
+        not, for example when a file is copied. If all contents turn out to be unchanged, the cache
+        stores a digest of the new sizes and times. If the digest still matches, later calls do not
+        read the files again.
+
+        Deleted files are ignored. A file that could not be read when the cache was written has
+        changed if it now has another size or modification time.
 
         Args:
-            root: Image folder.
+            root: Image folder. None means the current folder.
 
         Returns:
             Path of the file, as in the record. None if no file has changed.
@@ -1087,11 +1228,14 @@ class TokenCache:
         ]
 
     def read_image_files(self, number: int, num_tokens: int) -> list[ImageFile]:
-        """Read the files of the images among the first ``num_tokens`` tokens of a document, in token order.
+        """Read the files of the images that begin in the first ``num_tokens`` tokens of a document.
 
         Args:
             number: Number of the document.
             num_tokens: Number of tokens at the start of the document.
+
+        Returns:
+            The image files, in token order.
         """
         return [
             ImageFile(self.arrays[IMAGES][image.start : image.start + image.num_bytes].tobytes(), image.size)
@@ -1124,9 +1268,9 @@ class TokenCache:
         return bits[start - 8 * first : stop - 8 * first].view(bool)
 
     def find_documents_of_tokens(self, field: str, start: int, stop: int) -> range:
-        """Return the index range of the documents that contain the tokens ``[start, stop)`` of a field.
+        """Return the numbers of the documents that contain the tokens ``[start, stop)`` of a field.
 
-        The range includes empty documents in between.
+        The range also includes empty documents between these documents.
         """
         offsets = self.offsets[field]
         return range(bisect_right(offsets, start) - 1, bisect_right(offsets, stop - 1))

@@ -12,9 +12,10 @@ Some templates render previous turns differently from the last turn. For example
 reasoning of previous turns. The complete text then does not begin with the rendered prefixes. In
 this case, each answer becomes a separate sample, in the context that the model sees at inference.
 
-After the last answer, a template may write tokens that it writes nowhere else, such as Phi-3's end
-of text, or GPT-OSS's return token instead of its end token. The special tokens at the end of a
-rendered prefix may therefore differ from the complete text.
+Some templates end a conversation with special tokens that do not follow earlier answers. For
+example, Phi-3 adds its end-of-text token, and GPT-OSS writes its return token instead of its end
+token. A rendered prefix then ends with special tokens that the complete text does not have at this
+place. The comparison of the two texts ignores this difference.
 """
 
 from __future__ import annotations
@@ -62,14 +63,14 @@ _SPECIAL_TOKEN_PATTERN = re.compile(r"<\|[^\s<>|'\"]+\|>")
 
 
 class PlacedImage(NamedTuple):
-    """Image in a sample.
+    """Image with its position in a sample.
 
     Attributes:
         data: Content of the image file.
         digest: BLAKE2b digest of the image file (16 bytes).
         size: Size at which the image is passed to the model's processor.
         first_token: Index of the image's first token in the sample.
-        num_tokens: Number of image tokens, including those around rows and crops.
+        num_tokens: Number of image tokens, including the special tokens around rows and crops.
     """
 
     data: bytes
@@ -87,28 +88,31 @@ class EncodedConversations:
         tokens: Tokens of each sample, int64 ``[tokens]``.
         trained_masks: Loss mask of each sample, bool ``[tokens]``.
         images: Images of each sample.
-        image_files: States of the local image files of all documents, including files that cannot be
-            read.
+        image_files: States of the local image files of all documents, including files that cannot
+            be read.
         num_stopping: Number of samples whose loss mask includes the end token of the last answer.
-        end_token_counts: Number of samples per end token of the last answer, keyed by token id.
-        unstopped_example: Text of a sample whose loss mask does not include the end token of the last
-            answer: the last tokens in the mask, and the tokens after them. Empty if there is no such
-            sample.
-        unmatched_prompt: Suffix of the generation prompt that does not occur before answers in the
-            rendered conversations. Empty if there is none.
-        samples_per_document: Number of samples of each document.
-        refused_records: Errors of the records that cannot be rendered or masked. These records have no
-            samples.
-        counts: Counts, keyed by name:
+        end_token_counts: Number of samples whose last answer ends with a given token, keyed by
+            token id.
+        unstopped_example: Excerpt of a sample whose loss mask does not include the end token of the
+            last answer. It consists of the last tokens in the mask and the tokens after them,
+            decoded to text. Empty if all loss masks include the end token.
+        unmatched_prompt: Text at the end of the generation prompt that is missing before an answer
+            in a complete conversation, because the template does not write it there. The model is
+            trained without this text. Only the first such text is kept. Empty if there is none.
+        samples_per_document: Number of samples of each document. 0 for a refused record.
+        refused_records: Errors of the records that cannot be rendered or masked. These records have
+            no samples.
+        counts: Counts, keyed by name. Answers and reasoning that do not contribute to the loss are
+            not counted:
 
             - ``records``: documents with samples.
-            - ``apart``: documents split into one sample per answer, because the template changes
-              previous turns.
-            - ``turns``: samples of the documents counted in ``apart``.
+            - ``apart``: documents whose answers became separate samples, because the template
+              changes previous turns.
+            - ``turns``: separate samples of these documents, one per answer.
             - ``think``: documents with reasoning.
             - ``thoughts``: answers with reasoning.
             - ``lost``: answers whose reasoning the template drops.
-            - ``empty``: answers without words, calls and reasoning.
+            - ``empty``: answers that have neither text nor tool calls nor reasoning.
     """
 
     tokens: list[npt.NDArray[np.int64]] = field(default_factory=list)
@@ -129,15 +133,19 @@ def load_chat_template(tokenizer: Any, setting: str | None) -> str | dict[str, s
 
     Args:
         tokenizer: Transformers tokenizer.
-        setting: Path of a file, name of one of the tokenizer's templates, or name of a built-in
-            template. None selects the tokenizer's own template or templates.
+        setting: Name of one of the tokenizer's templates, path of a file, or name of a built-in
+            template, searched in this order. None selects the tokenizer's own template or
+            templates.
 
     Returns:
-        Text of the template. If ``setting`` is None and the tokenizer has several templates, their
-        texts, keyed by name. Only ``default`` and ``tool_use`` are used.
+        Text of the template. If ``setting`` is None and the tokenizer has several templates, a
+        mapping from the name of each template to its text. Conversations with tools are rendered
+        with the entry ``tool_use`` if it exists, and all others with ``default``. Further entries
+        are not used.
 
     Raises:
-        UserError: If there is no such template.
+        UserError: If the template does not exist, if its file cannot be read, or if ``setting`` is
+            None and the tokenizer has several templates but none named ``default``.
     """
     tokenizer_templates = getattr(tokenizer, "chat_template", None)
     if setting is None:
@@ -156,9 +164,14 @@ def load_chat_template(tokenizer: Any, setting: str | None) -> str | dict[str, s
         try:
             return path.read_text("utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            reason = getattr(error, "strerror", None) or "not UTF-8"
+            if isinstance(error, UnicodeDecodeError):
+                raise UserError(
+                    f"data.chat_template: {setting}: is not UTF-8 text; convert the file to UTF-8 (for "
+                    "example with iconv -t utf-8)"
+                ) from error
             raise UserError(
-                f"data.chat_template: {setting}: cannot be read ({reason}); check the path"
+                f"data.chat_template: {setting}: cannot be read ({to_one_line(error.strerror or error)}); "
+                "check the path"
             ) from error
     if setting in BUILT_IN_TEMPLATES:
         return BUILT_IN_TEMPLATES[setting]
@@ -170,7 +183,14 @@ def load_chat_template(tokenizer: Any, setting: str | None) -> str | dict[str, s
 
 
 class _MaskedDrafts(NamedTuple):
-    """Rendered samples of a document, with the encoding and loss mask of each sample."""
+    """Rendered samples of a document, called drafts, with their tokens, loss masks and images.
+
+    Attributes:
+        drafts: Rendered samples.
+        encodings: Encoding of each rendered sample.
+        masks: Loss mask of each rendered sample, bool ``[tokens]``.
+        images: Images of the document.
+    """
 
     drafts: list[RenderedConversation]
     encodings: Sequence[Any]
@@ -179,11 +199,11 @@ class _MaskedDrafts(NamedTuple):
 
 
 class _TokenMatch(NamedTuple):
-    """Result of comparing the tokens of a text with the first tokens of the complete conversation.
+    """Result of comparing the tokens of a text with the start of the complete conversation.
 
     Attributes:
-        num_equal: Number of leading tokens that are equal.
-        rest: Remaining tokens of the text.
+        num_equal: Length of the common prefix, in tokens.
+        rest: Tokens of the text after the common prefix.
     """
 
     num_equal: int
@@ -194,16 +214,22 @@ class ConversationEncoder:
     """Encoder that renders conversations, tokenizes them and computes their loss masks.
 
     Args:
-        tokenizer: Fast transformers tokenizer. Slow tokenizers do not provide the positions of tokens
-            in the text.
-        templates: Templates from :func:`load_chat_template`. None if there is no template, which is
-            only supported for plain-text completions.
-        frame: Special tokens to put around plain-text completions.
-        train_on: Value of ``data.train_on``, which selects the tokens that contribute to the loss. None
-            selects the completion if a record has a prompt, and otherwise the assistant's messages.
-        split_turns: Whether each answer becomes a separate sample, with the messages before it.
-        pairs: Whether consecutive documents are pairs of a chosen and a rejected completion. Both loss
-            masks then begin at the same token.
+        tokenizer: Fast transformers tokenizer. Slow tokenizers do not provide the positions of
+            tokens in the text.
+        templates: Templates from :func:`load_chat_template`. None if no template is available. In
+            this case, only plain-text completions can be encoded.
+        frame: Special tokens to put before and after plain-text completions, which are encoded
+            without a template.
+        train_on: Value of ``data.train_on``, which selects the tokens that contribute to the loss.
+            If it is None, the tokens depend on the record. If the record has a prompt and
+            ``data.roles_to_train`` has its default value, its completion is selected. Otherwise,
+            the messages of the roles in ``data.roles_to_train`` are selected.
+        split_turns: Whether each answer becomes a separate sample that also contains the messages
+            before it. If an answer cannot be located, a conversation may also be split if this is
+            False.
+        pairs: Whether consecutive documents are the chosen and the rejected completion of a pair.
+            The loss mask that begins later is then extended, so that both masks begin at the same
+            token index.
         kwargs: Additional variables for the template.
         image_reader: Image reader. None if records cannot contain images.
         image_processor: Image processor of the model. None if records cannot contain images.
@@ -227,8 +253,8 @@ class ConversationEncoder:
     ) -> None:
         if not getattr(tokenizer, "is_fast", False):
             raise UserError(
-                f"data.tokenizer: {type(tokenizer).__name__} is not a fast tokenizer, which conversations "
-                "need; use a tokenizer with a tokenizer.json"
+                f"data.tokenizer: {type(tokenizer).__name__} is not a fast tokenizer, but conversations need "
+                "a fast tokenizer; use a tokenizer with a tokenizer.json"
             )
         self._tokenizer = tokenizer
         self._pairs = pairs
@@ -241,12 +267,16 @@ class ConversationEncoder:
             split_turns,
             frame.prefix,
             frame.suffix,
-            str(tokenizer.eos_token),
+            tokenizer.eos_token or "",
         )
 
     @property
     def cache_key(self) -> str:
-        """Text for cache keys, with all settings (except the tokenizer) that determine tokens and masks."""
+        """Text for use in cache keys.
+
+        It contains all settings that determine the tokens and masks, except the tokenizer and
+        the special tokens in ``frame``.
+        """
         renderer = self._renderer
         content = [
             CONVERSION_VERSION,
@@ -268,7 +298,11 @@ class ConversationEncoder:
 
     @property
     def missing_tokens(self) -> list[str]:
-        """Tokens such as ``<|im_start|>`` that the template writes but the tokenizer lacks."""
+        """Tokens such as ``<|im_start|>`` that the template writes but the tokenizer lacks.
+
+        The property searches the source of all templates for tokens of the form ``<|...|>``. Tokens
+        of other forms are not found.
+        """
         templates = self._renderer.templates
         texts = templates.values() if isinstance(templates, dict) else [templates or ""]
         written = dict.fromkeys(_SPECIAL_TOKEN_PATTERN.findall(" ".join(texts)))
@@ -281,16 +315,19 @@ class ConversationEncoder:
         """Tokenize conversations and completions, and compute their loss masks.
 
         Args:
-            documents: Conversations and completions. If ``pairs`` is set, there are two documents per
-                record.
-            collect: Whether to skip records that cannot be rendered or masked, and collect their errors.
+            documents: Conversations and completions. If ``pairs`` is set, there are two documents
+                per record.
+            collect: Whether to skip records that cannot be rendered or masked, or whose images
+                cannot be loaded, and collect their errors.
 
         Returns:
-            The tokens and loss masks of all samples. A document may have several samples.
+            The tokens, loss masks and images of all samples. A document may have several samples.
 
         Raises:
-            RecordError: If a record cannot be rendered or masked, and ``collect`` is False. The message
-                contains the location of the record.
+            RecordError: If a record cannot be rendered or masked, or if an image of it cannot be
+                loaded, and ``collect`` is False. The message contains the location of the record.
+            UserError: If the template or the tokenizer exceeds its time or memory limit, or if the
+                tokenizer cannot encode the texts.
         """
         drafts: list[list[RenderedConversation] | RecordError] = limited_calls.call_within_limits(
             partial(self._renderer.render_documents, collect=collect), [*map(_remove_images, documents)]
@@ -343,7 +380,7 @@ class ConversationEncoder:
                 continue
             for sample in samples:
                 self._append_samples(*sample, encoded)
-        if self._pairs:  # both completions are trained from the same token on
+        if self._pairs:  # the loss masks of both completions must begin at the same token
             for chosen_mask, rejected_mask in zip(
                 encoded.trained_masks[::2], encoded.trained_masks[1::2], strict=True
             ):
@@ -361,18 +398,20 @@ class ConversationEncoder:
     ) -> _MaskedDrafts:
         """Compute the loss masks of a document's rendered samples.
 
-        If an answer cannot be found in the text of the conversation, renders and encodes the document again
-        with one sample per answer.
+        If an answer cannot be found in the text of the conversation, this method renders and
+        encodes the document again with one sample per answer.
 
         Args:
             document: The document.
             drafts: Its rendered samples.
             encodings: Encodings of the rendered samples.
             images: Images of the document.
-            encoded: Result. Counts and the unmatched prompt are added to it.
+            encoded: Result for all documents. This method updates its ``counts``. It also sets its
+                ``unmatched_prompt`` if the generation prompt ends with text that the template does
+                not write before an answer.
 
         Returns:
-            The final rendered samples, encodings and masks.
+            The final rendered samples, encodings, masks and images.
 
         Raises:
             AnswerNotFoundError: If an answer cannot be found even in a separate sample.
@@ -393,14 +432,14 @@ class ConversationEncoder:
         return _MaskedDrafts(drafts, encodings, masks, images)
 
     def _load_images(self, document: Document, states: list[ImageFileState]) -> list[LoadedImage]:
-        """Read the images of a document.
+        """Load the images of a document.
 
         Args:
             document: The document.
             states: List to which the states of local image files are appended.
 
         Raises:
-            RecordError: If an image cannot be read.
+            RecordError: If an image cannot be read, or if images are not enabled.
         """
         conversation = document.conversation
         if conversation is None or not conversation.images:
@@ -418,7 +457,7 @@ class ConversationEncoder:
     def _expand_images(
         self, drafts: list[RenderedConversation], images: list[LoadedImage]
     ) -> list[RenderedConversation]:
-        """Expand the image placeholders in the rendered samples of a document.
+        """Replace each image placeholder in the rendered samples of a document with the text for its image.
 
         Args:
             drafts: Rendered samples.
@@ -435,7 +474,7 @@ class ConversationEncoder:
         for image in images:
             try:
                 replacements.append(processor.compute_replacement(image.size))
-            except Exception as error:  # processors raise several types
+            except Exception as error:  # processors raise exceptions of several types
                 size = f"{image.size.width} x {image.size.height} pixels"
                 raise RecordError(
                     f"data.source: {drafts[0].conversation.location}: the model's image processor rejects "
@@ -451,9 +490,18 @@ class ConversationEncoder:
         images: Sequence[LoadedImage],
         encoded: EncodedConversations,
     ) -> None:
-        """Append the samples of a document to ``encoded``, with special tokens around completions.
+        """Append the samples of a document and their counts to ``encoded``.
 
-        Also updates the counts in ``encoded``.
+        The special tokens before and after a plain-text completion are added here. The tokens
+        before the completion are omitted if the encoding already begins with them. Other samples
+        already contain their special tokens.
+
+        Args:
+            drafts: Rendered samples of the document.
+            encodings: Encodings of the texts in ``drafts``.
+            masks: Loss mask of each encoding, bool ``[tokens]``.
+            images: Images of the document.
+            encoded: Result, modified in place.
         """
         for draft, encoding, within in zip(drafts, encodings, masks, strict=True):
             prefix = () if starts_with_prefix(encoding.ids, draft.prefix) else draft.prefix
@@ -487,8 +535,8 @@ class ConversationEncoder:
             Start and exclusive end of each range.
 
         Raises:
-            RecordError: If there are image tokens outside these ranges, because the record's text contains
-                some. The model would interpret them as part of an image.
+            RecordError: If the record's text contains image tokens outside these ranges. The model would
+                interpret them as part of an image.
         """
         if self._image_processor is None:
             return []
@@ -537,18 +585,24 @@ class ConversationEncoder:
     ) -> npt.NDArray[np.bool_]:
         """Build the loss mask of a rendered sample, bool ``[tokens]``.
 
+        The mask is True for tokens that contribute to the loss. Image tokens never contribute.
+
         Args:
             draft: Rendered sample.
-            encoding: Encoding of its text.
-            encoded: Result in which to record the unmatched part of the generation prompt.
+            encoding: Encoding of the text of ``draft``.
+            encoded: Result for all documents. This method sets its ``unmatched_prompt`` if the
+                generation prompt ends with text that is missing before an answer of the sample. The
+                field then contains the missing text. A text from an earlier sample is kept.
 
         Raises:
-            AnswerNotFoundError: If the start or end of an answer cannot be determined, or if the template
-                drops the reasoning of some answers but not of others.
-            RecordError: If the template drops part of an answer.
+            AnswerNotFoundError: If the start or end of an answer cannot be determined, or if the
+                template drops the reasoning of some answers but not of others.
+            RecordError: If the template drops part of an answer or renders no text for it, or if
+                the text contains image tokens that do not belong to an image.
         """
         if draft.separable_answers and len(set(draft.reasoning_shown)) > 1 and draft.conversation is not None:
-            # Use one sample per answer, because the template drops the reasoning of previous answers.
+            # The template drops the reasoning of previous answers. Raising this error selects one sample per
+            # answer.
             raise build_answer_not_found_error(draft.conversation, draft.separable_answers[0])
         trained = np.zeros(len(encoding.ids), dtype=bool)
         if draft.trains_all:
@@ -566,8 +620,8 @@ class ConversationEncoder:
             if last <= first:
                 raise build_template_error(
                     draft.conversation,
-                    f"the template renders no text for message {index + 1}, which is an answer; remove "
-                    "the record, or use another template",
+                    f"the template renders no text for the answer in message {index + 1}; remove the record, "
+                    "or use another template",
                 )
             trained[first:last] = True
         for first, last in self._find_image_tokens(draft, encoding):
@@ -589,13 +643,22 @@ class ConversationEncoder:
     ) -> int:
         """Return the index of the first token of an answer.
 
+        If the character index of the answer is not known, tokens are compared. The generation
+        prompt is the text with which the template begins an answer. Only an answer of the assistant
+        can be found in this way. It starts after the tokens of ``encoding`` that match the rendered
+        messages before the answer and the generation prompt. Unless the prompt is empty, at least a
+        part of it must match.
+
         Args:
             draft: Rendered sample.
             conversation: Conversation of ``draft``.
             encoding: Encoding of the text of ``draft``.
             index: Index of the answer's message.
-            opened: Character index of the answer's start, or the rendered messages before the answer.
-            encoded: Result in which to record the unmatched part of the generation prompt.
+            opened: Character index at which the answer starts. If it is not known, the rendered
+                messages before the answer, with and without the generation prompt.
+            encoded: Result for all documents, updated in place. If the end of the generation prompt
+                is missing before the answer, the missing text is stored in ``unmatched_prompt``,
+                unless a text is already stored there.
 
         Raises:
             AnswerNotFoundError: If the start of the answer cannot be determined.
@@ -611,11 +674,12 @@ class ConversationEncoder:
         context, rest = self._match_tokens(encoding, before)
         first, prompt_rest = self._match_tokens(encoding, prompted)
         ids = encoding.ids
-        # A header ends with an added token or whitespace. Other equal tokens are equal by chance.
+        # The part of the prompt before an answer ends with an added token or whitespace. Any tokens after it
+        # match only by chance.
         while first > context and not (ids[first - 1] in self._added_ids or self._is_blank(ids[first - 1])):
             first -= 1
             prompt_rest.insert(0, ids[first])
-        # The start is valid only if it is after a part of the generation prompt.
+        # The answer must start after at least a part of the generation prompt, unless the prompt is empty.
         is_within_prompt = first > context or prompted == before
         if not self._has_only_special(rest) or not is_within_prompt or first < context or first == len(ids):
             raise build_answer_not_found_error(conversation, index)
@@ -639,12 +703,14 @@ class ConversationEncoder:
             conversation: Conversation of ``draft``.
             encoding: Encoding of the text of ``draft``.
             index: Index of the answer's message.
-            closed: Character index of the answer's end, or the rendered messages up to and including the
-                answer.
+            closed: End of the answer in the text of ``draft``. An integer is the character index of
+                the end. A string is the rendered text of all messages up to and including the
+                answer. In this case, the character index is not known, and the end is found by
+                comparing the tokens of the string with ``encoding``.
 
         Raises:
-            AnswerNotFoundError: If ``closed`` is a text, and the complete text does not start with it,
-                apart from special tokens at its end.
+            AnswerNotFoundError: If ``closed`` is a string, and ``encoding`` does not begin with its
+                tokens. Special tokens and whitespace at the end of ``closed`` do not have to match.
         """
         if isinstance(closed, int):
             return _find_token_after_char(encoding, closed, len(draft.text))
@@ -654,7 +720,7 @@ class ConversationEncoder:
         return last
 
     def _match_tokens(self, encoding: Any, text: str) -> _TokenMatch:
-        """Encode ``text``, and compare its tokens with the first tokens of ``encoding``."""
+        """Encode ``text``, and compare its tokens with the tokens at the start of ``encoding``."""
         ids: list[int] = self._encode_texts([text])[0].ids
         count = next(
             (
@@ -666,7 +732,7 @@ class ConversationEncoder:
         )
         return _TokenMatch(count, ids[count:])
 
-    # -- the token that ends a turn --------------------------------------------------------------------------
+    # -- end tokens ------------------------------------------------------------------------------------------
 
     @cached_property
     def _special_ids(self) -> frozenset[int]:
@@ -682,7 +748,7 @@ class ConversationEncoder:
 
     @cached_property
     def _blank_tokens(self) -> dict[int, bool]:
-        """Cache for the results of :meth:`_is_blank`, keyed by token. Initially empty."""
+        """Cached results of :meth:`_is_blank`, keyed by token. Initially empty."""
         return {}
 
     def _is_blank(self, token: int) -> bool:
@@ -704,8 +770,10 @@ class ConversationEncoder:
     ) -> None:
         """Find the end token of a sample's last answer, and update the counts in ``encoded``.
 
-        The end token is the first special token after the last words of the answer. If there is none, it is
-        an added token at the end.
+        The end token is the first special token after the last words of the answer. Some tokenizers
+        do not mark their end-of-turn token as special, but only as an added token. Therefore, if no
+        special token follows the words, the last token of the answer is the end token if it is an
+        added token. Otherwise, the answer has no end token.
 
         Args:
             draft: Rendered sample.
@@ -749,14 +817,17 @@ def _remove_images(document: Document) -> Document:
 
 
 def build_template_notes(counts: Counter[str], unmatched_prompt: str) -> list[str]:
-    """Build notes about unexpected effects of a template, one line each.
+    """Build notes about unexpected effects of a template and about empty answers, one line each.
 
     Args:
         counts: Total counts over all records. See :class:`EncodedConversations`.
-        unmatched_prompt: Suffix of the generation prompt that does not occur before answers.
+        unmatched_prompt: End of the generation prompt, if the template does not write this text
+            before the answers in the training data. Empty if the template writes the complete
+            prompt.
 
     Raises:
-        UserError: If more than half of the records have reasoning, and the template drops all of it.
+        UserError: If more than half of the records have reasoning, and the template drops all of
+            it.
     """
     template_notes = []
     if unmatched_prompt:
@@ -777,9 +848,9 @@ def build_template_notes(counts: Counter[str], unmatched_prompt: str) -> list[st
         )
     if counts["lost"] and counts["lost"] == counts["thoughts"] and 2 * counts["think"] > counts["records"]:
         raise UserError(
-            f"data.chat_template: the template leaves out all reasoning, which {counts['think']:,} of "
-            f"{counts['records']:,} records contain; use a template that renders reasoning, or remove the "
-            "reasoning"
+            f"data.chat_template: the template leaves out all reasoning, but {counts['think']:,} of "
+            f"{counts['records']:,} records contain reasoning; use a template that renders reasoning, or "
+            "remove the reasoning from the records"
         )
     lines = [f"data.chat_template: {line}" for line in template_notes]
     if counts["empty"]:
@@ -791,7 +862,7 @@ def build_template_notes(counts: Counter[str], unmatched_prompt: str) -> list[st
 
 
 def _join_trained_text(text: str, encoding: Any, trained: npt.NDArray[np.bool_]) -> str:
-    """Join the parts of a text that contribute to the loss, separated by line breaks.
+    """Join the parts of a text whose tokens contribute to the loss, separated by line breaks.
 
     Args:
         text: The text.
@@ -810,10 +881,10 @@ def _join_trained_text(text: str, encoding: Any, trained: npt.NDArray[np.bool_])
 def _find_token_at_char(encoding: Any, char: int) -> int:
     """Return the index of the token that contains a character.
 
-    If no token contains it, return the index of the next token. At the end, this is the number of
-    tokens.
+    If no token contains it, returns the index of the next token. If there is no next token either,
+    returns the number of tokens.
     """
-    # The tokenizer removes some characters, such as spaces.
+    # No token contains this character, because tokenizers remove some characters, such as spaces.
     if (token_index := encoding.char_to_token(char)) is None:
         starts = ((index, span[0]) for index, span in enumerate(encoding.offsets))
         token_index = next((index for index, start in starts if start >= char), len(encoding.ids))
@@ -822,6 +893,8 @@ def _find_token_at_char(encoding: Any, char: int) -> int:
 
 def _find_token_after_char(encoding: Any, char: int, length: int) -> int:
     """Return the index of the first token that starts at or after a character.
+
+    If no token starts there, the result is the number of tokens.
 
     Args:
         encoding: Encoding of a text.

@@ -1,9 +1,9 @@
 """Convert images to tokens and tensors with the model's Hugging Face processor.
 
-A chat template writes one placeholder per image. The processor replaces the placeholder with text
-whose number of image tokens depends only on the size of the image. The tensors of an image, such as
-its patches, are computed when a batch is built. This module contains no code for specific model
-families: :class:`ImageProcessor` only calls the processor.
+A chat template writes one placeholder per image. The processor replaces the placeholder with a text
+that contains the image tokens. The number of image tokens depends only on the size of the image.
+The tensors of an image, such as its patches, are computed when a batch is built. This module
+contains no code for specific model families: :class:`ImageProcessor` only calls the processor.
 """
 
 from __future__ import annotations
@@ -27,23 +27,28 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
-"""Files whose keys ``AutoProcessor.from_pretrained`` passes to the classes of a processor."""
+"""Names of the files whose settings ``AutoProcessor.from_pretrained`` passes to the classes of a
+processor."""
 _BLANK_SIZE = ImageSize(64, 64)
 _LARGEST_SIDE, _SMALLEST_SIDE = 4096, 16
-"""Sides in pixels between which :meth:`ImageProcessor.find_largest_square` searches."""
+"""Largest and smallest side in pixels that :meth:`ImageProcessor.find_largest_square` tries."""
 _TEXT_COLUMNS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
 _TYPE_COLUMNS = ("mm_token_type_ids", "token_type_ids")
-"""Columns that mark the image tokens in ``input_ids`` with 1, in order of preference."""
+"""Names of the column that marks the image tokens in ``input_ids`` with 1, in order of preference."""
 
 
 class ImageProcessor:
-    """Processor of a model, for images in conversations.
+    """Adapter that converts the images of conversations with the processor of a model.
+
+    The constructor runs the processor on a blank image. Unpickling calls the constructor again.
 
     Args:
-        processor: Processor of transformers, which has an image processor and a tokenizer.
+        processor: Transformers processor that has an image processor and a tokenizer.
 
     Raises:
-        ValueError: If the processor does not return the text that replaces a placeholder.
+        ValueError: If the processor does not report the text with which it replaces an image
+            placeholder.
+        Exception: If the processor fails for the blank image. The type depends on the processor.
     """
 
     def __init__(self, processor: Any) -> None:
@@ -51,7 +56,9 @@ class ImageProcessor:
         self._compute_replacement = lru_cache(maxsize=1 << 14)(self._compute_uncached_replacement)
         blank = self._run([_make_blank_image(_BLANK_SIZE)], return_text_replacement_offsets=True)
         if "text_replacement_offsets" not in blank:
-            raise ValueError(f"{type(processor).__name__} does not return the text of an image")
+            raise ValueError(
+                f"{type(processor).__name__} does not return the text that replaces an image placeholder"
+            )
         self._type_column = next(
             (name for name in _TYPE_COLUMNS if name in blank and np.asarray(blank[name]).any()), None
         )
@@ -64,7 +71,7 @@ class ImageProcessor:
 
     @property
     def cache_key(self) -> str:
-        """Text for cache keys, with all settings of the processor."""
+        """Text for cache keys that contains all settings of the processor."""
         return str(self._processor.to_json_string())
 
     @property
@@ -74,7 +81,7 @@ class ImageProcessor:
 
     @property
     def image_token_ids(self) -> list[int]:
-        """Ids of all tokens that can represent an image."""
+        """Ids of all tokens that may occur in the text that replaces an image placeholder."""
         return [int(token) for token in self._processor.image_token_ids if token is not None]
 
     @property
@@ -83,7 +90,14 @@ class ImageProcessor:
         return getattr(self._processor, "chat_template", None)
 
     def list_missing_tokens(self, tokenizer: Any) -> list[str]:
-        """List the image tokens that another tokenizer lacks or maps to different ids."""
+        """List the image tokens that another tokenizer lacks or maps to different ids.
+
+        Args:
+            tokenizer: Transformers tokenizer to compare with the processor's tokenizer.
+
+        Returns:
+            Texts of the tokens.
+        """
         texts = self._processor.tokenizer.convert_ids_to_tokens(self.image_token_ids)
         ids = tokenizer.convert_tokens_to_ids(texts)
         return [
@@ -115,10 +129,14 @@ class ImageProcessor:
             input_ids: Tokens of the batch, int64 ``[batch, tokens]``.
 
         Returns:
-            Model arguments, keyed by name. Contains the image tensors, whose first dimension is not the
-            batch dimension. If the batch contains no images, contains the tensors of a blank image instead,
-            with names that begin with :data:`BLANK_PREFIX`. Also contains the column that marks image
-            tokens, int64 ``[batch, tokens]``, if the model has one.
+            Model arguments, keyed by name. The arguments include the image tensors, whose first
+            dimension is not the batch dimension. A batch without images gets the tensors of a
+            blank image instead, with names that begin with :data:`BLANK_PREFIX`. If the processor
+            returns a column that marks image tokens, it is also included. Its shape is int64
+            ``[batch, tokens]``.
+
+        Raises:
+            Exception: If an image file is damaged. The type depends on the damage.
         """
         columns: dict[str, npt.NDArray[Any]] = {}
         if self._type_column is not None:
@@ -129,36 +147,48 @@ class ImageProcessor:
         return {**columns, **self._select_image_columns(outputs)}
 
     def build_blank_columns(self, sizes: Sequence[ImageSize]) -> dict[str, npt.NDArray[Any]]:
-        """Build the tensors of blank images, keyed by the name of the model argument.
+        """Build the tensors of blank images.
 
         Args:
             sizes: Size of each image.
+
+        Returns:
+            Tensors, keyed by the name of the model argument.
         """
         return self._select_image_columns(self._run([_make_blank_image(size) for size in sizes]))
 
     def count_tokens(self, sizes: Sequence[ImageSize], token: int | None = None) -> int:
-        """Count the tokens of images.
+        """Count the tokens that images take in one conversation.
 
         Args:
             sizes: Size of each image.
-            token: Id of the tokens to count. None for all tokens of images.
+            token: Id of the tokens to count. None counts all image tokens.
         """
         outputs = self._run([_make_blank_image(size) for size in sizes])
         return int(np.isin(outputs["input_ids"], self.image_token_ids if token is None else [token]).sum())
 
     def is_independent_of_other_images(self, sizes: Sequence[ImageSize]) -> bool:
-        """Return whether images have the same tokens in one conversation as in separate conversations."""
+        """Return whether the number of tokens of an image is independent of the other images.
+
+        The method counts the tokens of all images in one conversation, and compares them with the
+        sum over separate conversations of one image each.
+
+        Args:
+            sizes: Size of each image.
+        """
         return self.count_tokens(sizes) == sum(self.count_tokens([size]) for size in sizes)
 
     def find_largest_square(self, max_tokens: int, max_pixels: int | None = None) -> ImageSize | None:
-        """Find the approximate size of the largest square image whose tokens fit into a sample.
+        """Find the approximate size of the largest square image that satisfies the limits.
+
+        Only sides between 16 and 4096 pixels are tried.
 
         Args:
             max_tokens: Maximum number of image tokens.
-            max_pixels: Maximum number of pixels. None for no limit.
+            max_pixels: Maximum number of pixels. None for no further limit.
 
         Returns:
-            The size. None if no size fits.
+            The size. None if no tried size satisfies the limits.
         """
         side = _LARGEST_SIDE if max_pixels is None else min(_LARGEST_SIDE, isqrt(max_pixels))
         while side >= _SMALLEST_SIDE:
@@ -176,7 +206,7 @@ class ImageProcessor:
         return outputs
 
     def _select_image_columns(self, outputs: Mapping[str, Any]) -> dict[str, npt.NDArray[Any]]:
-        """Select the outputs of the processor that belong to images."""
+        """Select the outputs of the processor that belong to images instead of text."""
         return {
             name: np.asarray(values)
             for name, values in outputs.items()
@@ -222,7 +252,7 @@ def load_image_processor(
         return ImageProcessor(processor)
     except UserError:
         raise
-    except Exception as error:  # damaged files raise many classes
+    except Exception as error:  # damaged files cause exceptions of many classes
         reason = to_one_line(error)[:200] or type(error).__name__
         remedy = f"check the files {' and '.join(PROCESSOR_FILES[:2])} of the model"
         if isinstance(error, ImportError):

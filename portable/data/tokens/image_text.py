@@ -19,28 +19,28 @@ if TYPE_CHECKING:
 def expand_placeholders(
     draft: RenderedConversation, placeholder: str, replacements: Sequence[str]
 ) -> RenderedConversation:
-    """Replace each image placeholder with the text of its image, and adjust all character positions.
+    """Replace each image placeholder with the text for its image, and adjust all character positions.
 
     Args:
-        draft: Rendered conversation, or a rendered part of it.
+        draft: Rendered conversation. If the conversation was split into several samples, ``draft``
+            contains only its first messages.
         placeholder: Text that the template writes for each image.
-        replacements: Text of each image in the complete conversation.
+        replacements: Text for each image of the complete conversation, in order. If ``draft``
+            contains only the first messages, only the first texts are used.
 
     Raises:
-        RecordError: If the number of placeholders and images differs, because the template drops images
-            or the record contains the placeholder as text.
+        RecordError: If the number of placeholders differs from the number of images, because the
+            template drops images or the record contains the placeholder as text.
     """
     conversation = draft.conversation
     num_images = 0 if conversation is None else count_images(conversation.messages)
     starts = _find_all(draft.text, placeholder)
     if conversation is not None and len(starts) != num_images:
-        counts = (
-            f"{format_count(len(starts), 'time')}, but the record has {format_count(num_images, 'image')}"
-        )
         raise build_template_error(
             conversation,
-            f"the rendered text contains the image placeholder {placeholder!r} {counts}; use the model's "
-            "template, and remove the placeholder from texts",
+            f"the rendered text contains the image placeholder {placeholder!r} "
+            f"{format_count(len(starts), 'time')}, but the record has {format_count(num_images, 'image')}; "
+            "use the model's template, and remove the placeholder from the text of the record",
         )
     if not starts:
         return draft
@@ -50,11 +50,19 @@ def expand_placeholders(
         moved_by.append(moved_by[-1] + growth)
 
     def move(position: int) -> int:
-        """Return the new position of a character that is not within a placeholder."""
+        """Convert a position in ``draft.text`` to the corresponding position in the expanded text.
+
+        The position may be the start or the end of a placeholder, but must not be inside one.
+        """
         return position + moved_by[bisect_right(starts, position - 1)]
 
     def expand(text: str) -> str:
-        """Expand the placeholders in a text that starts with the first message of the conversation."""
+        """Replace each placeholder in ``text`` with the text for its image.
+
+        ``text`` must begin at the start of the conversation, because the placeholders are matched
+        to the images in order. If there are more placeholders than images, the remaining
+        placeholders are left unchanged.
+        """
         pieces = text.split(placeholder)
         count = min(len(pieces) - 1, num_images)
         head = "".join(piece + image for piece, image in zip(pieces, replacements[:count], strict=False))

@@ -27,21 +27,30 @@ _MAX_CALL_BYTES = 1 << 30
 """Maximum memory in bytes that a call may allocate."""
 _lock = threading.Lock()
 _workers: dict[int, parallel_map.WorkerProcess] = {}
-"""Process that runs the calls, keyed by the ID of the process that started it.
+"""Process that executes the calls, keyed by the ID of the process that started it.
 
-A forked child process finds no entry for its own ID and starts another process.
+A forked child process finds no entry for its own ID, so it starts another process.
 """
 
 
 def call_within_limits(function: Callable[..., Any], *arguments: Any) -> Any:
     """Call a function with time and memory limits, and return its result.
 
+    The limits are :data:`MAX_CALL_SECONDS` of CPU time and :data:`_MAX_CALL_BYTES` of memory. The
+    function runs in a separate process, so it cannot change objects of the current process. The
+    first call starts this process, and later calls reuse it. In a worker process of
+    :mod:`portable.data.tokens.parallel_map`, the function runs in the worker process itself.
+
     Args:
-        function: Function to call. The function and its result must be picklable.
+        function: Function to call. It must be picklable, and so must its result.
         arguments: Arguments of the function. They must be picklable.
 
     Raises:
-        UserError: If the function raises a UserError, or exceeds a limit.
+        UserError: If the function raises any exception or exceeds a limit. A UserError of the
+            function is raised unchanged. For all other exceptions, the message says that the
+            template takes too much time or memory. In a worker process, the exceptions of the
+            function are not converted, and exceeding a limit raises TimeoutError or
+            MemoryError.
     """
     if parallel_map.is_worker_process:
         return _apply_limits_and_call((MAX_CALL_SECONDS, function, arguments))
@@ -55,7 +64,7 @@ def call_within_limits(function: Callable[..., Any], *arguments: Any) -> Any:
             return worker.receive_result()
         except UserError:
             raise
-        except BaseException as error:  # stop the process, because its next result would belong to this call
+        except BaseException as error:  # stop the process, otherwise the next call would receive this result
             if os.getpid() in _workers:
                 _workers.pop(os.getpid()).__exit__()
             if not isinstance(error, RunError):
@@ -66,7 +75,9 @@ def call_within_limits(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _apply_limits_and_call(item: tuple[float, Callable[..., Any], tuple[Any, ...]]) -> Any:
-    """Call a function with time and memory limits, in the current process.
+    """Call a function in the current process, with a CPU time limit and a memory limit.
+
+    The memory limit is the constant :data:`_MAX_CALL_BYTES`.
 
     Args:
         item: Maximum CPU time in seconds, the function and its arguments.
@@ -82,17 +93,18 @@ def _apply_limits_and_call(item: tuple[float, Callable[..., Any], tuple[Any, ...
 
 @contextmanager
 def _limit_time(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError if the code within this context takes more than ``seconds`` of CPU time.
+    """Raise TimeoutError if the code within this context exceeds ``seconds`` of CPU time.
 
-    A SIGPROF handler raises the exception, which can only interrupt Python code. If native code is
-    running, a second timer signal kills the process after twice the time.
+    A SIGPROF handler raises the exception, but it can only interrupt Python code. If native code is
+    running, a second timer kills the process after twice the time. Use this context manager
+    only in the main thread, because other threads cannot set signal handlers.
     """
 
     def raise_timeout(*_: object) -> None:
-        raise TimeoutError(f"takes more than {seconds:g} s")
+        raise TimeoutError(f"the call takes more than {seconds:g} s")
 
     before = signal.signal(signal.SIGPROF, raise_timeout)
-    # The signal is repeated, because the code may catch the exception.
+    # Repeat the signal, because the code may catch the exception.
     signal.setitimer(signal.ITIMER_PROF, seconds, seconds / 20)
     signal.setitimer(signal.ITIMER_VIRTUAL, 2 * seconds)
     try:
@@ -105,7 +117,7 @@ def _limit_time(seconds: float) -> Iterator[None]:
 
 @contextmanager
 def _limit_memory() -> Iterator[None]:
-    """Limit the memory that the code within this context can allocate to :data:`_MAX_CALL_BYTES`.
+    """Apply the memory limit :data:`_MAX_CALL_BYTES` to the code within this context.
 
     If the limit is exceeded, Python code raises MemoryError. There is no limit on systems other than
     Linux.

@@ -1,8 +1,8 @@
-"""Parallel map: apply a function to batches in several processes, and yield the results in order.
+"""Parallel map: apply a function to items in several processes, and yield the results in order.
 
-Each batch is sent to the first free process. Results are yielded in the order of the batches, so
-they do not depend on the number of processes. To bound the memory usage, only a few batches are
-processed or queued at a time.
+Each item is sent to the first free process. Results are yielded in the order of the items, so they
+do not depend on the number of processes. To limit the memory usage, items are sent only while few
+results are pending. A result is pending until it is yielded.
 
 The workers are plain child processes that run :func:`serve`, because processes of
 ``multiprocessing`` would import the program's main module again. Each worker ends when its
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 R = TypeVar("R")
 _BATCHES_PER_PROCESS = 4
-"""Maximum number of batches per process that are being processed, or whose results wait to be yielded."""
+"""Maximum number of items per process that are being processed or whose results have not been yielded yet."""
 is_worker_process = False
 """Whether this process is a :class:`WorkerProcess`."""
 
@@ -41,19 +41,25 @@ def map_in_order(
 ) -> Iterator[R]:
     """Yield ``function(item)`` for every item, in order.
 
+    The processes work ahead: up to :data:`_BATCHES_PER_PROCESS` items per process are taken from
+    ``items`` before their results are yielded. The processes are killed when the iterator ends or
+    is closed.
+
     Args:
         function: Function to call. If it cannot be pickled, for example because it contains the
             tokenizer of a model with custom code, the current process maps all items.
         items: Items to map.
-        num_processes: Number of processes to start. If it is less than two, the current process maps
-            all items. A worker process also maps all items itself, because other workers use the other
-            cores.
-        num_local_items: Number of items that the current process maps before it starts other processes,
-            because starting them takes seconds.
+        num_processes: Number of processes to start. If it is less than two, the current process
+            maps all items. The current process also does so if it is itself a worker process,
+            because the other workers already use the other cores.
+        num_local_items: Number of items that the current process maps before it starts other
+            processes, because starting them takes seconds.
 
     Raises:
         UserError: If ``function`` raises a UserError.
-        RunError: If a process has died, or if ``function`` has raised any other exception in a process.
+        RunError: If a process has died, or if ``function`` has raised any other exception in one
+            of the started processes.
+        Exception: If ``function`` has raised this exception in the current process.
     """
     rest = iter(items)
     is_local = is_worker_process or num_processes < 2
@@ -77,7 +83,7 @@ def map_in_order(
                     worker = free.pop()
                     worker.send_item(item)
                     busy[worker] = number
-            if not busy:  # all items are done
+            if not busy:  # there are no more items
                 return
             for worker in cast("list[WorkerProcess]", ready(cast("Any", busy))):
                 number = busy.pop(worker)
@@ -104,7 +110,11 @@ def _is_picklable(work: object) -> bool:
 
 
 class WorkerProcess:
-    """Child process that calls a function with one item at a time. It is killed when the context exits.
+    """Child process that calls a function with one item at a time.
+
+    It is killed when the context exits. The constructor starts a new Python interpreter and sends
+    the function to it. Items and results must be picklable. To wait for several processes, pass
+    them to :func:`multiprocessing.connection.wait`.
 
     Args:
         work: Picklable function with one argument.
@@ -133,7 +143,10 @@ class WorkerProcess:
         self._process.wait()
 
     def fileno(self) -> int:
-        """Return the file descriptor of the connection. It becomes readable when there is a result."""
+        """Return the file descriptor of the connection.
+
+        It becomes readable when there is a result, or when the process has ended.
+        """
         return self._connection.fileno()
 
     @property
@@ -146,10 +159,12 @@ class WorkerProcess:
         self._process.kill()
 
     def send_item(self, item: Any) -> None:
-        """Send an item to the process. Call :meth:`receive_result` before sending the next item.
+        """Send an item to the worker process.
+
+        Call :meth:`receive_result` before sending the next item.
 
         Raises:
-            RunError: If the process has died.
+            RunError: If the worker process has died.
         """
         try:
             self._connection.send(item)
@@ -157,11 +172,14 @@ class WorkerProcess:
             raise self._build_died_error() from error
 
     def receive_result(self) -> Any:
-        """Wait for the result of the last item, and return it.
+        """Wait for the result of the item that was sent last, and return the result.
+
+        The result is the return value of ``work``, the function that the process calls with each
+        item.
 
         Raises:
-            UserError: If the function has raised a UserError.
-            RunError: If the process has died, or if the function has raised any other exception.
+            UserError: If ``work`` has raised a UserError.
+            RunError: If the process has died, or if ``work`` has raised any other exception.
         """
         try:
             result = self._connection.recv()
@@ -172,19 +190,22 @@ class WorkerProcess:
         return result
 
     def _build_died_error(self) -> RunError:
-        """Wait for the process to end, and build an error that contains its exit code."""
+        """Wait for the process to end, and build the error that contains its exit code."""
         code = self._process.wait()
         return RunError(
-            f"data.source: a process that tokenizes ended with code {code}, most likely because memory ran "
-            "out; free memory and run the same command again"
+            f"data.source: a tokenization process ended with exit code {code}, most likely because memory "
+            "ran out; free memory and run the same command again"
         )
 
 
 def serve() -> None:
-    """Run the loop of a worker process: receive the function, then receive items and send results.
+    """Run the loop of a worker process.
 
-    If the function raises an exception, a UserError or RunError is sent as the result. The process
-    exits when the parent closes the connection.
+    The process receives the function, and then receives items and sends results. The file
+    descriptor of the connection is the first command-line argument. Sets :data:`is_worker_process`.
+    If the function raises a UserError, the UserError is sent as the result. Any other ``Exception``
+    is converted to a RunError, which is sent as the result. This function does not return. When the
+    parent closes the connection, the process ends with ``os._exit``, which skips exit handlers.
     """
     global is_worker_process
     is_worker_process = True
@@ -195,11 +216,13 @@ def serve() -> None:
             item = connection.recv()
             try:
                 result = work(item)
-            except UserError as error:
+            except (UserError, RunError) as error:
                 result = error
             except Exception as error:
                 said = f"{type(error).__name__}: {to_one_line(error)}"
-                result = RunError(f"data.source: a process that tokenizes failed ({said})")
+                result = RunError(
+                    f"data.source: a tokenization process failed ({said}); check the data and the tokenizer"
+                )
             connection.send(result)
-    except (EOFError, OSError):  # the parent process is done or dead
+    except (EOFError, OSError):  # the parent process is finished or dead
         os._exit(0)

@@ -1,4 +1,4 @@
-"""Render conversations with a chat template, and find the answers in the rendered text.
+"""Render conversations with a chat template, and locate the answers in the rendered text.
 
 A template is untrusted code that runs in Jinja's sandbox. Therefore, the functions of this module
 must be called with time and memory limits. See :mod:`portable.data.tokens.limited_calls`.
@@ -39,11 +39,11 @@ TEMPLATE_DATE = "2025-01-01"
 _PROBE_TEXT = "What is shown of this?"
 _THOUGHT_END = re.compile(r"</[\w:]*think[\w:]*>|\[/THINK\]", re.IGNORECASE)
 _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_MAX_RENDERED_CHARS = 1 << 30  # characters of all prefixes of one conversation
+_MAX_RENDERED_CHARS = 1 << 30  # maximum total length of the prefixes rendered for one conversation
 _UNCHECKED_CHARS, _MAX_EXPANSION = (
     1 << 20,
     64,
-)  # limits: characters, and multiple of a record's characters
+)  # a rendered text is rejected if it exceeds both this size and this multiple of the record's size
 _Span = tuple[int, int]
 
 
@@ -60,7 +60,10 @@ class AnswerContext(NamedTuple):
 
 
 class AnswerWords(NamedTuple):
-    """Words of an answer, which the rendered text must contain.
+    """Expected text of an answer.
+
+    :func:`check_answer_words` searches for the text in the parts of the rendered conversation that
+    contribute to the loss, to check that the chat template has not dropped any part of the answer.
 
     Attributes:
         message_index: Index of the message in the conversation.
@@ -73,30 +76,43 @@ class AnswerWords(NamedTuple):
 
 @dataclass(frozen=True)
 class RenderedConversation:
-    """Text of a sample before tokenization, with the positions of the parts that contribute to the loss.
+    """Rendered text of a sample, with the positions of the parts that contribute to the loss.
+
+    Some templates mark the answers, so their character ranges are known (``trained_spans``). All
+    other answers (``searched_answers``) are located by comparing the text with rendered prefixes of
+    the conversation. If the characters do not match, the tokens are compared after tokenization.
 
     Attributes:
         text: Rendered text.
         conversation: The conversation. None if the text is a plain completion.
-        trained_spans: Start and end, in characters, of each part that contributes to the loss and whose
-            position is known.
-        searched_answers: Indices of the answers that the template does not mark. They are located by
-            comparing the text with rendered prefixes of the conversation.
-        answer_starts: Start of each of ``searched_answers``, in characters. If the text does not begin
-            with the rendered messages before the answer, an :class:`AnswerContext` instead.
-        answer_ends: End of each of ``searched_answers``, in characters. If the text does not begin with
-            the rendered messages up to and including the answer, these messages instead.
-        trains_all: Whether all tokens contribute to the loss.
-        prefix: Special tokens before the text. They contribute to the loss only if ``trains_all`` is
-            set.
-        suffix: Special tokens after the text. They contribute to the loss.
-        reasoning_shown: For each trained answer with reasoning, whether the text contains it.
-        separable_answers: Indices of the answers that contribute to the loss. Empty if they must not
-            become separate samples.
-        answer_words: Words of each trained answer. The parts that contribute to the loss must contain
-            them.
-        num_empty_answers: Number of trained answers without words, calls and reasoning.
-        image_spans: Start and end of each image's text, in characters.
+        trained_spans: Start and end character of each part that contributes to the loss and whose
+            position is already known.
+        searched_answers: Message indices of the answers that the template does not mark. If only
+            the completion of a conversation contributes to the loss, this is the index of the first
+            message of the completion, and the entire completion counts as one answer.
+        answer_starts: Start of each answer in ``searched_answers``. This is a character position if
+            the text begins with the rendered messages before the answer. Otherwise, it is an
+            :class:`AnswerContext`, which is used to find the start after tokenization.
+        answer_ends: End of each answer in ``searched_answers``. This is a character position if the
+            text begins with the rendered messages up to and including the answer. Otherwise, it is
+            the rendered text of these messages, which is used to find the end after tokenization.
+        trains_all: Whether all tokens except image tokens contribute to the loss.
+        prefix: Special tokens before the text. They contribute to the loss only if ``trains_all``
+            is set. Empty for conversations, because the template writes their special tokens.
+        suffix: Special tokens after the text. They contribute to the loss. Empty for conversations.
+        reasoning_shown: For each trained answer with reasoning, whether the text contains the
+            reasoning.
+        separable_answers: Message indices of the answers that contribute to the loss. If one of the
+            answers cannot be located, or if the template drops the reasoning of some answers but
+            not of others, the conversation is split into one sample per answer. Empty if the sample
+            must not be split.
+        answer_words: Expected text of each trained answer that has text or tool calls. It is used
+            to check that the parts that contribute to the loss contain the answers.
+        num_empty_answers: Number of trained answers that have neither text nor tool calls nor
+            reasoning.
+        image_spans: Start and end character in the text for each image. Empty until
+            :func:`portable.data.tokens.image_text.expand_placeholders` inserts the texts for
+            images.
     """
 
     text: str
@@ -116,30 +132,42 @@ class RenderedConversation:
 
 
 class AnswerNotFoundError(RecordError):
-    """Raised if the tokens of an answer cannot be found in the tokens of the complete conversation."""
+    """Raised if the start or end of an answer cannot be found in the rendered conversation.
+
+    Also raised if the template drops the reasoning of some answers but not of others. If the error
+    occurs while a loss mask is built, and :attr:`RenderedConversation.separable_answers` is not
+    empty, the conversation is rendered again with one sample per answer.
+    """
 
 
 def build_no_template_error() -> UserError:
     """Build the error for a tokenizer without a chat template."""
     return UserError(
         "data.chat_template: the tokenizer has no template; set data.chat_template to a file with a "
-        "template, or to chatml if the tokenizer has its tokens (<|im_start|> <|im_end|>)"
+        "template, or to chatml if the tokenizer has the tokens <|im_start|> and <|im_end|>"
     )
 
 
 @dataclass(frozen=True)
 class TemplateRenderer:
-    """Picklable renderer for conversations, which also determines the parts that contribute to the loss.
+    """Picklable renderer for conversations.
+
+    It also determines the trained parts of the text. Templates are untrusted code. To limit their
+    time and memory, call the rendering methods through
+    :func:`portable.data.tokens.limited_calls.call_within_limits`.
 
     Attributes:
-        templates: Text of a template, or texts keyed by name. None if only plain-text completions are
-            rendered.
+        templates: Text of a template, or several texts keyed by name. None if only plain-text
+            completions are rendered.
         variables: Variables for the templates.
-        train_on: Value of ``data.train_on``, which selects the tokens that contribute to the loss. None
-            selects the completion if a record has a prompt, and otherwise the assistant's messages.
-        split_turns: Whether each answer becomes a separate sample, with the messages before it.
+        train_on: Value of ``data.train_on``, which selects the tokens that contribute to the
+            loss. None selects the completion if a record has a prompt and the trained roles
+            are the default roles. Otherwise, None selects the messages of the trained roles.
+        split_turns: Whether each answer becomes a separate sample that also contains the
+            messages before it.
         prefix: Special tokens before a plain-text completion.
-        suffix: Special tokens after a plain-text completion.
+        suffix: Special tokens after a plain-text completion. They are omitted if the
+            completion already ends with ``end_text``.
         end_text: Text of the tokenizer's end token.
     """
 
@@ -164,18 +192,21 @@ class TemplateRenderer:
             collect: Whether to return the error of a record instead of raising it.
 
         Returns:
-            The rendered samples, or the error, of each document.
+            For each document, its rendered samples or its error.
 
         Raises:
-            RecordError: If the template fails for a record and ``collect`` is False, or if it exceeds the
-                time or memory limit. The message contains the location of the record.
+            RecordError: If the template fails for a record and ``collect`` is False. If the
+                template exceeds the time or memory limit, the error is raised even if ``collect``
+                is True. The message contains the location of the record.
+            UserError: If a conversation requires a template, and the template is missing or not
+                valid. The error is raised even if ``collect`` is True.
         """
         drafts: list[list[RenderedConversation] | RecordError] = []
         for document in documents:
             try:
                 drafts.append(self._render_document(document))
             except RecordError as error:
-                # If a template exceeds a limit for one record, no time is left for other records.
+                # After a record exceeds a limit, there is no time left for the other records.
                 if not collect or isinstance(error.__cause__, TimeoutError | MemoryError):
                     raise
                 drafts.append(RecordError(str(error)))
@@ -187,6 +218,9 @@ class TemplateRenderer:
         Args:
             text: Content of the message.
             location: Name of the conversation, used in error messages.
+
+        Raises:
+            UserError: If there is no valid template, or if the template fails.
         """
         return self.render_prompt([{"role": "user", "content": text}], location)
 
@@ -196,6 +230,10 @@ class TemplateRenderer:
         Args:
             messages: Messages of the conversation.
             location: Name of the conversation, used in error messages.
+
+        Raises:
+            UserError: If there is no valid template, if the template fails, or if the text is far
+                longer than the conversation.
         """
         conversation = self._convert_to_text_parts(Conversation(tuple(messages), location))
         return self._render_messages(conversation, conversation.messages, prompted=True)
@@ -204,7 +242,11 @@ class TemplateRenderer:
         """Render the samples of a document.
 
         Returns:
-            One sample, or one per answer of a conversation if ``split_turns`` is set.
+            One sample. If ``split_turns`` is set, a conversation has one sample per trained
+            answer instead, except for answers in its prompt. The list may then be empty.
+
+        Raises:
+            RecordError: If the document cannot be rendered. See :meth:`_build_draft`.
         """
         conversation = document.conversation
         if conversation is None:
@@ -217,11 +259,17 @@ class TemplateRenderer:
         )
 
     def render_turns(self, conversation: Conversation, answers: Sequence[int]) -> list[RenderedConversation]:
-        """Render one sample per answer. It contains the messages up to and including the answer.
+        """Render one sample per answer.
+
+        Each sample contains the messages up to and including its answer. Only this answer
+        contributes to the loss. The attribute ``train_on`` is ignored.
 
         Args:
             conversation: The conversation.
             answers: Indices of the answers.
+
+        Raises:
+            RecordError: If the template fails or drops part of the conversation.
         """
         without_prompt = replace(conversation, num_prompt_messages=None)
         parts = (replace(without_prompt, messages=without_prompt.messages[: index + 1]) for index in answers)
@@ -230,14 +278,16 @@ class TemplateRenderer:
     def _build_completion_draft(self, text: str, prompt: int) -> RenderedConversation:
         """Build the sample for a prompt and its completion, without a template.
 
-        The end token is appended, unless the text already ends with it.
+        The prompt contributes to the loss only if ``train_on`` is ``all``. The sample gets the
+        special tokens in ``prefix`` and ``suffix``. If the text already ends with ``end_text``, the
+        sample gets no suffix.
 
         Args:
             text: Prompt and completion, concatenated.
             prompt: Number of characters in the prompt.
         """
         trains_prompt = self.train_on == "all"
-        suffix = () if text.endswith(self.end_text) else self.suffix
+        suffix = () if self.end_text and text.endswith(self.end_text) else self.suffix
         return RenderedConversation(
             text, None, ((prompt, len(text)),), trains_all=trains_prompt, prefix=self.prefix, suffix=suffix
         )
@@ -249,14 +299,18 @@ class TemplateRenderer:
 
         Args:
             conversation: The conversation.
-            train_on: Tokens that contribute to the loss. None selects the default described in the class
-                docstring.
-            is_single_turn: Whether the conversation is already the sample of a single answer. If so, it
-                must not be split again.
+            train_on: Value of ``data.train_on``, which selects the tokens that contribute to the
+                loss. None selects the completion if the record has a prompt and the trained roles
+                are the default roles. Otherwise, None selects the messages of the trained roles.
+            is_single_turn: Whether the conversation was already split into one sample per answer,
+                and this is one of these samples. If so, it must not be split again.
 
         Raises:
-            RecordError: If the template fails or drops part of the conversation, or if no message
-                contributes to the loss.
+            RecordError: If the template fails or drops part of the conversation, if no message
+                contributes to the loss, or if the template does not mark the answers and there are
+                too many to locate.
+            AnswerNotFoundError: If the start of an answer cannot be determined.
+            UserError: If the template is missing or not valid.
         """
         if train_on is None:
             prompted = (
@@ -295,11 +349,12 @@ class TemplateRenderer:
             return replace(draft, answer_words=words, num_empty_answers=empty)
         if not answers:
             raise RecordError(
-                f"data.source: {conversation.location}: {conversation.trained_roles_text} has no text; "
-                "remove the record"
+                f"data.source: {conversation.location}: no message with role "
+                f"{conversation.trained_roles_text} has text to train on; remove the record"
             )
         turns = () if is_single_turn else answers
-        if marked:  # only the assistant's messages are marked; messages of other roles are found by prefixes
+        # The template marks only the assistant's messages; other roles are located with rendered prefixes.
+        if marked:
             marked_answers = [index for index in answers if messages[index]["role"] == "assistant"]
             if len(marked_answers) < sum(message["role"] == "assistant" for message in messages):
                 ends = {end for index in marked_answers for end in (index, index + 1)}
@@ -353,18 +408,20 @@ class TemplateRenderer:
         train_on: TrainOn,
         shown: tuple[bool, ...],
     ) -> RenderedConversation:
-        """Build a sample in which all tokens from a given message to the end contribute to the loss.
+        """Build a sample that trains on the completion of a conversation, or on all of its tokens.
 
         Args:
             conversation: The conversation.
             text: Rendered conversation.
-            begin: Index of the first message that contributes to the loss. None if the record has no marked
-                prompt.
-            train_on: ``completion``, or ``all`` if the tokens before ``begin`` contribute as well.
-            shown: For each trained answer with reasoning, whether the text contains it.
+            begin: Index of the first message of the completion, or 0 if ``train_on`` is ``all``.
+                None if the record does not mark a prompt.
+            train_on: ``completion`` to train on the messages from ``begin`` to the end, or ``all``
+                to train on all tokens.
+            shown: For each trained answer with reasoning, whether the text contains the reasoning.
 
         Raises:
-            RecordError: If ``begin`` is None, or if a later message is excluded from the loss.
+            RecordError: If the record does not mark a prompt, or if a trained message is excluded
+                from the loss.
         """
         begin = _select_first_trained_message(conversation, begin, train_on)
         if train_on == "all":
@@ -383,37 +440,49 @@ class TemplateRenderer:
         Args:
             conversation: The conversation.
             text: Rendered conversation.
-            index: Index of the answer.
-            opened: Rendered messages before the answer, with the generation prompt.
+            index: Index of the answer's message.
+            opened: Rendered messages before the answer, followed by the generation prompt. The
+                answer is expected to begin at the end of this text.
 
         Returns:
-            The start in characters if the text begins with ``opened``. Otherwise, the rendered messages
-            before the answer, which are used later to find the start in the tokens.
+            The length of ``opened``, which is the character position of the answer, if ``text``
+            begins with ``opened``. Otherwise, an :class:`AnswerContext`, which is used later to
+            find the start of the answer in the tokens. Its ``prompted`` is ``opened``. Its
+            ``unprompted`` is the text of the same messages without the generation prompt, or None
+            if this text cannot be determined.
         """
         prefix = _measure_prefix(text, opened)
         if isinstance(prefix, int):
             return prefix
         try:
             return AnswerContext(prefix, self._render_before_answer(conversation, text, index))
-        except AnswerNotFoundError:  # only matters if the start is searched in the tokens
+        except AnswerNotFoundError:  # only needed if the start has to be found in the tokens
             return AnswerContext(prefix, None)
 
     def _render_before_answer(
         self, conversation: Conversation, text: str, index: int, *, prompted: bool = False
     ) -> str:
-        """Render the messages before a message as they appear in ``text``.
-
-        There are two special cases. A message that is not from the assistant begins with a header instead
-        of the generation prompt. To find the end of this header, the message is rendered with a known text
-        as its content, and the result ends before this text. If the first message is from the assistant,
-        there are no messages to render, and templates do not support an empty conversation. The generation
-        prompt is then located in ``text``, and the result ends before or after it.
+        """Render the messages before a given message, as they appear in ``text``.
 
         Args:
             conversation: The conversation.
             text: Rendered conversation.
-            index: Index of the message.
-            prompted: Whether to add the generation prompt.
+            index: Index of the given message.
+            prompted: Whether to add the generation prompt. Has no effect if the message is not from
+                the assistant.
+
+        Returns:
+            The rendered messages, followed by the generation prompt if ``prompted`` is True. There
+            are two special cases:
+
+            - The message is not from the assistant. It then begins with a role header, and there is
+              no generation prompt. The result includes this header, and ends immediately before
+              the content of the message. To find the end of the header, the message is rendered
+              with a known placeholder as its content.
+            - The message is the first one and is from the assistant. There are then no messages to
+              render, and templates do not support an empty conversation. The method therefore
+              searches for the generation prompt in ``text``. The result ends after the prompt if
+              ``prompted`` is True, and before the prompt otherwise.
 
         Raises:
             AnswerNotFoundError: If the start of the message cannot be determined.
@@ -442,8 +511,8 @@ class TemplateRenderer:
     def _select_template(self, conversation: Conversation) -> str:
         """Return the text of the template for a conversation.
 
-        If there are several templates, conversations with tools use ``tool_use``, and others use
-        ``default``.
+        If there are several templates, conversations with tools use ``tool_use`` if it exists.
+        All other conversations use ``default``.
 
         Raises:
             UserError: If there is no template.
@@ -456,9 +525,15 @@ class TemplateRenderer:
         return self.templates[name]
 
     def _build_variables(self, conversation: Conversation) -> dict[str, Any]:
-        """Build the variables for the template. The current date is fixed to :data:`TEMPLATE_DATE`.
+        """Build the variables for the template.
 
-        The user or the record can set another date with the variable ``strftime_now``.
+        The current date is fixed to :data:`TEMPLATE_DATE`. Variables of the record replace entries
+        of ``variables`` with the same name. Both can set another date with the variable
+        ``strftime_now``, as an ISO date such as ``2025-01-31``. In the template, ``strftime_now``
+        is a function that formats this date.
+
+        Raises:
+            ValueError: If the date is not a valid ISO date.
         """
         kwargs = {**self.variables, **conversation.template_kwargs}
         day = datetime.fromisoformat(str(kwargs.pop("strftime_now", TEMPLATE_DATE)))
@@ -480,10 +555,10 @@ class TemplateRenderer:
             prompted: Whether to add the generation prompt.
 
         Raises:
-            RecordError: If the template fails, or if the text is excessively longer than the conversation.
+            RecordError: If the template fails, or if the text is far longer than the conversation.
         """
         total = len(conversation.messages)
-        context = "" if len(messages) == total else f" with the first {len(messages)} of {total} messages"
+        context = "" if len(messages) == total else f" for the first {len(messages)} of {total} messages"
         with _convert_template_errors(conversation, context):
             text = _compile_template(self._select_template(conversation)).render(
                 messages=list(messages), add_generation_prompt=prompted, **self._build_variables(conversation)
@@ -496,11 +571,11 @@ class TemplateRenderer:
         """Render messages with a template that marks the answers with ``{% generation %}``.
 
         Returns:
-            The text, and the start and end of each nonempty marked span in characters. Both are empty if
-            there are no messages.
+            The text, and the start and end of each nonempty marked span in characters. Both are
+            empty if there are no messages.
 
         Raises:
-            RecordError: If the template fails, or if the text is excessively longer than the conversation.
+            RecordError: If the template fails, or if the text is far longer than the conversation.
         """
         if not messages:
             return "", []
@@ -521,9 +596,10 @@ class TemplateRenderer:
         return replace(conversation, messages=messages)
 
     def _requires_parts(self, template: str) -> bool:
-        """Return whether a template writes text only if the content of a message is a list of parts.
+        """Return whether a template requires the content of a message as a list of parts.
 
-        Templates of image models often do. The result is cached, because it takes two renderings.
+        Templates of image models often do. Such a template does not write the content if it is a
+        string. The result is cached, because determining it takes two renderings.
         """
         if template not in self._requires_parts_cache:
             message = {"role": "user", "content": _PROBE_TEXT}
@@ -533,27 +609,33 @@ class TemplateRenderer:
         return self._requires_parts_cache[template]
 
     def _is_message_shown(self, template: str, message: Message) -> bool:
-        """Return whether a template writes the content of ``message``, which is ``_PROBE_TEXT``.
+        """Return whether the text rendered by a template includes the content of ``message``.
 
-        Returns False if the template fails.
+        The content must be ``_PROBE_TEXT``, as a string or as a list with one text part. Returns
+        False if the template cannot be rendered.
         """
         probe = Conversation((message,), "")
         try:
             return _PROBE_TEXT in _compile_template(template).render(
                 messages=[message], add_generation_prompt=False, **self._build_variables(probe)
             )
-        except Exception:  # a template may reject the probe; real data shows whether it works
+        except Exception:  # a template may reject this test message; real data shows whether it works
             return False
 
     def _convert_tool_calls(self, conversation: Conversation) -> Conversation:
         """Convert messages with tool calls to a format that the template supports.
 
-        By default, the content of a message with tool calls but no words is an empty string. Some
-        templates, such as DeepSeek R1's, write the calls only if the content is null, so null is tried if
-        the template fails or drops a call.
+        Also converts the contents of messages with :meth:`_convert_to_text_parts`, even if there
+        are no tool calls.
+
+        If a message has tool calls but no text, its content is an empty string by default. Some
+        templates, such as DeepSeek R1's, render the calls only if the content is null. If the
+        template fails or drops a call, the conversion is therefore repeated with null as the
+        content.
 
         Raises:
-            RecordError: If the template writes the calls in neither format.
+            RecordError: If the template fails or drops a call with both formats. This method checks
+                for dropped calls only if a message has tool calls but no text.
         """
         wordless = [
             "tool_calls" in message and not get_message_text(message).strip()
@@ -585,7 +667,7 @@ class TemplateRenderer:
     def _convert_call_arguments(self, conversation: Conversation) -> Conversation:
         """Convert the arguments of tool calls to JSON strings if the template does not support objects.
 
-        This is the case if the template fails for objects, or if it writes them as Python dicts.
+        Objects are not supported if the template fails for them, or if it writes them as Python dicts.
 
         Raises:
             UserError: If the template fails for both objects and strings.
@@ -604,7 +686,7 @@ class TemplateRenderer:
             except UserError:
                 raise refusal from None
         objects = [call["arguments"] for call in calls if isinstance(call["arguments"], dict)]
-        # The template has written Python's representation of a dict.
+        # The text contains Python's representation of a dict, which is not JSON.
         if any(arguments and str(arguments) in text for arguments in objects):
             conversation = as_text
         return conversation
@@ -612,7 +694,9 @@ class TemplateRenderer:
 
 @contextmanager
 def _convert_template_errors(conversation: Conversation, context: str = "") -> Iterator[None]:
-    """Convert all exceptions of a template within this context to RecordErrors with the record's location.
+    """Convert exceptions of a chat template to RecordErrors with the location of the record.
+
+    Context manager for code that renders the template. A UserError is not converted.
 
     Args:
         conversation: Conversation of the record.
@@ -625,7 +709,8 @@ def _convert_template_errors(conversation: Conversation, context: str = "") -> I
     except Exception as error:
         raise build_template_error(
             conversation,
-            (f"the template fails{context} ({_describe_error(error)}); correct the template or the record"),
+            f"the template raises an error{context} ({_describe_error(error)}); correct the template or the "
+            "record",
         ) from error
 
 
@@ -646,12 +731,14 @@ def _compile_template(text: str) -> Any:
 
 
 def _validate_length(conversation: Conversation, text: str) -> str:
-    """Check that a rendered text is not excessively longer than its conversation.
+    """Check the length of a rendered text, and replace its lone surrogates with ``?``.
 
-    Otherwise, a malicious template could make the run tokenize gigabytes of text.
+    Texts of at most :data:`_UNCHECKED_CHARS` characters are not checked. A longer text may have at
+    most :data:`_MAX_EXPANSION` times the characters of the conversation from which it was rendered.
+    Without this limit, a malicious template could make the run tokenize gigabytes of text.
 
     Returns:
-        The text, with lone surrogates replaced by ``?``.
+        The text without lone surrogates.
 
     Raises:
         RecordError: If the text is too long.
@@ -661,105 +748,147 @@ def _validate_length(conversation: Conversation, text: str) -> str:
     ):
         raise build_template_error(
             conversation,
-            f"the template renders {len(text):,} characters for a record of {num_characters:,}; use "
-            "another template",
+            f"the template renders {len(text):,} characters for a record of {num_characters:,} characters, "
+            f"more than {_MAX_EXPANSION} times the length of the record; use another template",
         )
     return replace_surrogates(text)
 
 
 def _check_messages_shown(conversation: Conversation, text: str) -> None:
-    """Check that a rendered text contains the parts of the conversation that templates often drop.
+    """Check that a rendered text contains the parts that templates often drop.
 
-    These are tool calls, messages with rare roles, and system messages after the first message.
+    These are the function names of tool calls, messages with one of the :data:`RARE_ROLES`, such as
+    ``ipython``, and system or developer messages after the first message. The parts may also be
+    escaped as in JSON. The arguments of tool calls are not checked.
 
     Raises:
         RecordError: If one of these parts is missing.
     """
     for index, message in enumerate(conversation.messages):
         names = [call["function"]["name"] for call in message.get("tool_calls", ())]
-        parts = [(f"the call of {name!r}; use a template that renders tool calls", name) for name in names]
-        if message["role"] in RARE_ROLES or (message["role"] in SYSTEM_ROLES and index):
-            description = (
-                f"message {index + 1}, which has role {message['role']}; use a template that renders the "
-                "message, or move the message"
+        parts = [
+            (
+                f"the template leaves out the call of the tool {name!r}; use a template that renders tool "
+                "calls",
+                name,
             )
-            parts.append((description, get_message_text(message).strip()))
-        for description, content in parts:
+            for name in names
+        ]
+        if message["role"] in RARE_ROLES or (message["role"] in SYSTEM_ROLES and index):
+            reason = (
+                f"the template leaves out message {index + 1}, which has role {message['role']}; use a "
+                "template that renders the message, or move the message"
+            )
+            parts.append((reason, get_message_text(message).strip()))
+        for reason, content in parts:
             if (
                 replace_surrogates(content) not in text
                 and json.dumps(content, ensure_ascii=False)[1:-1] not in text
             ):
-                raise build_template_error(conversation, f"the template leaves out {description}")
+                raise build_template_error(conversation, reason)
 
 
 def _select_first_trained_message(conversation: Conversation, begin: int | None, train_on: TrainOn) -> int:
-    """Return ``begin``, after checking that this message and all later ones can contribute to the loss.
+    """Check that no message from ``begin`` on is excluded from the loss, and return ``begin``.
+
+    A message is excluded if one of its ``WEIGHT_KEYS`` is 0 or false. Roles are not checked.
 
     Args:
-        conversation: The conversation.
+        conversation: Conversation to check.
         begin: Index of the first message that contributes to the loss. None if the record has no
             prompt.
         train_on: ``completion`` or ``all``, used in the error message.
 
+    Returns:
+        Value of ``begin``, which is never None.
+
     Raises:
-        RecordError: If ``begin`` is None, or if a message at or after it is excluded from the loss.
+        RecordError: If ``begin`` is None, or if the message at ``begin`` or a later message is
+            excluded from the loss.
     """
     if begin is None:
         raise RecordError(
-            f"data.train_on: {conversation.location}: completion is for records with a prompt and a "
-            "completion; use assistant or last_assistant"
+            f"data.train_on: {conversation.location}: completion applies only to records with a prompt and a "
+            "completion; set data.train_on to assistant or last_assistant"
         )
     if any(map(is_excluded_from_training, conversation.messages[begin:])):
         raise RecordError(
-            f"data.train_on: {conversation.location}: a message is context only, but {train_on} trains "
-            "complete texts; use assistant"
+            f"data.train_on: {conversation.location}: a message is excluded from training, but {train_on} "
+            "trains on complete texts; set data.train_on to assistant"
         )
     return begin
 
 
 def build_template_error(conversation: Conversation, reason: str) -> RecordError:
-    """Build the error for a record that the template cannot render, from its location and the reason."""
+    """Build the error for a record that the chat template cannot render.
+
+    The message contains the location of the record and the reason.
+
+    Args:
+        conversation: Conversation of the record.
+        reason: Reason, followed by a remedy.
+    """
     return RecordError(f"data.chat_template: {conversation.location}: {reason}")
 
 
 def build_answer_not_found_error(conversation: Conversation, index: int) -> AnswerNotFoundError:
-    """Build the error for an answer (message ``index``) that cannot be found in the complete conversation."""
+    """Build the error for an answer that cannot be found in the rendered text.
+
+    Args:
+        conversation: Conversation that contains the answer.
+        index: Index of the answer's message in the conversation.
+    """
     role = conversation.messages[index]["role"]
     subject = "an answer" if role == "assistant" else f"from {role}"
-    reason = f"the beginning and the end of message {index + 1}, {subject}, cannot be found in the text"
+    reason = (
+        f"the beginning and the end of message {index + 1}, {subject}, cannot be found in the rendered text"
+    )
     remedy = "use a template that marks answers with {% generation %}"
     if role != "assistant":
         remedy = f"use another template, or leave {role} out of data.roles_to_train"
     elif not index:
         reason = (
-            "the first message is from the assistant, and the template does not render the text before it "
-            "that precedes other answers"
+            "the conversation begins with an assistant message, but the template does not render the text "
+            "that precedes other answers before this message"
         )
         remedy += ", or begin the conversation with a user message"
     return AnswerNotFoundError(f"data.chat_template: {conversation.location}: {reason}; {remedy}")
 
 
 def _count_characters(conversation: Conversation) -> int:
-    """Return the approximate number of characters in a conversation, to compare with its rendered text."""
+    """Return the approximate number of characters in a conversation, including its tools.
+
+    The caller compares this number with the length of the rendered text.
+    """
     return len(str(conversation.messages)) + len(str(conversation.tools))
 
 
 def _measure_prefix(text: str, part: str) -> int | str:
-    """Return the length of ``part`` if ``text`` begins with it, otherwise ``part`` itself."""
+    """Return the length of ``part`` if ``text`` begins with it, otherwise ``part`` itself.
+
+    The length is the character position at which ``part`` ends in ``text``. If ``part`` itself is
+    returned, the caller finds this position later, by comparing tokens instead of characters.
+    """
     return len(part) if text.startswith(part) else part
 
 
 def _extract_reasoning(message: Message) -> str:
     """Return the reasoning of a message, without surrounding whitespace. Empty if there is none.
 
-    The reasoning is in ``reasoning_content``, or in the content between ``<think>`` and ``</think>``.
+    The reasoning is in ``reasoning_content``. If this key is missing or empty, the reasoning
+    is the content before the last ``</think>``, without the part up to ``<think>`` if there
+    is such a tag.
     """
     inline = get_message_text(message).rpartition("</think>")[0].rpartition("<think>")[2]
     return str(message.get("reasoning_content") or inline).strip()
 
 
 def strip_reasoning(message: Message) -> str:
-    """Return the content of a message without leading reasoning and surrounding whitespace."""
+    """Return the content of a message without leading reasoning and surrounding whitespace.
+
+    The reasoning is all text up to and including the last closing tag, such as ``</think>`` or
+    ``[/THINK]``. Lone surrogates in the result are replaced with ``?``.
+    """
     content = get_message_text(message)
     return replace_surrogates(
         content[max((match.end() for match in _THOUGHT_END.finditer(content)), default=0) :].strip()
@@ -772,6 +901,8 @@ def check_answer_words(
     """Check that the trained text contains the words and tool calls of all answers.
 
     Ignores whitespace and the case of words, because templates strip lines and may change the case.
+    The words may also be escaped as in JSON. The texts of the answers must occur in the given
+    order. For tool calls, only the function names and the number of their occurrences are checked.
 
     Args:
         conversation: The conversation, used in the error message.
@@ -779,7 +910,8 @@ def check_answer_words(
         trained_text: Parts of the rendered text that contribute to the loss.
 
     Raises:
-        RecordError: If the words or a tool call of an answer are missing. The error names the message.
+        RecordError: If the words or a tool call of an answer are missing. The error
+            identifies the message if words are missing, and the tool if a call is missing.
     """
     names = Counter(
         call["function"]["name"]
@@ -795,7 +927,8 @@ def check_answer_words(
         if trained_text.count(replace_surrogates(name)) < calls + spoken:
             raise build_template_error(
                 conversation,
-                f"the template leaves out the call of {name!r}; use a template that renders tool calls",
+                f"the template leaves out the call of the tool {name!r}; use a template that renders tool "
+                "calls",
             )
     place = 0
     for _, answer_text in answer_words:

@@ -1,4 +1,4 @@
-"""Special tokens that are put around a document."""
+"""Build the special tokens to put around a document."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Frame:
-    """Special tokens to put around each document. Its ``repr`` is part of cache keys.
+    """Special tokens to put around each document.
+
+    The ``repr`` of this class is part of cache keys.
 
     Attributes:
-        prefix: Tokens before a document.
+        prefix: Tokens before a document. Omitted if the document already begins with these tokens.
         suffix: Tokens after a document.
-        target: Special tokens to put around a target text. None if they are the same as for other
-            texts.
+        target: Special tokens to put around the target texts of an encoder-decoder model. None if
+            they are the same as for other texts, or if there are no target texts.
         once: Whether to omit the suffix after a text that already ends with it.
     """
 
@@ -32,8 +34,9 @@ class Frame:
 def build_special_token_frame(task: str, vocabulary: Vocabulary, target: Vocabulary | None = None) -> Frame:
     """Build the special tokens that a task puts around a document.
 
-    A causal document starts with the tokenizer's prefix and ends with one end token. Other tasks use
-    the tokenizer's prefix and suffix, or the end token if the tokenizer has no suffix.
+    A document of a causal model starts with the tokenizer's prefix and ends with one end token. Other
+    tasks use the tokenizer's prefix and suffix. If the tokenizer has no suffix, they use the end token,
+    except for classification.
 
     Args:
         task: One of ``TASKS``.
@@ -55,7 +58,7 @@ def build_special_token_frame(task: str, vocabulary: Vocabulary, target: Vocabul
         return Frame(vocabulary.prefix, vocabulary.suffix)
     if vocabulary.end_token is None:
         raise UserError(
-            "data.tokenizer: the tokenizer has no eos_token for the end of a document; set an eos_token "
+            "data.tokenizer: the tokenizer has no eos_token to mark the end of a document; set an eos_token "
             "in its tokenizer_config.json, or use another tokenizer"
         )
     return Frame(vocabulary.prefix, (vocabulary.end_token,), once=task == "causal-lm")

@@ -51,18 +51,18 @@ if TYPE_CHECKING:
     from portable.data.tokens.special_tokens import Frame
 
 TOKENS_FOLDER = "tokens"
-"""Folder of the token caches in the cache folder."""
-_BATCH_CHARS = 1 << 18  # small enough to keep all processes busy
+"""Name of the cache subfolder for token caches."""
+_BATCH_CHARS = 1 << 18  # characters per batch, few enough to keep all processes busy
 _BATCH_DOCUMENTS = 4096
-_CHARS_PER_IMAGE = 1 << 13  # characters that an image counts for, so that a batch has at most 32 images
-_LOCAL_CHAT_BATCHES = 16  # batches of conversations that this process encodes before it starts others
+_CHARS_PER_IMAGE = 1 << 13  # each image counts as this many characters; a batch has at most 32 images
+_LOCAL_CHAT_BATCHES = 16  # batches of conversations to encode before starting other processes
 # Batches of texts that the tokenizer's threads encode before other processes are started.
 _LOCAL_TEXT_BATCHES = 64
 _MAX_PROCESSES = 32  # with more processes, reading the documents would be the bottleneck
 _SAVE_SECONDS = 30.0
-"""Interval in seconds between saves of the progress. A killed process loses at most this much work."""
+"""Interval in seconds at which the progress is saved. A killed process loses at most this much work."""
 _LARGE_BYTES = 4 << 30
-"""Size of a source in bytes from which a note suggests faster ways to tokenize it."""
+"""Minimum size in bytes of a source for which a note suggests faster ways to tokenize it."""
 
 
 class DocumentBatch(NamedTuple):
@@ -81,8 +81,10 @@ class EncodedField(NamedTuple):
     """Tokens of one field of a batch.
 
     Attributes:
-        tokens: Tokens of all documents, int64 ``[tokens]``.
-        lengths: Number of tokens in the batch for each document that ends in it, int64 ``[documents]``.
+        tokens: Concatenated tokens of all documents, int64 ``[tokens]``.
+        lengths: Number of tokens of each document that ends in this batch, int64 ``[documents]``.
+            Only the tokens in this batch are counted. Tokens after the last of these documents
+            belong to a document that continues in the next batch and has no entry.
     """
 
     tokens: npt.NDArray[np.int64]
@@ -91,18 +93,19 @@ class EncodedField(NamedTuple):
 
 @dataclass(frozen=True)
 class TokenizeJob:
-    """Settings that determine the tokens of a source, with methods that tokenize it.
+    """Job that tokenizes one source, or a shard of it, with fixed settings.
 
-    A job can be pickled, to tokenize shards in other processes.
+    The settings of the job determine the tokens of each text. A job can be pickled, so that other
+    processes can tokenize shards.
 
     Attributes:
         settings: Settings of the source.
         tokenizer: Transformers tokenizer.
         vocabulary: Vocabulary size and special tokens of the tokenizer.
         frame: Special tokens to put around each text.
-        cache: Cache folder.
-        conversation_encoder: Encoder for conversations and completions. None if the documents are plain
-            text.
+        cache: Cache folder. The token caches are in one of its subfolders.
+        conversation_encoder: Encoder for conversations and completions. None if the documents are
+            plain text.
     """
 
     settings: SourceSettings
@@ -116,7 +119,7 @@ class TokenizeJob:
     def digest(self) -> str:
         """Digest of all settings that determine the tokens of a text.
 
-        It is computed on the first access, which takes long for a large tokenizer.
+        It is computed on first access, which can take a long time for a large tokenizer.
         """
         content = f"{CACHE_FORMAT} {compute_tokenizer_digest(self.tokenizer)} {self.frame} {PIECE_CHARS}"
         content += "" if self.frame.target is None else f" {self.frame.target}"
@@ -125,7 +128,8 @@ class TokenizeJob:
 
     def get_cache_folder(self, source: DataSource) -> Path:
         """Return the folder of the source's token cache. It may not exist yet."""
-        # Do not use caches of older versions: they added a second prefix to texts that begin with it.
+        # Do not use caches of older versions, because they added a second prefix to texts that already begin
+        # with it.
         version = " one prefix" if self.frame.prefix else ""
         return self.cache / TOKENS_FOLDER / compute_text_digest(f"{source.cache_key} {self.digest}{version}")
 
@@ -138,13 +142,18 @@ class TokenizeJob:
         return self.tokenize_shard(shard).folder
 
     def tokenize_shard(self, shard: SourceShard) -> TokenCache:
-        """Tokenize a shard, or open its token cache if it exists.
+        """Return the token cache of a shard. Tokenize the shard first if necessary.
 
-        Removes local copies of remote files afterwards. Shards tokenized by ``portable-data`` are only
-        opened.
+        If ``portable-data`` has already tokenized the shard, this method opens these tokens.
+        Otherwise, it opens the shard's own token cache, which it creates first if the cache does
+        not exist. In this second case, it finally removes the local copies of the shard's remote
+        files.
 
         Raises:
-            UserError: If the shard cannot be read, or if its tokens from ``portable-data`` are damaged.
+            UserError: If the shard cannot be read, if its tokens from ``portable-data`` are
+                damaged, or if the cache is not writable. If the disk is full, ``__cause__`` is the
+                OSError.
+            NoTextError: If the shard contains no text.
         """
         source = shard.open_source(self.settings)
         if (folder := source.find_pretokenized_folder(self.cache / TOKENS_FOLDER, self.digest)) is None:
@@ -155,20 +164,25 @@ class TokenizeJob:
         try:
             return TokenCache.open(folder)
         except CacheDamagedError as error:
-            raise UserError(f"data.source: {to_one_line(error)}; run portable-data again") from error
+            reason = to_one_line(error).rpartition("; ")[0]  # the remedy differs for such tokens
+            raise UserError(f"data.source: {reason}; run portable-data again") from error
 
     def tokenize_source(self, source: DataSource, *, progress: bool = False) -> TokenCache:
-        """Tokenize a source, or open its token cache if it exists. Rebuilds a damaged cache.
+        """Tokenize a source, or open its token cache if the cache exists and is intact.
 
-        Only a few batches of documents are in memory at a time. If a process was killed while it tokenized
-        the source, tokenizing continues after the batches that it had written.
+        The cache is rebuilt if it is damaged, or if an image file that it uses has changed. If an
+        earlier process was killed while it tokenized the source, this method keeps the batches that
+        the process wrote, and continues after them. Only a few batches of documents are in memory
+        at a time.
 
         Args:
             source: Source to tokenize.
             progress: Whether to show a progress bar if tokenizing takes more than a second.
 
         Raises:
-            UserError: If the source cannot be read or contains no text, or if the cache is not writable.
+            UserError: If the cache is not writable, or if the source cannot be read or encoded. See
+                :meth:`_write_cache`.
+            NoTextError: If the source contains no text.
         """
         defect, is_written = "is damaged", False
 
@@ -206,8 +220,11 @@ class TokenizeJob:
     def _find_changed_image(self, cache: TokenCache) -> str | None:
         """Find an image file of the source that has changed since the cache was written.
 
+        If this process is a rank, only one rank of the node reads the files and shares the result.
+        See :func:`portable.node_folder.compute_once_per_node`.
+
         Returns:
-            Path of the file. None if no file has changed.
+            Path of the file, as in the record. None if no file has changed.
         """
         reader = None if self.conversation_encoder is None else self.conversation_encoder.image_reader
         if reader is None or not cache.has_images:
@@ -223,7 +240,9 @@ class TokenizeJob:
         Continues the incomplete cache of a killed process if ``folder`` contains one.
 
         Raises:
-            UserError: If the source cannot be read, or if another program has changed it.
+            UserError: If the source cannot be read, if another program has changed it, or if its
+                records cannot be encoded and are not skipped. For conversations, see also
+                :func:`_write_conversations`.
             NoTextError: If the source contains no text.
         """
         fields = source.fields
@@ -270,14 +289,20 @@ class TokenizeJob:
             writer.write_metadata(suffix=list(self.frame.suffix), source=source.name, **descriptions)
 
     def _report_start(self, source: DataSource, writer: TokenCacheWriter) -> None:
-        """Print a note if an incomplete cache is continued. Suggest faster options for a large source."""
+        """Print a note if an incomplete cache is continued, and another one if a source is large.
+
+        The note for a large source suggests faster ways to tokenize it. It is not printed for
+        streams and evaluation data, which cannot be streamed, or if the source already contains
+        tokens.
+        """
         if writer.num_documents:
             print_status(
-                f"note: {source.name}: continuing after {writer.num_documents:,} documents that an "
-                "interrupted launch has tokenized"
+                f"note: {source.name}: continuing after the {writer.num_documents:,} documents that an "
+                "interrupted run has tokenized"
             )
         size = source.size_bytes or 0
-        if size >= _LARGE_BYTES and not self.settings.data.stream and not source.has_tokens:
+        is_streamable = not self.settings.data.stream and not self.settings.is_evaluation
+        if size >= _LARGE_BYTES and is_streamable and not source.has_tokens:
             print_status(
                 f"note: {source.name}: {format_bytes(size)} of text must be tokenized by this machine "
                 "before the first step; set data.stream: true to start immediately, or run portable-data "
@@ -285,16 +310,17 @@ class TokenizeJob:
             )
 
     def find_end_of_turn(self, source: DataSource) -> int | None:
-        """Find the token that ends answers, by encoding the first batch of records.
+        """Find the token that ends most answers, by encoding the first batch of valid records.
 
         Returns:
-            Id of the token that ends most answers in the batch. None if no answer ends with such a token,
-            or if the source contains no conversations or no valid records.
+            Id of the token that ends most answers in the batch, such as an end-of-turn token. None
+            if the source contains plain text or no valid records.
 
         Raises:
-            UserError: If the batch contains bad records that are not skipped, or if no answer in it ends
-                with a token that contributes to the loss. Tokenizing the source would raise the same
-                errors.
+            UserError: If the batch contains bad records that are not skipped. The error is also
+                raised if no answer in the batch ends with a token that contributes to the loss,
+                because the model would then not learn to stop. Tokenizing the source would raise
+                the same errors.
         """
         if self.conversation_encoder is None:
             return None
@@ -315,12 +341,18 @@ class TokenizeJob:
 
 
 class _TokenizeProgress:
-    """Progress of writing a token cache. An interrupted launch may have written the first batches.
+    """Progress of writing a token cache.
+
+    If an interrupted launch has already written the first batches to the cache, writing continues
+    after them.
 
     Args:
         writer: Writer of the token cache.
-        facts: Facts that the interrupted launch saved. See :func:`open_or_resume_writer`.
-        bar: Progress bar in bytes of text.
+        facts: Values to save with the progress. For a new cache, they only identify how the cache
+            is written. For a continued cache, they also contain the other values that the
+            interrupted launch saved, such as ``batches``, the number of batches written. See
+            :func:`open_or_resume_writer`.
+        bar: Progress bar that counts bytes of text.
     """
 
     def __init__(self, writer: TokenCacheWriter, facts: Mapping[str, Any], bar: Any) -> None:
@@ -335,7 +367,10 @@ class _TokenizeProgress:
     def iter_unwritten(self, batches: Iterable[list[Document]]) -> Iterator[DocumentBatch]:
         """Yield the batches that the interrupted launch did not write.
 
-        For the batches that it did write, only registers their labels and advances the progress bar.
+        Each yielded batch is also appended to ``pending``. The caller must call
+        :meth:`finish_batch` after it has written the batch. For the batches that the interrupted
+        launch did write, this method only registers the labels of the documents and advances the
+        progress bar.
         """
         continues = False
         for number, batch in enumerate(batches):
@@ -349,11 +384,14 @@ class _TokenizeProgress:
             continues = not batch[-1].is_last_piece
 
     def finish_batch(self, facts: Callable[[], Mapping[str, Any]] | None) -> None:
-        """Record that the first pending batch has been written, and save the progress if it is due.
+        """Record that the oldest pending batch has been written, and save the progress if due.
+
+        See :meth:`save_if_due`.
 
         Args:
-            facts: Function that returns additional facts to save. None saves nothing, because the launch is
-                about to fail.
+            facts: Function that returns additional values to save with the progress. None if bad
+                records have been found that are not skipped. The launch will then fail, so nothing
+                is saved.
         """
         self._advance_bar(self.pending.popleft())
         self._batches += 1
@@ -364,19 +402,24 @@ class _TokenizeProgress:
         """Save the progress if the last save was at least :data:`_SAVE_SECONDS` ago.
 
         Args:
-            facts: Function that returns additional facts to save.
+            facts: Function that returns values to save in addition to the attribute ``facts``. If
+                both contain the same name, the returned value is saved. The function is called only
+                if the progress is saved.
         """
         if time.monotonic() >= self._save_at:
             self.writer.save_progress(**{**self.facts, **facts()})
             self._save_at = time.monotonic() + _SAVE_SECONDS
 
     def _advance_bar(self, batch: list[Document]) -> None:
-        """Advance the progress bar by the size of a batch."""
+        """Advance the progress bar by the number of UTF-8 bytes in the texts of a batch."""
         self.bar.update(sum(map(_count_bytes, batch)))
 
 
 def _count_processes() -> int:
-    """Return the number of processes to use for encoding documents."""
+    """Return the number of processes to use for encoding documents.
+
+    This is the number of usable CPU cores, at most :data:`_MAX_PROCESSES`.
+    """
     return min(count_usable_cores(), _MAX_PROCESSES)
 
 
@@ -386,12 +429,15 @@ def _write_conversations(
     """Write all conversations of a source to the token cache.
 
     Returns:
-        Entries for the cache's metadata: ``end_of_turn`` is the token that ends most answers (or None),
-        and ``notes`` is a list of lines about unexpected effects of the template.
+        Entries for the cache's metadata: ``end_of_turn`` is the id of the token that ends
+        most answers (or None), and ``notes`` is a list of lines about unexpected effects of
+        the template and about empty answers.
 
     Raises:
-        UserError: If records cannot be encoded and are not skipped, or if no answer in the first batch
-            ends with a token that contributes to the loss.
+        UserError: If the source cannot be read, if records cannot be encoded and are not
+            skipped, or if no answer in the first batch ends with a token that contributes to
+            the loss. Also if the template drops all reasoning, and most records contain
+            reasoning.
     """
     from portable.data.tokens.chat_template import build_template_notes
 
@@ -449,7 +495,9 @@ def _write_conversations(
                 prompt_left or encoded.unmatched_prompt,
                 unstopped or encoded.unstopped_example,
             )
-            if not stopping:  # none of thousands of samples stops, so the cause is the template
+            # The template must be the cause, because none of thousands of samples contains an end token in
+            # its loss mask.
+            if not stopping:
                 raise _build_never_stops_error(chat, unstopped)
         progress.finish_batch(None if collected.errors else build_facts)
     if collected.errors:
@@ -477,7 +525,8 @@ def _build_never_stops_error(chat: ConversationEncoder, unstopped: str) -> UserE
             :attr:`EncodedConversations.unstopped_example`.
     """
     remedy = (
-        "end the turn with a special token of the tokenizer, inside {% generation %} if the template has it"
+        "in the template, end each answer with a special token of the tokenizer (inside {% generation %} if "
+        "the template uses this tag)"
     )
     if lacking := chat.missing_tokens:
         tokens = json.dumps(lacking, ensure_ascii=False)
@@ -485,8 +534,8 @@ def _build_never_stops_error(chat: ConversationEncoder, unstopped: str) -> UserE
             f"set data.added_tokens to {tokens}, because the tokenizer lacks these tokens of the template"
         )
     return UserError(
-        "data.chat_template: the trained tokens never include the token that ends an answer, so the "
-        f"model would never stop (they end in {unstopped}); {remedy}"
+        "data.chat_template: the model would not learn to stop, because no trained token ends an answer (the "
+        f"trained tokens end in {unstopped}); {remedy}"
     )
 
 
@@ -503,7 +552,8 @@ def _copy_tokens(source: TokenSource, vocabulary: Vocabulary, progress: _Tokeniz
             written -= len(tokens)
             continue
         ends = np.cumsum(lengths, dtype=np.int64)
-        if written:  # an array may be written partly, because the interrupted launch used shorter arrays
+        # Only part of an array may have been written, because the interrupted launch used shorter arrays.
+        if written:
             ends = ends[ends > written] - written
         writer.add_documents("text", tokens[written:], np.diff(ends, prepend=0))
         written = 0
@@ -529,14 +579,18 @@ def _write_texts(source: DataSource, job: TokenizeJob, progress: _TokenizeProgre
 def _encode_document_batch(tokenizer: Any, frame: Frame, item: DocumentBatch) -> dict[str, EncodedField]:
     """Encode a batch of documents.
 
+    If a document is split into pieces, the prefix of ``frame`` is put before the first piece, and
+    the suffix after the last piece. A prefix is omitted if the text already begins with it.
+
     Args:
         tokenizer: Transformers tokenizer.
-        frame: Special tokens to put around each text.
+        frame: Special tokens to put around each text. Targets get the tokens of
+            ``frame.target`` if it is set. The second texts of pairs get no special tokens.
         item: Batch of documents.
 
     Returns:
-        Tokens and lengths, keyed by field: ``text``, and ``target`` or ``pair`` if the documents have
-        them.
+        Encoded fields, keyed by name: ``text``, and ``target`` or ``pair`` if the documents
+        have them.
     """
     batch, continues = item
     tokens: list[int] = []
@@ -577,7 +631,14 @@ def _encode_document_batch(tokenizer: Any, frame: Frame, item: DocumentBatch) ->
 
 
 def _encode_batch(tokenizer: Any, texts: list[str], *, targets: bool = False) -> list[list[int]]:
-    """Encode texts without special tokens, and return the tokens of each text."""
+    """Encode texts without special tokens, and return the token ids of each text.
+
+    Args:
+        tokenizer: Transformers tokenizer.
+        texts: Texts to encode.
+        targets: Whether the texts are the targets of a seq2seq task. Some tokenizers encode targets
+            differently from inputs.
+    """
     if not texts:
         return []
     encoded: list[list[int]] = (encode_targets if targets else encode_text)(
@@ -586,7 +647,7 @@ def _encode_batch(tokenizer: Any, texts: list[str], *, targets: bool = False) ->
         add_special_tokens=False,
         return_attention_mask=False,
         return_token_type_ids=False,
-        verbose=False,  # ignore the tokenizer's length limit: documents are truncated later
+        verbose=False,  # no warning about the tokenizer's length limit, because documents are truncated later
     )["input_ids"]
     return encoded
 
@@ -594,10 +655,14 @@ def _encode_batch(tokenizer: Any, texts: list[str], *, targets: bool = False) ->
 def _iter_batches(documents: Iterator[Document], *, keep_whole: bool = False) -> Iterator[list[Document]]:
     """Group documents into batches.
 
+    A batch is complete when it has at least :data:`_BATCH_CHARS` characters or
+    :data:`_BATCH_DOCUMENTS` documents. An image counts as :data:`_CHARS_PER_IMAGE` characters.
+
     Args:
         documents: Documents of a source.
-        keep_whole: Whether to leave long texts unsplit, and to keep both documents of a preference pair
-            in the same batch.
+        keep_whole: Whether to leave long texts unsplit, and to keep both documents of a preference
+            pair in the same batch. To keep pairs together, each batch except the last has an even
+            number of documents.
     """
     batch: list[Document] = []
     num_chars = 0
@@ -606,7 +671,7 @@ def _iter_batches(documents: Iterator[Document], *, keep_whole: bool = False) ->
         num_chars += len(document.text) + len(document.target or "") + len(document.pair_text or "")
         if document.conversation is not None:
             num_chars += _CHARS_PER_IMAGE * len(document.conversation.images)
-        # Both documents of a preference stay in one batch.
+        # Both documents of a preference pair must be in the same batch.
         if (num_chars >= _BATCH_CHARS or len(batch) >= _BATCH_DOCUMENTS) and not (
             keep_whole and len(batch) % 2
         ):
@@ -617,9 +682,11 @@ def _iter_batches(documents: Iterator[Document], *, keep_whole: bool = False) ->
 
 
 def _iter_pieces(documents: Iterator[Document]) -> Iterator[Document]:
-    """Split very long texts, to limit the memory of a tokenizer call. Splits at line ends if possible.
+    """Split very long texts into pieces, at line ends if possible.
 
-    Yields shorter documents unchanged.
+    Texts with more than twice :data:`PIECE_CHARS` characters are split into pieces of at most this
+    size, to limit the memory that a tokenizer call requires. Other documents are unchanged. Only
+    the last piece has the label, the target and the other attributes of the document.
     """
     for document in documents:
         text, start = document.text, 0

@@ -45,9 +45,9 @@ CHATML = (
 )
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
 DEFAULT_VOCAB_SIZE = 4096
-MAX_VOCAB_SIZE = 1_000_000  # maximum size of a trained tokenizer
+MAX_VOCAB_SIZE = 1_000_000  # maximum vocabulary size of a trained tokenizer
 _FORMAT = 1
-_TRAIN_CHARS = 16_000_000  # more text barely changes the merges of a small vocabulary
+_TRAIN_CHARS = 16_000_000  # maximum characters to train on; more barely changes a small vocabulary's merges
 
 
 def load_tokenizer(
@@ -61,20 +61,26 @@ def load_tokenizer(
 ) -> Any:
     """Load a tokenizer from the Hub or a local folder.
 
+    The files are first checked with :func:`portable.untrusted_settings.check_downloaded_settings`,
+    because they may be malicious. One rank of each node sends requests to the Hub, and the other
+    ranks read the cached files.
+
     Args:
         name_or_path: Hub id or folder.
         offline: Whether to use only local files.
-        trust_remote_code: Whether to run Python code that comes with the tokenizer. If not, such code
-            is an error.
-        source_language: Language code of the texts, for a multilingual tokenizer.
-        target_language: Language code of the targets, for a multilingual tokenizer.
+        trust_remote_code: Whether to run Python code that comes with the tokenizer. If False, a
+            tokenizer that requires such code cannot be loaded.
+        source_language: Language code of the input texts, for a multilingual tokenizer. For
+            example, ``eng_Latn`` for NLLB.
+        target_language: Language code of the target texts, for a multilingual tokenizer.
         key: Setting that refers to the tokenizer, used in error messages.
 
     Returns:
         The ``PreTrainedTokenizerBase``.
 
     Raises:
-        UserError: If the tokenizer cannot be loaded.
+        UserError: If the tokenizer cannot be loaded or is not a text tokenizer, or if the check
+            fails.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -83,14 +89,14 @@ def load_tokenizer(
 
     def load() -> Any:
         check_downloaded_settings(key, name_or_path, (*TOKENIZER_FILES, CONFIG_FILE), offline=offline)
-        # Without trust_remote_code, transformers would prompt on stdin.
+        # Pass trust_remote_code even if it is false, because transformers would otherwise ask on stdin.
         return AutoTokenizer.from_pretrained(
             name_or_path, local_files_only=offline, trust_remote_code=bool(trust_remote_code), **languages
         )
 
     try:
         loaded = load() if offline else read_hub_once_per_node(name_or_path, "tokenizer", load)
-        if not isinstance(loaded, PreTrainedTokenizerBase):  # a pair of tokenizers, as RAG has
+        if not isinstance(loaded, PreTrainedTokenizerBase):  # for example the pair of tokenizers of RAG
             raise TypeError(f"{type(loaded).__name__} is not a text tokenizer")
         return loaded
     except UserError:
@@ -103,13 +109,13 @@ def load_tokenizer(
                 "tokenizer"
             ) from error
         raise _build_load_error(key, name_or_path, error) from error
-    except BaseException as error:  # damaged files and network failures raise many classes
+    except BaseException as error:  # damaged files and network failures raise exceptions of many classes
         raise_unless_panic(error)
         raise _build_load_error(key, name_or_path, error) from error
 
 
 def add_tokens(tokenizer: Any, tokens: Sequence[str]) -> None:
-    """Add special tokens to a tokenizer in place. Tokens that are already in its vocabulary do not change."""
+    """Add special tokens to a tokenizer in place. Skips tokens that are already in its vocabulary."""
     from transformers import AddedToken
 
     vocabulary = tokenizer.get_vocab()
@@ -124,12 +130,20 @@ def _build_load_error(key: str, name_or_path: str, error: BaseException) -> User
     reason = reason if len(reason) <= 200 else reason[:197] + "..."
     remedy = "use a folder with tokenizer files"
     if key == "data.tokenizer":
-        remedy += "or a hub id, or set data.tokenizer to null to train a tokenizer on the source"
+        remedy += " or a hub id, or set data.tokenizer to null to train a tokenizer on the source"
     return UserError(f"{key}: cannot load {name_or_path!r} ({reason}); {remedy}")
 
 
 def check_languages(tokenizer: Any, *, source: str | None, target: str | None) -> None:
-    """Check that languages are set if and only if the tokenizer is multilingual.
+    """Check the languages in the config against the tokenizer.
+
+    A multilingual tokenizer has the attributes ``src_lang`` and ``tgt_lang``, as for NLLB. It needs
+    a source and a target language. Each is taken from the config, or from the tokenizer's own
+    settings. For any other tokenizer, no language may be set.
+
+    The tokenizer must have been loaded with the languages in the config. A language is not
+    supported if the tokenizer marks texts with its unknown token instead. If the tokenizer has no
+    unknown token, unsupported languages are not detected.
 
     Args:
         tokenizer: Transformers tokenizer.
@@ -137,7 +151,8 @@ def check_languages(tokenizer: Any, *, source: str | None, target: str | None) -
         target: Value of ``data.target_language``. None if it is not set.
 
     Raises:
-        UserError: If a language is missing or unknown, or if the tokenizer is not multilingual.
+        UserError: If a multilingual tokenizer lacks a language or does not support it, or if a
+            language is set for a tokenizer that is not multilingual.
     """
     is_multilingual = hasattr(tokenizer, "src_lang") and hasattr(tokenizer, "tgt_lang")
     codes_by_side = {"source": source, "target": target}
@@ -146,15 +161,15 @@ def check_languages(tokenizer: Any, *, source: str | None, target: str | None) -
         if not is_multilingual:
             if code is not None:
                 raise UserError(
-                    f"{name}: {code!r} is for a multilingual tokenizer, but {type(tokenizer).__name__} is "
-                    f"not multilingual; remove {name}"
+                    f"{name}: is {code!r}, but {type(tokenizer).__name__} is not a multilingual tokenizer; "
+                    f"remove {name}"
                 )
             continue
         language = code or tokenizer.init_kwargs.get(key) or (side == "target" and tokenizer.tgt_lang)
         if not language:
             raise UserError(
                 f"{name}: is missing, but {type(tokenizer).__name__} marks texts with their language; set "
-                f"{name} to one of its codes ({format_name_list(_list_languages(tokenizer))})"
+                f"{name} to one of the language codes ({format_name_list(_list_languages(tokenizer))})"
             )
     if is_multilingual and tokenizer.unk_token_id is not None:
         for side in ("source", "target"):
@@ -178,14 +193,16 @@ def _list_languages(tokenizer: Any) -> list[str]:
 
 
 def resolve_trained_vocab_size(vocab_size: int | None, *, mask: bool = False) -> int:
-    """Return the vocabulary size for training a tokenizer.
+    """Return the vocabulary size with which to train a tokenizer.
 
     Args:
         vocab_size: Requested size. None selects :data:`DEFAULT_VOCAB_SIZE`.
         mask: Whether the tokenizer will have a mask token.
 
     Raises:
-        UserError: If the size is too small for all bytes, or too large to train.
+        UserError: If the size exceeds :data:`MAX_VOCAB_SIZE`, or is too small for all bytes and the
+            special tokens. The minimum is 258, or 259 with a mask token. The tokens of the ChatML
+            template are not counted.
     """
     size = DEFAULT_VOCAB_SIZE if vocab_size is None else vocab_size
     least = 256 + 2 + mask
@@ -211,9 +228,10 @@ def get_trained_tokenizer_folder(
     ends: bool = False,
     chat: bool = False,
 ) -> Path:
-    """Return the cache folder of the tokenizer that is trained on ``source``. It may not exist yet.
+    """Return the cache folder for the tokenizer that is trained on ``source``. It may not exist yet.
 
-    Its name is a digest of the source and of the other arguments. See :func:`train_tokenizer`.
+    Its name is a digest of the source and of the training options. For the arguments, see
+    :func:`train_tokenizer`.
     """
     content = f"{_FORMAT} {vocab_size} {mask} {_TRAIN_CHARS} {source.cache_key}{' ends' if ends else ''}"
     content += f" {CHATML}" if chat else ""
@@ -243,10 +261,12 @@ def train_tokenizer(
 ) -> Any:
     """Train a byte-level BPE tokenizer on the start of ``source``, or load it from the cache.
 
+    The training text has at most :data:`_TRAIN_CHARS` characters.
+
     Args:
         source: Source of the training text.
-        vocab_size: Vocabulary size, including special tokens. The result may be smaller if the source
-            is small. None selects the default.
+        vocab_size: Vocabulary size, including special tokens. The result may be smaller if the
+            source is small. None selects the default.
         cache: Cache folder.
         mask: Whether to add a mask token.
         ends: Whether the tokenizer appends the end token to each text.
@@ -256,8 +276,8 @@ def train_tokenizer(
         The ``PreTrainedTokenizerFast``.
 
     Raises:
-        UserError: If the vocabulary size is not supported, or if the source contains no text or cannot
-            be read.
+        UserError: If the vocabulary size is not supported, if the source contains no text or cannot
+            be read, or if the cache is not writable.
     """
     size = resolve_trained_vocab_size(vocab_size, mask=mask)
     folder = get_trained_tokenizer_folder(source, size, cache, mask=mask, ends=ends, chat=chat)
@@ -270,17 +290,26 @@ def train_tokenizer(
 
 
 def _load_trained_tokenizer(folder: Path) -> Any:
-    """Load a trained tokenizer from the cache. Returns None if it is missing or damaged."""
+    """Load a trained tokenizer from the cache. Returns None if it is missing or damaged.
+
+    Args:
+        folder: Folder from :func:`get_trained_tokenizer_folder`.
+    """
     if not has_trained_tokenizer(folder):
         return None
     try:
         return load_tokenizer(str(folder))
-    except UserError:  # the tokenizer is damaged, so it is trained again
+    except UserError:  # the tokenizer is damaged, so the caller trains it again
         return None
 
 
 def _train_bpe(source: DataSource, vocab_size: int, mask: bool, ends: bool, chat: bool) -> Any:
-    """Train a byte-level BPE tokenizer. See :func:`train_tokenizer`."""
+    """Train a byte-level BPE tokenizer.
+
+    The vocabulary always contains the end and padding tokens. ``mask`` adds a mask token, and
+    ``chat`` adds the ChatML template and its special tokens. ``ends`` does not change the
+    vocabulary: the tokenizer then appends the end token to each text. See :func:`train_tokenizer`.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -343,9 +372,9 @@ _parallelism_is_ours = False
 def enable_tokenizer_threads() -> Iterator[None]:
     """Enable the threads of the tokenizers library within this context.
 
-    They are disabled on exit, because otherwise the library would print a warning in every process that
-    is forked later. This sets the environment variable ``TOKENIZERS_PARALLELISM``. Does nothing if the
-    user has set it.
+    The threads are disabled on exit, because otherwise the library would print a warning in every
+    process that is forked later. The setting is the environment variable ``TOKENIZERS_PARALLELISM``.
+    Does nothing if the user has set it.
     """
     global _parallelism_is_ours
     if "TOKENIZERS_PARALLELISM" in os.environ and not _parallelism_is_ours:
@@ -361,12 +390,13 @@ def enable_tokenizer_threads() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Vocabulary size and special tokens of a tokenizer.
+    """Vocabulary size and special tokens of a tokenizer. All tokens are given by their ids.
 
     Attributes:
-        size: Largest token id plus one, which is the minimum number of rows in a model's embedding.
-        end_token: Token that ends a document: the end-of-sequence token, or the separator if there is
-            none, as in BERT. None if the tokenizer has neither.
+        size: Minimum number of rows in a model's embedding. This is the largest token id plus
+            one, or the length of the tokenizer if that is larger.
+        end_token: Token that ends a document: the end-of-sequence token, or the separator if
+            there is none, as in BERT. None if the tokenizer has neither.
         pad_token: Padding token. Falls back to the end token, and then to 0.
         mask_token: Mask token, or None if the tokenizer has none.
         special_tokens: All special tokens, sorted.
@@ -397,7 +427,7 @@ class Vocabulary:
         encode_texts = encode_targets if targets else encode_text
         bare: list[int] = encode_texts(tokenizer, "a", add_special_tokens=False)["input_ids"]
         framed: list[int] = encode_texts(tokenizer, "a", add_special_tokens=True)["input_ids"]
-        decode(tokenizer, framed)  # Raise for a decoder that does not end now, instead of after training.
+        decode(tokenizer, framed)  # a decoder that does not end raises an error now instead of after training
         starts = (index for index in range(len(framed)) if framed[index : index + len(bare)] == bare)
         start = next(starts, 0) if bare else 0
         end = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id
@@ -454,7 +484,7 @@ class PairFrame:
         """Determine the special tokens that a tokenizer adds to text pairs, by encoding a short pair.
 
         Raises:
-            UserError: If the tokenizer does not concatenate the texts.
+            UserError: If the tokenizer does not simply concatenate the texts and its special tokens.
         """
         first, second = "a", "b"
         has_types = "token_type_ids" in tokenizer.model_input_names
@@ -467,8 +497,8 @@ class PairFrame:
         following = _find_subsequence(ids, second_ids, start + len(first_ids))
         if not first_ids or not second_ids or start < 0 or following < 0:
             raise UserError(
-                "data.text_pair_field: this tokenizer does not concatenate two texts; join them into one "
-                "field, or use another data.tokenizer"
+                "data.text_pair_field: the tokenizer does not support pairs of texts; join the two texts in "
+                "one field, or use another data.tokenizer"
             )
         cuts = [0, start, start + len(first_ids), following, following + len(second_ids), len(ids)]
         types = None
@@ -481,23 +511,23 @@ class PairFrame:
 
     @property
     def num_special_tokens(self) -> int:
-        """Number of special tokens in an encoded pair."""
+        """Number of special tokens that the tokenizer adds to a pair of texts."""
         return len(self.before) + len(self.between) + len(self.after)
 
 
 def _find_subsequence(tokens: list[int], part: list[int], start: int) -> int:
-    """Return the first index at or after ``start`` where ``part`` occurs in ``tokens``, or -1."""
+    """Return the first index at or after ``start`` at which ``part`` occurs in ``tokens``, or -1."""
     return next(
         (index for index in range(start, len(tokens)) if tokens[index : index + len(part)] == part), -1
     )
 
 
 def compute_tokenizer_digest(tokenizer: Any) -> str:
-    """Compute a digest of everything in a tokenizer that determines the token ids of a text."""
+    """Compute a digest of all properties of a tokenizer that determine the token ids of a text."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
         state = json.loads(backend.to_str())
-        state["truncation"] = state["padding"] = None  # changed by every call, and not used here
+        state["truncation"] = state["padding"] = None  # changed by every call, but not used by this program
     else:
         state = {
             "class": type(tokenizer).__name__,
@@ -510,10 +540,10 @@ def compute_tokenizer_digest(tokenizer: Any) -> str:
 
 
 def _compute_files_digest(tokenizer: Any) -> str:
-    """Compute a digest of the files of a Python tokenizer, such as Marian's two sentencepiece models.
+    """Compute a digest of the vocabulary files of a slow (pure-Python) tokenizer.
 
-    The tokenizer writes its files to a temporary folder. If it does not support this, the result is the
-    digest of no files.
+    For example, a Marian tokenizer has two sentencepiece models. The tokenizer writes its files to
+    a temporary folder. If it cannot write any files, the result is the digest of an empty input.
     """
     hasher = hashlib.blake2b(digest_size=16)
     with create_scratch_folder("portable-vocabulary") as folder:
@@ -521,7 +551,7 @@ def _compute_files_digest(tokenizer: Any) -> str:
             convert_tokenizer_errors(tokenizer, "write its vocabulary"),
             suppress(NotImplementedError, OSError, ValueError),  # without files, the vocabulary suffices
         ):
-            # The parameter has no default in ESM's tokenizer.
+            # The argument is required by ESM's tokenizer, which has no default for it.
             tokenizer.save_vocabulary(str(folder), filename_prefix=None)
         for path in sorted(folder.iterdir()):
             hasher.update(path.name.encode() + b"\0" + path.read_bytes())
@@ -529,13 +559,13 @@ def _compute_files_digest(tokenizer: Any) -> str:
 
 
 def starts_with_prefix(ids: Sequence[int], prefix: Sequence[int]) -> bool:
-    """Return whether a text already starts with the special tokens that are added before texts.
+    """Return whether a text already begins with the special tokens that would be prepended to it.
 
-    For example, the text of a rendered chat template may contain them. Always True if there are no such
-    tokens.
+    For example, the chat template may already have written the BOS token. The result is always True
+    if no tokens would be prepended.
 
     Args:
         ids: Tokens of the text.
-        prefix: Special tokens that are added before texts, such as the BOS token.
+        prefix: Special tokens to prepend to texts, such as the BOS token.
     """
     return tuple(ids[: len(prefix)]) == tuple(prefix)
