@@ -1,8 +1,8 @@
-"""The adapter of a run: peft's modules, injected into a model on the meta device.
+"""Inject the adapter of a run into a model on the meta device, and convert its tensor names.
 
-:func:`inject_adapter` adds the modules to the model and returns an :class:`Adapter`. It converts
-tensor names between three naming schemes: the base model before the injection, the model with the
-adapter, and peft's files.
+:func:`inject_adapter` adds peft's modules to the model and returns an :class:`Adapter`. The
+:class:`Adapter` converts tensor names between three naming schemes: the base model before the
+injection, the model with the adapter, and peft's files.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from transformers import Conv1D
 from portable.adapters.initial import ADAPTER_NAME, TrainedTokenRows, build_initial_values
 from portable.adapters.settings import (
     CONFIG_FILE,
+    WEIGHTS_FILES,
     build_peft_config,
     find_adapter_weights,
     resolve_adapter_folder,
@@ -28,7 +29,6 @@ from portable.adapters.settings import (
 )
 from portable.converters import (
     Checkpoint,
-    CheckpointError,
     OptimizerState,
     compute_fingerprint,
     find_adapter,
@@ -56,12 +56,12 @@ from portable.model.unused_parameters import (
     summarize_as_outermost_modules,
 )
 from portable.model.weight_sources import to_torch
-from portable.paths import write_durably
+from portable.paths import convert_checkpoint_errors, write_durably
 from portable.private import transformers_internals
 from portable.private.bitsandbytes_internals import import_bitsandbytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from torch import Tensor
@@ -78,12 +78,13 @@ _FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 
 
 class _SourceAdapter(NamedTuple):
-    """The existing adapter ``adapter.name_or_path`` whose values a run starts from.
+    """Existing adapter in ``adapter.name_or_path``, whose values are the run's initial values.
 
     Attributes:
         folder: Local folder of the adapter.
         adapter: The adapter in the folder, read lazily.
-        base_keys: Keys of unchanged base model tensors, which peft sometimes saves in the same file.
+        base_keys: Keys of base model tensors in the same file. peft sometimes saves an unchanged
+            embedding or head together with the adapter.
     """
 
     folder: Path
@@ -92,25 +93,29 @@ class _SourceAdapter(NamedTuple):
 
 
 class Adapter:
-    """The adapter of a run. Maps its tensor names between the model, the base model and peft's files.
+    """Adapter of a run.
 
-    Created by :func:`inject_adapter`.
+    It translates tensor names between the model, its base model and peft's files, and provides the
+    initial values of the adapter. Created by :func:`inject_adapter`.
 
     Args:
         run: Config of the run.
         config: peft's config of the adapter.
         blueprint: Initial weights of the base model.
         model: The model with the adapter, on the meta device.
-        names: Tensor names in the base model before the injection, keyed by the names in ``model``.
-            Contains only the tensors whose values come from the base model.
-        grown: Whether tokens were added, so that the vocabulary is larger than in the base model.
+        names: Mapping from the name of a tensor in ``model`` to its name in the base model, before
+            peft changed the model. Contains only the tensors whose values come from the base model.
+        grown: Whether ``data.added_tokens`` enlarged the vocabulary of the base model.
 
     Attributes:
         config: peft's config of the adapter.
-        blueprint: Initial weights of the base model, recorded on the meta device before peft changed
-            the model.
-        grown_vocab_size: Number of embedding rows after tokens were added, or None if none were added.
-        notes: One line for each reason why modules were excluded from ``all-linear``.
+        blueprint: Initial weights of the base model, recorded on the meta device before peft
+            changed the model.
+        has_stacked_experts: Whether the adapter changes a parameter with three dimensions, such as the
+            stacked weights of all experts of a layer.
+        grown_vocab_size: Vocabulary size after tokens were added, or None if none were added.
+        notes: Notes for the user, one line each. A note explains why modules were excluded from
+            ``all-linear``, or states that peft cannot load the adapter.
     """
 
     def __init__(
@@ -123,6 +128,8 @@ class Adapter:
         *,
         grown: bool,
     ) -> None:
+        from portable.private.peft_internals import is_stack_wrapper
+
         self.config = config
         self.blueprint = blueprint
         self.notes: list[str] = []
@@ -134,17 +141,22 @@ class Adapter:
         self._saved_names = _map_saved_names(model)
         self._unsaved_patterns = list(transformers_internals.get_unsaved_tensor_names(model) or ())
         self._shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+        self.has_stacked_experts = any(is_stack_wrapper(module) for module in model.modules())
 
     def quantize_frozen_layers(self, model: PreTrainedModel) -> None:
-        """Replace the frozen linear layers with quantized layers, in the format set by ``adapter.base``.
+        """Replace the frozen linear layers of a model with quantized layers.
 
-        Afterwards, :meth:`map_base_weights` returns quantized weights for these layers.
+        ``adapter.base`` sets the format. Only layers of class :class:`torch.nn.Linear` are
+        replaced, except the output head, tied layers, and layers whose weights do not have the
+        compute dtype. The parameter ``bits`` of a quantized layer replaces the parameter
+        ``weight``. Afterwards, :meth:`map_base_weights` returns quantized weights for the quantized
+        layers.
 
         Args:
             model: The model with the adapter, on the meta device. It is changed in place.
 
         Raises:
-            UserError: If the model has no frozen linear layers, or if bitsandbytes is not installed.
+            UserError: If no layer can be replaced, or if bitsandbytes is not installed.
         """
         import_bitsandbytes()
         kind, compute = self._run.adapter.base, COMPUTE_DTYPES.get(self._run.precision, torch.float32)
@@ -153,23 +165,26 @@ class Adapter:
             self._quantized_layers[f"{name}.bits"] = layer
         require(
             bool(self._quantized_layers),
-            f"adapter.base: {type(model).__name__} has no linear layers to store in {kind}; set "
-            "adapter.base to auto",
+            f"adapter.base: {type(model).__name__} has no frozen linear layer that could be "
+            f"quantized to {kind}; set adapter.base to auto",
         )
 
     def map_base_weights(self, weights: Mapping[str, ReadableTensor]) -> dict[str, ReadableTensor]:
         """Map the base model's weights to their names in the model with the adapter.
 
-        If ``modules_to_save`` contains a module, its trained copy gets the same values as the original. The
-        result also contains the adapter tensors that are computed from base weights (DoRA's magnitudes and
-        the trainable token rows), unless the run starts from another adapter.
+        If ``modules_to_save`` contains a module, its trained copy gets the same values as the
+        original. The result also contains the adapter tensors that are computed from base weights
+        (DoRA's magnitudes and the trainable token rows), unless the run starts from another
+        adapter.
 
         Args:
-            weights: Weights of the base model, keyed by their names in the base model. They are read
-                lazily.
+            weights: Weights of the base model, keyed by their names in the base model. Weights may
+                be missing. The weights are read lazily, except the rows of the trainable tokens,
+                which are read immediately.
 
         Returns:
-            Weights keyed by their names in the model with the adapter.
+            Weights keyed by their names in the model with the adapter. Tensors whose base weight is
+            missing are not included.
         """
         base_weights = {name: weights[base] for name, base in self._base_names.items() if base in weights}
         for name, layer in self._quantized_layers.items():
@@ -182,10 +197,11 @@ class Adapter:
         return base_weights
 
     def check_missing_base_weights(self, missing: Sequence[str]) -> None:
-        """Check that the adapter saves every weight that is missing in the files of the base model.
+        """Check that the adapter saves each weight that is missing in the base model's files.
 
-        Missing weights are initialized randomly. If the adapter did not save such a weight, it would get
-        different random values each time the adapter is loaded.
+        Missing weights are initialized randomly. If the adapter did not save such a weight, it
+        would get different random values each time the adapter is loaded. Weights that transformers
+        never saves, such as a table of fixed positions, are not checked.
 
         Args:
             missing: Names of the missing weights in the base model.
@@ -200,30 +216,35 @@ class Adapter:
             if name not in stored_names and not any(re.search(key, name) for key in self._unsaved_patterns)
         ]
         if lost_names:
-            modules = lost_names[0].split(".")[-3:-1]
+            module = find_outermost_module(lost_names[0], set(self._base_names.values()) - set(missing))
             remedy = (
-                "make the parameter part of a module"
-                if not modules
-                else f"add {modules[0]} to adapter.modules_to_save"
+                f"add {module} to adapter.modules_to_save"
+                if module
+                else "move the parameter into a module that adapter.modules_to_save contains"
             )
             raise UserError(
-                f"adapter: {self._run.model.name_or_path} has no {lost_names[0]}, which would be "
-                f"initialized randomly and not saved with the adapter; {remedy}, or use another base model"
+                f"adapter: the base model {self._run.model.name_or_path} does not contain {lost_names[0]}, "
+                "so this weight would be initialized randomly, but the adapter would not save it; "
+                f"{remedy}, or use another base model"
             )
 
     def get_initial_values(self, base_weights: Mapping[str, ReadableTensor]) -> Mapping[str, ReadableTensor]:
-        """Return the initial values of the tensors that the adapter adds, keyed by parameter name.
+        """Return the initial values of the tensors that the adapter adds, by parameter name.
 
-        If ``adapter.name_or_path`` is set, the values are read from its files. Otherwise, each layer gets
-        peft's default initialization. Its seed depends on the seed of the run and the name of the layer.
-        Values that are computed from base weights are not included; :meth:`map_base_weights` returns them.
+        If ``adapter.name_or_path`` is set, the values are read from its files, and all values are
+        read once in advance to check them. Otherwise, peft initializes each layer when the values
+        of the layer are read. For LoRA, ``adapter.init`` selects the initialization. The seed of a
+        layer depends on the seed of the run and the name of the layer. Values that are computed
+        from base weights are not included; :meth:`map_base_weights` returns them.
 
         Args:
             base_weights: Weights in the files of the base model, keyed by name. If the files of
-                ``adapter.name_or_path`` contain copies of base weights, the copies are compared with them.
+                ``adapter.name_or_path`` contain copies of base weights, the copies are compared
+                with these weights.
 
         Raises:
-            UserError: If the adapter ``adapter.name_or_path`` cannot be read or does not fit the model.
+            UserError: If the adapter ``adapter.name_or_path`` cannot be read or does not fit the
+                model.
         """
         return (
             self._initial
@@ -233,77 +254,82 @@ class Adapter:
 
     @cached_property
     def _source_adapter(self) -> _SourceAdapter:
-        """The adapter ``adapter.name_or_path``. The first access downloads it and reads its headers.
+        """The adapter in ``adapter.name_or_path``. The first access downloads it and reads its headers.
 
         Raises:
             UserError: If the folder does not contain an adapter, or if its tensors do not match the model.
         """
         folder = resolve_adapter_folder(str(self._run.adapter.name_or_path))
-        try:
+        with convert_checkpoint_errors("adapter.name_or_path"):
             stored_adapter = find_adapter(open_checkpoint(find_adapter_weights(folder)))
-        except CheckpointError as error:
-            raise UserError(f"adapter.name_or_path: {to_one_line(error)}") from error
         require(
             stored_adapter is not None,
-            f"adapter.name_or_path: {folder} contains no adapter; choose a folder with an adapter",
+            f"adapter.name_or_path: {folder} contains no adapter; use a folder that contains {CONFIG_FILE} "
+            f"and {WEIGHTS_FILES[0]}",
         )
         assert stored_adapter is not None
         tensors = stored_adapter.checkpoint.tensors
         missing_keys = sorted(self._saved_names.values() - tensors.keys())
         unknown_keys = sorted(tensors.keys() - self._saved_names.values())
-        # peft also saves an adapted embedding or head itself, because its rows may have been resized.
+        # peft also saves the base weight of an adapted embedding or head, because the vocabulary may have
+        # been resized.
         of_base = [
             key for key in unknown_keys if parse_replaced_name(key).replaced_name in self._base_names.values()
         ]
         unknown_keys = [to_printable(key) for key in unknown_keys if key not in of_base]
-        for names, problem in ((missing_keys, "has no"), (unknown_keys, "has the unknown tensor")):
-            require(
-                not names,
-                f"adapter.name_or_path: {folder} {problem} {(names or [''])[0]}; use an adapter of this "
-                "model",
+        if missing_keys:
+            raise UserError(
+                f"adapter.name_or_path: {folder} does not contain the tensor {missing_keys[0]}, which an "
+                "adapter of this model needs; use an adapter that was trained on this model"
+            )
+        if unknown_keys:
+            raise UserError(
+                f"adapter.name_or_path: {folder} contains the tensor {unknown_keys[0]}, which does not "
+                "belong to an adapter of this model; use an adapter that was trained on this model"
             )
         for name, key in self._saved_names.items():
             require(
                 tuple(tensors[key].shape) == self._shapes[name] and tensors[key].dtype in _FLOAT_DTYPES,
                 f"adapter.name_or_path: {folder}: {key} has shape {list(tensors[key].shape)} and dtype "
                 f"{tensors[key].dtype}, but the model needs floating-point values of shape "
-                f"{list(self._shapes[name])}; use an adapter of this model",
+                f"{list(self._shapes[name])}; use an adapter that was trained on this model",
             )
         return _SourceAdapter(folder, stored_adapter, of_base)
 
     def check_source_adapter(self) -> None:
         """Check the headers of the source adapter. Does nothing if ``adapter.name_or_path`` is not set.
 
-        This reports errors before memory is allocated.
+        Call this before memory is allocated, so that errors are reported early.
 
         Raises:
             UserError: If the adapter cannot be read or does not fit the model.
         """
         if self._run.adapter.name_or_path is not None:
-            assert self._source_adapter
+            self._source_adapter  # noqa: B018  (not an assert, which python -O would remove)
 
     def _read_initial_values(self, base_weights: Mapping[str, ReadableTensor]) -> dict[str, ReadableTensor]:
-        """Check the source adapter, and return its tensors, keyed by parameter name.
+        """Check the adapter in ``adapter.name_or_path``, and return its tensors.
 
-        The check reads all values. They must be finite, and copies of base model tensors in the same file
-        must equal ``base_weights``.
+        The check reads all values, which must be finite. If the files of this adapter also contain
+        copies of base model tensors, the copies must equal ``base_weights``.
+
+        Returns:
+            The tensors of the adapter, keyed by parameter name.
 
         Raises:
             UserError: If the check fails.
         """
         folder, stored_adapter, of_base = self._source_adapter
-        try:
+        with convert_checkpoint_errors("adapter.name_or_path"):
             stored_adapter.digest  # noqa: B018  (refuses NaN and infinity, and what is damaged)
-        except CheckpointError as error:
-            raise UserError(f"adapter.name_or_path: {to_one_line(error)}") from error
         tensors = stored_adapter.checkpoint.tensors
         for key in of_base:
             name, model = parse_replaced_name(key).replaced_name, self._run.model.name_or_path
             require(
                 _have_equal_values(base_weights.get(name), tensors[key]),
-                f"adapter.name_or_path: {folder} contains {name}, which differs from {name} of the base "
-                f"model {model}; merge the adapter (portable-convert {folder} OUT --merge-into {model}), and "
-                "train OUT",
+                f"adapter.name_or_path: {folder} contains a copy of {name} that differs from {name} in the "
+                f"base model {model}; merge the adapter with portable-convert {folder} OUT --merge-into "
+                f"{model}, remove adapter.name_or_path, and set model.name_or_path to OUT",
             )
         return {name: tensors[key] for name, key in self._saved_names.items()}
 
@@ -314,7 +340,7 @@ class Adapter:
 
     @property
     def saved_names(self) -> list[str]:
-        """Names of the trained tensors in peft's files, in the order of the model."""
+        """Names of the trained tensors in the adapter files that peft writes, in model order."""
         return list(self._saved_names.values())
 
     @property
@@ -328,31 +354,38 @@ class Adapter:
         return max(ranks)
 
     @property
-    def has_stacked_experts(self) -> bool:
-        """Whether the adapter changes stacked experts, which peft wraps in nested layers."""
-        return any(".base_layer.lora_" in name for name in self.saved_names)  # peft nests the wrappers
+    def has_nested_wrappers(self) -> bool:
+        """Whether the adapter changes several parameters of a module.
+
+        peft wraps such a module in nested layers, one for each parameter. For example, the experts
+        of a mixture-of-experts layer are stacked in two parameters of one module. False if the
+        adapter changes only one parameter of each module.
+        """
+        return any(".base_layer.lora_" in name for name in self.saved_names)
 
     def map_foreign_checkpoint(self, checkpoint: Checkpoint) -> Checkpoint:
-        """Rename the adapter tensors in a checkpoint of another program to the names in the model.
+        """Rename the adapter tensors in another trainer's checkpoint to names in the model.
 
         Args:
-            checkpoint: Checkpoint in any format, for example one of TRL's trainer.
+            checkpoint: Checkpoint in any supported format, for example a checkpoint of TRL's
+                trainer.
 
         Returns:
             A checkpoint that contains only the adapter's tensors and optimizer state, read lazily.
 
         Raises:
-            UserError: If the checkpoint does not contain an adapter, or contains an adapter with other
-                settings.
+            UserError: If the checkpoint does not contain an adapter. For LoRA, also if the names or
+                shapes of its LoRA tensors differ from this run, or if ``lora_alpha``,
+                ``use_rslora``, ``use_dora``, ``rank_pattern`` or ``alpha_pattern`` differs. Other
+                settings are not compared.
+            RunError: If the object store is unavailable.
         """
-        try:
+        with convert_checkpoint_errors("checkpoint.resume"):
             stored_adapter = find_adapter(checkpoint)
-        except CheckpointError as error:
-            raise UserError(f"checkpoint.resume: {error}") from error
         if stored_adapter is None:
             raise UserError(
-                f"checkpoint.resume: {checkpoint.root} contains no adapter; use a checkpoint of an "
-                "adapter, or remove adapter.type"
+                f"checkpoint.resume: {checkpoint.root} contains no adapter; use a checkpoint that "
+                "contains an adapter, or remove adapter.type to train all weights"
             )
         ours = {"alpha": "lora_alpha", "rslora": "use_rslora", "dora": "use_dora"}
         ours |= {name: name for name in ("rank_pattern", "alpha_pattern")}
@@ -360,8 +393,8 @@ class Adapter:
             saved_value, run_value = getattr(stored_adapter.config, theirs), getattr(self.config, name)
             require(
                 saved_value == run_value,
-                f"checkpoint.resume: {checkpoint.root} was trained with {name}: {saved_value}, but this "
-                f"run has {name}: {run_value}; set adapter.config to its adapter_config.json",
+                f"checkpoint.resume: {checkpoint.root} was trained with {name}: {saved_value}, but this run "
+                f"has {name}: {run_value}; set adapter.config to the adapter_config.json of the checkpoint",
             )
         live_names = {saved: name for name, saved in self._saved_names.items()}
         adapter = stored_adapter.checkpoint
@@ -369,11 +402,12 @@ class Adapter:
         mismatched_names = sorted(
             name for name, shape in {*shapes.items()} ^ {*self.saved_shapes.items()} if ".lora_" in name
         )
+        mismatched_name = to_printable(next(iter(mismatched_names), ""))
         require(
             not mismatched_names,
-            f"checkpoint.resume: {checkpoint.root} was trained with a different target_modules or r "
-            f"({to_printable(mismatched_names[0]) if mismatched_names else ''}); set adapter.config to its "
-            "adapter_config.json",
+            f"checkpoint.resume: {checkpoint.root} was trained with different target_modules or a different "
+            f"r from this run ({mismatched_name} differs); set adapter.config to the adapter_config.json of "
+            "the checkpoint",
         )
 
         def open_optimizer(_: Any) -> OptimizerState | None:
@@ -400,8 +434,9 @@ class Adapter:
     def identity(self) -> dict[str, Any]:
         """JSON-serializable settings of the adapter, with a fingerprint of the base model.
 
-        The fingerprint is None if the base model has random weights. Each checkpoint records this identity,
-        and :meth:`check_stored_identity` compares it when a run resumes.
+        The settings do not include the path and revision of the base model, so the base model can
+        be moved. The fingerprint is None if the base model has random weights. Each checkpoint
+        records this identity, and :meth:`check_stored_identity` compares it when a run resumes.
         """
         values = to_peft_document(self.config)
         for name in ("base_model_name_or_path", "revision", "peft_version", "inference_mode"):
@@ -411,9 +446,10 @@ class Adapter:
 
     @cached_property
     def base_checkpoint(self) -> Checkpoint | None:
-        """Checkpoint of the base model, with dequantized weights. None if the base model has random weights.
+        """Checkpoint of the base model. Quantized weights are dequantized to bfloat16.
 
-        Random weights depend only on the seed, so there are no files to open.
+        None if the base model has random weights. Random weights depend only on the seed, so there
+        are no files to open.
 
         Raises:
             UserError: If the files cannot be read.
@@ -431,22 +467,25 @@ class Adapter:
     def check_stored_identity(self, stored_identity: Any, source: object) -> None:
         """Check that a checkpoint belongs to this adapter and its base model.
 
+        Settings that the checkpoint did not record are not compared.
+
         Args:
             stored_identity: The :attr:`identity` that the checkpoint recorded.
             source: Path of the checkpoint, used in error messages.
 
         Raises:
-            UserError: If the checkpoint does not contain an adapter, or if the base model or a setting
-                differs.
+            UserError: If the checkpoint does not contain an adapter, or if the base model or a
+                setting differs.
         """
         require(
             isinstance(stored_identity, dict),
-            f"checkpoint.resume: {source} is not a checkpoint of an adapter; choose another output_dir",
+            f"checkpoint.resume: {source} contains no adapter, but adapter.type is set; remove adapter.type "
+            "to resume, or choose another output_dir to train an adapter",
         )
         require(
             stored_identity.get("base") == self.identity["base"],
-            f"checkpoint.resume: {source} was trained on another base model: the weights of "
-            f"{self._run.model.name_or_path} differ; use the base model that the adapter was trained on",
+            f"checkpoint.resume: the adapter in {source} was trained on a base model with different weights; "
+            "set model.name_or_path to the base model that the adapter was trained on",
         )
         stored_config, run_config = stored_identity.get("config"), self.identity["config"]
         stored_config = stored_config if isinstance(stored_config, dict) else {}
@@ -454,21 +493,25 @@ class Adapter:
             name for name in run_config if run_config[name] != stored_config.get(name, run_config[name])
         ]
         base = self._run.model.name_or_path
-        remedy = "choose another output_dir"
+        remedy = "restore the values, or choose another output_dir"
         if base is not None and {"target_modules", "exclude_modules"}.intersection(changed):
             remedy += (
-                f"; to continue from these weights, merge the adapter: portable-convert {source} OUT "
+                f"; to continue from these weights, merge the adapter with portable-convert {source} OUT "
                 f"--merge-into {base}, and set model.name_or_path to OUT"
             )
         require(
             not changed,
-            f"checkpoint.resume: {source} belongs to an adapter with other settings "
-            f"({', '.join(changed)}); {remedy}",
+            f"checkpoint.resume: {source} was trained with different values of these adapter settings: "
+            f"{', '.join(changed)}; {remedy}",
         )
 
 
 def build_training_model(model_config: PretrainedConfig, config: RunConfig) -> PreTrainedModel:
-    """Build the model that a run trains on the meta device, and inject the adapter if there is one.
+    """Build the run's model on the meta device, and inject the adapter if there is one.
+
+    The vocabulary size is the value in ``model_config``. Unlike
+    :func:`portable.adapters.assemble.assemble_model`, this function does not enlarge the vocabulary
+    for ``data.added_tokens``, and does not check the settings of the data and of the parallelism.
 
     Args:
         model_config: Transformers config of the model. ``model.function`` may change it in place.
@@ -524,9 +567,10 @@ def inject_adapter(
         with _ignore_peft_warnings(), use_pattern_matcher(matcher), torch.device("meta"):
             peft.inject_adapter_in_model(settings, model, adapter_name=ADAPTER_NAME, low_cpu_mem_usage=True)
     except (ValueError, TypeError, NotImplementedError, AttributeError) as error:
-        reason = to_one_line(error)
+        reason = to_one_line(error).rstrip(".")
         raise UserError(
-            f"adapter: {type(model).__name__}: {reason}; change the settings in section adapter"
+            f"adapter: peft cannot add the adapter to {type(model).__name__} ({reason}); change the settings "
+            "in the adapter section"
         ) from error
     _prepare_trained_tokens(model, tied, grown_from)
     transformers_internals.require_reformer_input_gradients(model)
@@ -550,8 +594,8 @@ def inject_adapter(
 def _have_equal_values(base_weight: ReadableTensor | None, stored: StoredTensor) -> bool:
     """Return whether a stored tensor has the same shape and values as a base weight.
 
-    Compares 1024 rows at a time. Returns False if there is no base weight, or if the stored tensor is
-    not a float tensor.
+    Compares 1024 rows at a time, converted to fp32, so the dtypes may differ. Returns False if
+    there is no base weight, or if the stored tensor is not a float tensor.
     """
     if (
         base_weight is None
@@ -572,8 +616,9 @@ def _have_equal_values(base_weight: ReadableTensor | None, stored: StoredTensor)
 def _compute_lora_update(**layers: Any) -> Tensor:
     """Compute ``lora_B @ lora_A``, the update that DoRA adds to a weight.
 
-    Replaces a method of peft that applies both layers to an identity matrix, so that the hooks of FSDP1
-    run. This matrix, ``[inputs, inputs]``, can be larger than the layer.
+    Replaces the method ``get_lora_weight`` of peft's ``DoraLinearLayer``. So that FSDP1's hooks
+    run, the original method passes an identity matrix ``[inputs, inputs]`` through ``lora_A`` and
+    ``lora_B``. The identity matrix can be larger than the layer itself.
 
     Args:
         layers: The modules ``lora_A`` and ``lora_B``, passed by name. Other arguments are ignored.
@@ -584,7 +629,10 @@ def _compute_lora_update(**layers: Any) -> Tensor:
 
 @contextmanager
 def _ignore_peft_warnings() -> Iterator[None]:
-    """Suppress peft's warnings about problems that this module handles itself."""
+    """Suppress all Python warnings in this context.
+
+    peft warns about problems that this module handles itself.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -608,12 +656,14 @@ def _list_head_modules(model: PreTrainedModel) -> list[str]:
 
 
 def _exclude_from_all_linear(model: PreTrainedModel, settings: Any, config: RunConfig) -> list[str]:
-    """Exclude modules from ``all-linear`` that do not process text or that an adapter cannot change.
+    """Exclude from ``all-linear`` the modules that cannot be adapted or do not process text.
 
     An adapter cannot change tied modules, modules whose output is not linear, and modules that peft
-    does not support. Modifies ``target_modules`` and ``exclude_modules`` of ``settings`` in place. Does
-    nothing if ``target_modules`` is not ``all-linear`` or if the adapter is defined by a file in peft's
-    format.
+    does not support. Modules are also excluded if peft cannot load their adapter tensors, because
+    it renames the tensors. If this would exclude all remaining modules, they are kept, and a note
+    warns the user. Modifies ``target_modules`` and ``exclude_modules`` of ``settings`` in place.
+    Does nothing if ``target_modules`` is not ``all-linear`` or if the adapter is defined by a file
+    in peft's format.
 
     Args:
         model: The model on the meta device.
@@ -621,7 +671,7 @@ def _exclude_from_all_linear(model: PreTrainedModel, settings: Any, config: RunC
         config: Config of the run.
 
     Returns:
-        Notes for the user about the excluded modules.
+        Notes for the user about the excluded modules, and about an adapter that peft cannot load.
 
     Raises:
         UserError: If no module is left to adapt.
@@ -648,8 +698,8 @@ def _exclude_from_all_linear(model: PreTrainedModel, settings: Any, config: RunC
         patterns += [_build_name_pattern(part) + r"(\..*)?" for part in parts]
         shown = ", ".join(part.removeprefix(f"{model.base_model_prefix}.") for part in parts)
         notes.append(
-            f"adapter.target_modules: all-linear excludes {shown}, because text does not reach these "
-            "modules; list module names in adapter.target_modules to adapt them"
+            f"adapter.target_modules: all-linear excludes {shown}, because these modules do not "
+            "process text; list module names in adapter.target_modules to adapt them"
         )
     head = model.get_output_embeddings()  # peft excludes the head from all-linear
     candidates = [
@@ -661,8 +711,7 @@ def _exclude_from_all_linear(model: PreTrainedModel, settings: Any, config: RunC
         patterns += [re.escape(name) for name in shared]
         notes.append(
             f"adapter.target_modules: all-linear excludes {', '.join(_list_last_components(shared))}, "
-            "because these modules share their weights with other modules (tied), which an adapter would not "
-            "change"
+            "because their weights are tied to other modules, which an adapter would leave unchanged"
         )
         candidates = [name for name in candidates if name not in shared]
     custom = _list_last_components(
@@ -674,19 +723,20 @@ def _exclude_from_all_linear(model: PreTrainedModel, settings: Any, config: RunC
             f"adapter.target_modules: all-linear excludes {', '.join(custom)}, because LoRA cannot adapt "
             "these modules: their output differs from the output of a linear layer"
         )
-    files = {f"{PEFT_PREFIX}{name}.lora_A.weight": name for name in candidates}
+    adaptable = [name for name in candidates if name.rpartition(".")[2] not in (*custom, *rejected)]
+    files = {f"{PEFT_PREFIX}{name}.lora_A.weight": name for name in adaptable}
     renamed = [files[key] for key in find_renamed_tensors(settings, model, files)]
-    if len(renamed) < len(set(candidates) - set(custom)):
+    if len(renamed) < len(adaptable):
         patterns += [re.escape(name) for name in renamed]
         excluded = ", ".join(sorted({".".join(name.split(".")[-2:]) for name in renamed}))
         notes += renamed and [
-            f"adapter.target_modules: all-linear excludes {excluded}, because peft does not load adapters of "
-            f"these modules in models of type {model.config.model_type}"
+            f"adapter.target_modules: all-linear excludes {excluded}, because peft cannot load adapters of "
+            f"these modules into models of type {model.config.model_type}"
         ]
     else:
         notes += renamed and [
-            f"peft does not load adapters in models of type {model.config.model_type}, because it changes "
-            "the names of the modules; set checkpoint.export: merged to export the merged model"
+            f"adapter: peft cannot load adapters into models of type {model.config.model_type}, because peft "
+            "renames the modules of these models; set checkpoint.export: merged to export the merged model"
         ]
     if rejected:
         patterns += [rf"(.*\.)?{re.escape(name)}" for name in rejected]
@@ -702,13 +752,13 @@ def _exclude_from_all_linear(model: PreTrainedModel, settings: Any, config: RunC
     ):
         raise UserError(
             f"adapter.target_modules: all-linear matches no module of {type(model).__name__}; list the "
-            "modules to adapt, or remove adapter.type to train the complete model"
+            "names of the modules to adapt, or remove adapter.type to train the complete model"
         )
     if patterns:
         settings.exclude_modules = "|".join(patterns)
     if any(name.rpartition(".")[2].isdigit() for name in linear) and config.adapter.layers is None:
-        # List full names. Otherwise peft would adapt every module with the same last component, here only a
-        # layer index.
+        # List the full names of the modules. Otherwise, peft would adapt every module with the same last
+        # component, which is only a layer index here.
         excludes = re.compile(settings.exclude_modules or "$^").fullmatch
         settings.target_modules = {
             name for name in linear if not excludes(name) and model.get_submodule(name) is not head
@@ -734,10 +784,14 @@ def _has_linear_output(module: Any) -> bool:
 
 
 def _find_tied_weights(model: PreTrainedModel) -> set[str]:
-    """Find the names of parameters that different modules share, such as the embedding and the head.
+    """Find the names of weights that modules of different kinds share, such as embedding and head.
 
-    An adapter would change only one of the modules. Parameters that several layers share, such as the
-    shared layers of Zamba, are not included, because each layer gets its own adapter.
+    An adapter for such a weight would change only one of the modules, so the modules would no
+    longer have equal weights.
+
+    A weight is not included if all modules that share it have the same name except for numbers,
+    such as the layer number. For example, Zamba uses the weights of one layer at several depths.
+    Each of these layers gets its own adapter.
     """
     groups = [{first, *others} for first, others in map_tied_names(model).items() if others]
     return {
@@ -766,10 +820,11 @@ def _contains_any(part: str, names: list[str]) -> bool:
 
 
 def _mark_unreached_with_adapters(model: PreTrainedModel, base_names: Mapping[str, str]) -> None:
-    """Update the recorded names of parameters that never receive a gradient, after an adapter is injected.
+    """Update the record of the parameters that never receive a gradient.
 
-    The injection renames parameters, and an adapter of a module that never runs receives no gradient
-    either. See :func:`record_unreached_names`.
+    This is necessary after an adapter is injected, because the injection renames parameters and
+    adds new ones. If a module never runs, its adapter receives no gradient either. See
+    :func:`record_unreached_names`.
 
     Args:
         model: The model with the adapter.
@@ -788,11 +843,14 @@ def _mark_unreached_with_adapters(model: PreTrainedModel, base_names: Mapping[st
 def _resolve_target_names(
     model: PreTrainedModel, settings: Any, run_config: RunConfig, matcher: PatternMatcher
 ) -> None:
-    """Check the names in ``settings``, and restrict ``all-linear`` to the layers in ``adapter.layers``.
+    """Check that the names in ``settings`` exist, and apply ``adapter.layers``.
 
-    peft accepts layer numbers only with a list of module names. Therefore, if both ``all-linear`` and
-    ``adapter.layers`` are set, this function sets ``target_modules`` to the linear modules in these
-    layers, and ``exclude_modules`` to None.
+    peft accepts layer numbers only with a list of module names. Therefore, if both ``all-linear``
+    and ``adapter.layers`` are set, this function sets ``target_modules`` to the linear modules in
+    these layers, and ``exclude_modules`` to None.
+
+    A file in peft's format is often written for several models. If such a file defines the adapter,
+    a list of target names is accepted if one name exists, and ``modules_to_save`` is not checked.
 
     Args:
         model: The base model on the meta device.
@@ -801,8 +859,9 @@ def _resolve_target_names(
         matcher: Matcher for a regular expression in ``target_modules``.
 
     Raises:
-        UserError: If a name matches nothing; the message suggests similar names. Lists in peft's format
-            are often written for several models, so it is sufficient that one of their targets matches.
+        UserError: If a name or a regular expression does not match any module or parameter of the
+            model, or if ``adapter.layers`` cannot be applied. Also raised if ``adapter.init`` is
+            ``orthogonal`` and ``adapter.target_parameters`` is set.
     """
     layers = run_config.adapter.layers
     in_peft_format = run_config.adapter.name_or_path is not None or run_config.adapter.config is not None
@@ -818,14 +877,14 @@ def _resolve_target_names(
             settings.exclude_modules = None
             require(
                 bool(settings.target_modules),
-                f"adapter.layers: the layers {list(layers)} have no linear modules; use the numbers of "
+                f"adapter.layers: the layers {list(layers)} have no linear modules; use the indices of "
                 "existing layers, counted from 0",
             )
     elif isinstance(targets, str):
         require(
             layers is None,
             "adapter.layers: does not work with a regular expression in adapter.target_modules; remove "
-            "adapter.layers, and select the layers in the regular expression",
+            "adapter.layers, and make the regular expression match only the modules of these layers",
         )
         try:
             matches = [name for name in modules if matcher.fullmatch(targets, name)]
@@ -833,17 +892,17 @@ def _resolve_target_names(
             raise UserError(f"adapter.target_modules: {to_one_line(error)}") from error
         names = [name.strip() for name in targets.split(",")]
         if targets == "all":
-            remedy = "write all-linear to adapt every linear module"
+            remedy = "set adapter.target_modules: all-linear to adapt every linear module"
         elif set(names) <= set(_list_last_components(linear)):
-            remedy = f"write them as a list: [{', '.join(names)}]"
+            remedy = f"write the names as a list: [{', '.join(names)}]"
         else:
             remedy = (
                 f"use a list of names, such as [{_list_last_components(linear)[0] if linear else 'q_proj'}]"
             )
         require(
             bool(matches) or bool(getattr(settings, "target_parameters", None)),
-            f"adapter.target_modules: {targets!r} matches no complete module name; the linear modules are "
-            f"{_format_last_components(linear)}; {remedy}",
+            f"adapter.target_modules: the regular expression {targets!r} matches no complete module name; "
+            f"the linear modules are {_format_last_components(linear)}; {remedy}",
         )
     else:
         _check_names_exist(
@@ -854,13 +913,15 @@ def _resolve_target_names(
     parameters = [name for name, p in model.named_parameters() if p.dim() in (2, 3)]
     chosen = getattr(settings, "target_parameters", None) or ()
     _check_names_exist("target_parameters", chosen, parameters, parameters, any_match_suffices=in_peft_format)
-    for setting, used in (
-        ("layers", layers is not None),
-        ("init: orthogonal", getattr(settings, "init_lora_weights", None) == "orthogonal"),
-    ):
-        require(
-            not (chosen and used),
-            f"adapter.{setting}: does not work with adapter.target_parameters; remove one of the two",
+    if chosen and layers is not None:
+        raise UserError(
+            "adapter.layers: does not work with adapter.target_parameters; remove adapter.layers or "
+            "adapter.target_parameters"
+        )
+    if chosen and getattr(settings, "init_lora_weights", None) == "orthogonal":
+        raise UserError(
+            "adapter.init: orthogonal does not work with adapter.target_parameters; remove adapter.init or "
+            "adapter.target_parameters"
         )
 
 
@@ -878,13 +939,17 @@ def _check_names_exist(
     *,
     any_match_suffices: bool = False,
 ) -> None:
-    """Check that each requested name is the suffix of a module name. Raises UserError if it is not.
+    """Check that each requested name exists in the model. Raises UserError otherwise.
+
+    A requested name exists if it is a full name or the last components of a full name. For example,
+    ``q_proj`` and ``self_attn.q_proj`` match ``model.layers.0.self_attn.q_proj``, but ``proj`` does
+    not.
 
     Args:
         key: Setting in the section ``adapter`` that contains the names, used in error messages.
         requested_names: Names to check.
-        module_names: Full names in the model.
-        suggested: Names that the message suggests as alternatives.
+        module_names: Full names of the modules or parameters in the model.
+        suggested: Full names from which the message suggests alternatives.
         any_match_suffices: Whether one matching name is sufficient.
     """
     missing_names = [
@@ -897,12 +962,13 @@ def _check_names_exist(
             tails = {".".join(candidate.split(".")[-depth:]) for candidate in suggested for depth in (1, 2)}
             tails = {tail for tail in tails if not tail.isdigit()}
             similar_names = find_similar_names(name, sorted(tails), max_results=3)
-            hint = (
-                f"use a name that it has, such as {', '.join(similar_names)}"
-                if similar_names
-                else f"use a name that it has ({_format_last_components(suggested)})"
+            kind = "parameter" if key == "target_parameters" else "module"
+            named = [candidate for candidate in suggested if not candidate.rpartition(".")[2].isdigit()]
+            valid_names = ", ".join(similar_names) or _format_last_components(named)
+            raise UserError(
+                f"adapter.{key}: the model has no {kind} named {name}; use a valid name, such as "
+                f"{valid_names}"
             )
-            raise UserError(f"adapter.{key}: the model has no {name}; {hint}")
 
 
 def _list_last_components(names: list[str]) -> list[str]:
@@ -918,10 +984,11 @@ def _format_last_components(names: list[str]) -> str:
 
 
 def _check_tied_modules(model: PreTrainedModel, settings: Any, matcher: PatternMatcher) -> None:
-    """Raise UserError if the adapter would train one of two tied modules but not the other.
+    """Raise UserError if the adapter contains a tied module that it cannot train.
 
-    This is the case if ``modules_to_save`` contains a tied module, or if ``target_modules`` contains an
-    output head that is tied to the embedding.
+    ``modules_to_save`` must not contain a tied module, and ``target_modules`` must not contain an
+    output head that is tied to the embedding. The tied embedding itself is accepted in
+    ``target_modules``.
 
     Args:
         model: The base model on the meta device.
@@ -934,9 +1001,9 @@ def _check_tied_modules(model: PreTrainedModel, settings: Any, matcher: PatternM
         for tied_module in tied_modules:
             if tied_module == name or f".{tied_module}.".find(f".{name}.") >= 0:
                 raise UserError(
-                    f"adapter.modules_to_save: {name} shares its weights with another module (tied), but "
-                    f"a copy would not; remove {name} from adapter.modules_to_save, and train rows of "
-                    "both modules with adapter.trainable_token_indices"
+                    f"adapter.modules_to_save: the weights of {name} are tied to another module, but the "
+                    f"trained copy would not be tied; remove {name} from adapter.modules_to_save, and train "
+                    "rows of both modules with adapter.trainable_token_indices"
                 )
     targets = settings.target_modules
     head: Any = model.get_output_embeddings()
@@ -951,24 +1018,28 @@ def _check_tied_modules(model: PreTrainedModel, settings: Any, matcher: PatternM
         )
         if is_targeted:
             raise UserError(
-                f"adapter.target_modules: {name} shares its weights with the embedding (tied); remove "
-                f"{name}, or use a model with tie_word_embeddings: false"
+                f"adapter.target_modules: the weights of {name} are tied to the embedding; remove {name} "
+                "from adapter.target_modules, or use a model with tie_word_embeddings: false"
             )
 
 
 def _prepare_trained_tokens(model: PreTrainedModel, tied: bool, num_base_rows: int | None) -> None:
-    """Check ``trainable_token_indices``, and replace peft's lookup of the trained rows with a faster one.
+    """Check ``trainable_token_indices``, and speed up peft's lookup of the trained rows.
 
     peft copies the row indices to the device in each forward pass, and this causes a host sync.
+    Therefore, :class:`_TableWithTrainedRows` replaces the method ``get_merged_weights``. peft's
+    copy of the original rows (``trainable_tokens_original``) is dropped.
 
     Args:
         model: The model with the adapter.
-        tied: Whether the base model has tied weights, which determines the advice in an error message.
-        num_base_rows: Vocabulary size before ``data.added_tokens``, or None if no tokens were added.
+        tied: Whether the base model has tied weights, which determines the advice in an error
+            message.
+        num_base_rows: Vocabulary size before ``data.added_tokens``, or None if no tokens were
+            added.
 
     Raises:
-        UserError: If a token is not in the vocabulary or is listed twice, or if the adapter would not
-            save the rows of added tokens.
+        UserError: If a token is not in the vocabulary or is listed twice, or if the adapter would
+            not save the rows of added tokens.
     """
     trained: dict[str, list[int]] = {}
     layers: list[tuple[str, Any]] = [*model.named_modules()]
@@ -980,8 +1051,8 @@ def _prepare_trained_tokens(model: PreTrainedModel, tied: bool, num_base_rows: i
             trained[table] = tokens = layer.token_indices[ADAPTER_NAME]
             require(
                 max(tokens) < count and len(set(tokens)) == len(tokens),
-                f"adapter.trainable_token_indices: the token ids of {table} must be distinct numbers from "
-                f"0 to {count - 1}; correct {tokens}",
+                f"adapter.trainable_token_indices: the token ids for {table} are {tokens}, but each id must "
+                f"occur once and be at most {count - 1}; correct the ids",
             )
     if num_base_rows is None:
         return
@@ -993,11 +1064,16 @@ def _prepare_trained_tokens(model: PreTrainedModel, tied: bool, num_base_rows: i
         for name, layer in names.items()
         if not (hasattr(layer, "modules_to_save") or {*new} <= {*trained.get(name, ())})
     ]
-    saved = f"modules_to_save: [{', '.join(name.rpartition('.')[2] for name in names)}]"
+    modules_to_save = ", ".join(name.rpartition(".")[2] for name in names)
+    remedy = (
+        f"set adapter.trainable_token_indices: {new}"
+        if tied
+        else f"set adapter.modules_to_save: [{modules_to_save}]"
+    )
     require(
         not lost_tables,
-        f"data.added_tokens: adds rows to {' and '.join(names)}, which the adapter would not contain; set "
-        f"adapter.{f'trainable_token_indices: {new}' if tied else saved}",
+        f"data.added_tokens: adds rows to {' and '.join(names)}, but the adapter would not save these rows; "
+        f"{remedy}",
     )
 
 
@@ -1030,10 +1106,30 @@ class _TableWithTrainedRows:
 # -- names ---------------------------------------------------------------------------------------------------
 
 
+def find_outermost_module(name: str, other_names: Collection[str]) -> str:
+    """Find the outermost module that contains a parameter but none of the parameters to exclude.
+
+    Args:
+        name: Name of the parameter.
+        other_names: Names of the parameters to exclude.
+
+    Returns:
+        Name of the module. Empty if each module that contains the parameter also contains one of
+        ``other_names``.
+    """
+    components = name.split(".")[:-1]
+    for depth in range(1, len(components) + 1):
+        module = ".".join(components[:depth])
+        if not any(other.startswith(f"{module}.") for other in other_names):
+            return module
+    return ""
+
+
 def _map_base_names(model: PreTrainedModel, base_names_by_id: Mapping[int, str]) -> dict[str, str]:
-    """Map each tensor of a model with an adapter to the base model tensor that provides its value.
+    """Map tensors of a model with an adapter to the base tensors that provide their values.
 
     The trained copy of a module in ``modules_to_save`` is mapped to the original module's tensors.
+    Other tensors that the adapter adds are not included.
 
     Args:
         model: The model with the adapter. It still contains the tensor objects of the base model.
@@ -1078,8 +1174,8 @@ def _choose_frozen_dtype(config: RunConfig) -> torch.dtype:
     )
     require(
         dtype in (compute, torch.float32),
-        f"adapter.base: {config.adapter.base} does not work with precision {config.precision}, which has "
-        "another compute dtype; set adapter.base to auto or fp32",
+        f"adapter.base: {config.adapter.base} is neither fp32 nor the compute dtype of precision: "
+        f"{config.precision}; set adapter.base to auto or fp32",
     )
     return dtype
 
@@ -1089,8 +1185,8 @@ def _cast_frozen_weights(model: PreTrainedModel, base_names: Mapping[str, str], 
 
     Args:
         model: The model with the adapter, on the meta device. It is changed in place.
-        base_names: Tensor names in the base model before the injection, keyed by the names in
-            ``model``.
+        base_names: Tensor names in the base model before the adapter was added, keyed by the names
+            in ``model``.
         dtype: Dtype of the frozen weights.
     """
     fp32_names = transformers_internals.list_fp32_name_parts(model, fp16=dtype == torch.float16)

@@ -38,7 +38,11 @@ if TYPE_CHECKING:
 
 
 class AssembledModel(NamedTuple):
-    """Result of :func:`assemble_model`."""
+    """Model of a run and its adapter, as assembled by :func:`assemble_model`.
+
+    The object also records whether the vocabulary was enlarged, and which special token ids were
+    replaced.
+    """
 
     model: PreTrainedModel
     """Model that the run trains, on the meta device, including the adapter."""
@@ -47,7 +51,8 @@ class AssembledModel(NamedTuple):
     grown_from: int | None
     """Vocabulary size before ``data.added_tokens`` enlarged it, or None if it did not change."""
     replaced_tokens: list[str]
-    """Notes about the special token ids of a pretrained model that ids of the tokenizer have replaced."""
+    """Notes about the special token ids of a pretrained model that were replaced by the tokenizer's
+    ids. Empty for a new model."""
 
 
 def assemble_model(
@@ -57,15 +62,19 @@ def assemble_model(
     tokenizer: Any,
     data: RunData | DataSizes,
 ) -> AssembledModel:
-    """Build the model of a run, with its final vocabulary, special tokens and adapter.
+    """Build the model of a run on the meta device, with its final vocabulary and adapter.
+
+    Also sets the special tokens, and checks the settings that depend on the model, such as the
+    sequence length, packing and the kinds of parallelism.
 
     Args:
         config: Config of the run.
-        model_config: Transformers config of the model, which is saved with the weights. It is changed
-            in place, to the final vocabulary size and special tokens, and by ``model.function``.
+        model_config: Transformers config of the model, which is saved with the weights. It is
+            changed in place: the final vocabulary size and special tokens are set, and
+            ``model.function`` may change it.
         special_tokens: Special tokens, built from ``model_config`` and ``config.model``.
-        tokenizer: Tokenizer of the data. If it is None, because it is not on this machine, the special
-            tokens do not change.
+        tokenizer: Tokenizer of the data. If it is None, because it is not on this machine, the
+            special tokens do not change.
         data: Data of the run, or only its sizes.
 
     Raises:
@@ -110,7 +119,7 @@ def check_parallel_support(model: PreTrainedModel, config: RunConfig) -> None:
     """Check that ``model`` supports the context, tensor and expert parallelism set in ``config``.
 
     Raises:
-        UserError: If the model does not support one of them.
+        UserError: If the model does not support a kind of parallelism that is enabled.
     """
     if config.context_parallel_size > 1:
         from portable.model.context_parallel_support import check_context_parallel_support
@@ -127,7 +136,7 @@ def check_parallel_support(model: PreTrainedModel, config: RunConfig) -> None:
 
 
 class InspectedRun(NamedTuple):
-    """A run's model, on the meta device, and the sizes of its data.
+    """Model of a run on the meta device, and the sizes of the run's data.
 
     Attributes:
         assembled: Model and adapter.
@@ -143,13 +152,17 @@ def inspect_run(config: RunConfig) -> InspectedRun:
 
     Data is neither downloaded nor written. ``--dry-run`` and the planner use this function.
 
+    Args:
+        config: Config of the run. The settings that depend on files must already be resolved, for
+            example by :func:`resolve_defaults`.
+
     Raises:
         UserError: If a run with this config would be rejected.
         MissingDataError: If the data is not on this machine.
     """
     model_config = models.load_model_config(config.model)
     models.check_seq_len(model_config, config)
-    read_problem_type(model_config, config.model)  # raises the errors that a run raises
+    read_problem_type(model_config, config.model)  # called only for the errors that a run would also raise
     special_tokens = ModelSpecialTokens(model_config, config.model)
     data = inspect_data_sizes(
         config.data, task=config.model.task, **build_data_arguments(config, model_config)
@@ -160,10 +173,12 @@ def inspect_run(config: RunConfig) -> InspectedRun:
 
 
 def resolve_defaults(config: RunConfig) -> RunConfig:
-    """Resolve the settings whose values depend on the files of the adapter, the data or the model.
+    """Resolve the settings that depend on the files of the adapter, the data or the model.
 
-    This concerns the section ``adapter``, ``data.format``, and the defaults of ``data.seq_len`` and
-    ``data.packing``. Data is not downloaded: if it is missing, ``data.format`` keeps its value.
+    Resolves the section ``adapter``, ``data.format``, ``data.images``, and the defaults of
+    ``data.seq_len`` and ``data.packing``. If the model, the tokenizer or the adapter is the output
+    folder of a run, the exported model of the run is used instead. An adapter on the Hub is
+    downloaded. Data is not downloaded: if it is missing, ``data.format`` keeps its value.
 
     Raises:
         UserError: If a run would reject the files.
@@ -183,7 +198,8 @@ class PlanInputs(NamedTuple):
     Attributes:
         config: The resolved config.
         model: Model of the run, with its adapter, on the meta device.
-        sizes: Sizes of the data. None if the data is missing or was not requested.
+        sizes: Sizes of the data, such as the numbers of documents, tokens and samples. None if the
+            data is missing or was not requested.
     """
 
     config: RunConfig
@@ -192,11 +208,15 @@ class PlanInputs(NamedTuple):
 
 
 def resolve_and_build_model(config: RunConfig, *, with_data: bool = True) -> PlanInputs:
-    """Resolve a config with the files on this machine, and build its model on the meta device.
+    """Resolve the settings that depend on files, and build the model on the meta device.
+
+    Data is never downloaded. The result contains no data sizes if the data is not on this machine,
+    or if ``with_data`` is False. The vocabulary is then not enlarged for ``data.added_tokens``.
 
     Args:
         config: Config of the run.
-        with_data: Whether to read the data and the tokenizer, if they are on this machine.
+        with_data: Whether to read the data and the tokenizer, if they are on this machine. If
+            False, the settings in the section ``data`` are not resolved either.
 
     Raises:
         UserError: If a run with this config would be rejected.
@@ -219,9 +239,9 @@ def resolve_and_build_model(config: RunConfig, *, with_data: bool = True) -> Pla
 def build_data_arguments(config: RunConfig, model_config: PretrainedConfig) -> dict[str, Any]:
     """Build the keyword arguments of ``build_data`` that depend on the model's config and the loss.
 
-    They include the name of the pretrained model and the vocabulary size. If ``data.tokenizer`` is
-    null, ``build_data`` loads the tokenizer of the pretrained model. Without a pretrained model, it
-    trains a tokenizer with this vocabulary size.
+    The arguments include the name of the pretrained model and the vocabulary size. If
+    ``data.tokenizer`` is null, ``build_data`` loads the tokenizer of the pretrained model. Without a
+    pretrained model, it trains a tokenizer with this vocabulary size.
 
     Returns:
         Keyword arguments for ``build_data`` and ``inspect_data_sizes``.

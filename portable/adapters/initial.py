@@ -1,4 +1,4 @@
-"""Initial values of an adapter, computed lazily, one layer at a time.
+"""Compute the initial values of an adapter lazily, one layer at a time.
 
 peft's own code initializes each layer, on the CPU and with a seed derived from the layer's name.
 All ranks therefore compute the same values, and no rank keeps the values of all layers in memory.
@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from portable.model.weight_sources import Index, ReadableTensor
 
 ADAPTER_NAME = "default"
-"""Name under which peft registers the adapter in the modules of a model. Files do not contain the name."""
+"""Name under which peft registers the adapter in the modules of a model. Tensor names in peft's files
+do not contain it."""
 _BLOCK_ROWS = 1024
 """Number of rows of a base weight that are in memory at a time while DoRA's magnitudes are computed."""
 
@@ -44,11 +45,12 @@ class BaseDependentValue(NamedTuple):
 
 
 class InitialValues(NamedTuple):
-    """Initial values of an adapter, keyed by parameter name. They are computed when they are read.
+    """Initial values of an adapter, keyed by parameter name.
 
     Attributes:
-        values: Values that do not depend on the base model.
-        base_dependent: Values that are computed from a weight of the base model.
+        values: Values that do not depend on the base model. Each value is computed when it is read.
+        base_dependent: Values that are computed from a weight of the base model: the magnitudes of
+            DoRA, and the rows of trainable tokens.
     """
 
     values: dict[str, ReadableTensor]
@@ -58,13 +60,17 @@ class InitialValues(NamedTuple):
 def build_initial_values(
     model: nn.Module, config: Any, seed: int, base_names: Mapping[str, str]
 ) -> InitialValues:
-    """Build the initial values of all peft layers. Each value is computed when it is read.
+    """Build the initial values of all peft layers, without computing the values yet.
+
+    The trained copies of ``modules_to_save`` are not included, because they get the values of the
+    base model.
 
     Args:
         model: Model with the adapter, on the meta device.
         config: peft's config.
         seed: Seed of the run.
-        base_names: Names of the base weights before the injection, keyed by their names in ``model``.
+        base_names: Names of the base weights before the injection, keyed by their names in
+            ``model``.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -97,12 +103,15 @@ def build_initial_values(
 
 
 class _DetachedPeftLayer:
-    """Copy of a peft layer, without the module that it adapts. peft's code initializes it on the CPU.
+    """Copy of a peft layer that computes the initial adapter weights on the CPU.
+
+    The copy does not include the module that the layer adapts. peft's own code initializes the
+    weights.
 
     Args:
-        module: Layer of peft in the model, on the meta device.
+        module: peft layer in the model, on the meta device.
         init: Value of ``init_lora_weights`` in peft's config.
-        seed: Seed of this layer.
+        seed: Random seed for the weights of this layer.
 
     Attributes:
         shapes: Shapes of the layer's parameters, keyed by their names in the layer.
@@ -117,9 +126,9 @@ class _DetachedPeftLayer:
         self.shapes = {name: tuple(parameter.shape) for name, parameter in self._module.named_parameters()}
 
     def compute_all_values(self) -> dict[str, torch.Tensor]:
-        """Return the initial values of all parameters of the layer, keyed by name.
+        """Return the initial values of all parameters of this layer, keyed by name.
 
-        Only the values of the most recent layer are cached.
+        The values are cached until the values of another layer are computed.
         """
         if _DetachedPeftLayer._latest_values is None or _DetachedPeftLayer._latest_values[0] is not self:
             _DetachedPeftLayer._latest_values = (self, self._initialize_on_cpu())
@@ -130,9 +139,9 @@ class _DetachedPeftLayer:
         return self.compute_all_values()[name]
 
     def _initialize_on_cpu(self) -> dict[str, torch.Tensor]:
-        """Initialize a copy of the layer on the CPU with the layer's seed. Return its parameters by name.
+        """Initialize a copy of the layer on the CPU, and return its parameters, keyed by name.
 
-        The global random state of torch is not changed.
+        Uses the layer's seed, and does not change torch's global random state.
         """
         parts = {name: copy.deepcopy(child) for name, child in self._module.named_children()}
         module = torch_internals.copy_with_submodules(self._module, parts)
@@ -177,9 +186,10 @@ class _BaseLayerStub(nn.Module):
 
 
 def _copy_layer_without_base(module: Any) -> Any:
-    """Copy a peft layer on the meta device, with a stub instead of the adapted module.
+    """Copy a peft layer, and replace the base module that it adapts with a stub.
 
-    DoRA's magnitudes are omitted, because they depend on the base weight.
+    The other submodules are deep-copied and stay on the meta device. DoRA's magnitudes are omitted,
+    because they depend on the base weight. peft reads only the dtype of the stub.
     """
     children = {
         name: copy.deepcopy(child)
@@ -190,7 +200,9 @@ def _copy_layer_without_base(module: Any) -> Any:
 
 
 class TrainedTokenRows:
-    """Trainable rows of an embedding (``trainable_token_indices``), which start from rows of the base weight.
+    """Initial values of the trained rows of an embedding, copied from the base weight.
+
+    ``adapter.trainable_token_indices`` selects the rows.
 
     Args:
         tokens: Token ids of the rows.
@@ -200,7 +212,14 @@ class TrainedTokenRows:
         self.token_indices = tokens
 
     def build_tensor(self, weight: ReadableTensor) -> ReadableTensor:
-        """Read the initial rows, ``[tokens, hidden]``, from a base weight ``[vocabulary, hidden]``."""
+        """Read the initial values of the trained rows from a base weight.
+
+        Args:
+            weight: Base weight, ``[vocabulary, hidden]``.
+
+        Returns:
+            The rows of the trained tokens, ``[tokens, hidden]``.
+        """
         width = slice(0, weight.shape[1])
         return ComputedTensor.from_tensor(
             torch.cat(
@@ -210,11 +229,14 @@ class TrainedTokenRows:
 
 
 class DoraMagnitudes:
-    """Initial magnitudes of DoRA: the row norms of the base weight plus the LoRA update.
+    """Initial magnitudes of DoRA: for each output, the norm of the adapted weight.
+
+    The adapted weight is the base weight plus the initial LoRA update.
 
     Args:
-        layer: Detached copy of the layer, which computes the initial LoRA factors.
-        module: Layer of peft in the model.
+        layer: Copy of ``module`` without its base layer. The copy computes the initial LoRA
+            factors.
+        module: LoRA layer of the model, created by peft.
     """
 
     def __init__(self, layer: _DetachedPeftLayer, module: Any) -> None:
@@ -224,18 +246,23 @@ class DoraMagnitudes:
         # Embeddings and weights that are stored as [inputs, outputs] have their outputs in dim 1.
         self._outputs_in_columns = self._is_embedding or bool(module.fan_in_fan_out)
         self.dtype = torch.float32
-        """Dtype of the base weight in training, to which the stored weight is rounded before it is used."""
+        """Dtype of the base weight during training. The stored weight is cast to it before the norms
+        are computed."""
 
     def build_tensor(self, weight: ReadableTensor) -> _DoraMagnitudesTensor:
         """Return the magnitudes for a base weight as a tensor that is computed when it is read."""
         return _DoraMagnitudesTensor(self, weight)
 
     def compute_magnitudes(self, weight: ReadableTensor, rows: slice | None) -> torch.Tensor:
-        """Compute the magnitudes of a base weight.
+        """Compute the DoRA magnitudes of a base weight.
+
+        The magnitude of an output is the norm of its adapted weights: the base weights plus the
+        initial LoRA update.
 
         Args:
             weight: The base weight.
-            rows: Range of outputs, a slice with start and stop. None computes all outputs.
+            rows: Slice with start and stop that selects a range of the outputs. None selects all
+                outputs.
 
         Returns:
             fp32 magnitudes, ``[outputs in the range]``.
@@ -268,10 +295,13 @@ class DoraMagnitudes:
 
 
 class _DoraMagnitudesTensor:
-    """DoRA's magnitudes for one base weight, as a tensor that is computed when it is read.
+    """DoRA magnitudes for one base weight, computed when the tensor is read.
+
+    There is one magnitude per output: the norm of its weights after the LoRA update has been added
+    to the base weight.
 
     Args:
-        lengths: Object that computes the magnitudes.
+        lengths: Object that computes the magnitudes from the base weight.
         weight: Base weight.
     """
 

@@ -41,7 +41,8 @@ def check_adapter_can_be_merged(adapter: Adapter) -> None:
             if opened is not None:
                 check_mergeable_into(opened, adapter.base_checkpoint)
         except CheckpointError as error:
-            # Hide the temporary folder, because the user has not exported the adapter yet.
+            # Hide the path of the temporary folder, which would confuse the user, who has not exported the
+            # adapter yet.
             reason = str(error).replace(str(folder), "the adapter")
             raise UserError(f"checkpoint.export: {reason}") from error
 

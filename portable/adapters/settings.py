@@ -29,7 +29,7 @@ CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 """File names of peft's saved weights, the preferred name first."""
 _DOCUMENT_KEY = "adapter"
-"""Key of the parsed ``adapter_config.json`` among the documents of a config."""
+"""Key of the parsed ``adapter_config.json`` in ``RunConfig.documents``."""
 _MAX_BYTES = 1 << 24
 
 PEFT_KEYS: dict[str, dict[str, str]] = {
@@ -50,7 +50,8 @@ PEFT_KEYS: dict[str, dict[str, str]] = {
     },
     "ia3": {"target_modules": "target_modules", "modules_to_save": "modules_to_save"},
 }
-"""peft's names of the settings in the section ``adapter``, for each type of adapter."""
+"""For each adapter type, the keys of peft's config, keyed by the corresponding setting in the section
+``adapter``."""
 
 _EXTRA_KEYS: dict[str, tuple[str, ...]] = {
     "lora": (
@@ -63,7 +64,8 @@ _EXTRA_KEYS: dict[str, tuple[str, ...]] = {
     ),
     "ia3": ("exclude_modules", "fan_in_fan_out", "feedforward_modules"),
 }
-"""Keys of peft's files that are supported although the section ``adapter`` has no setting for them."""
+"""For each adapter type, supported keys of peft's files that have no corresponding setting in the
+section ``adapter``."""
 
 _IGNORED_KEYS = (
     "peft_type",
@@ -75,7 +77,7 @@ _IGNORED_KEYS = (
     "inference_mode",
     "runtime_config",
     "megatron_core",
-    # Settings of initializations and quantizations that raise errors if they are used.
+    # These configure initializations and quantizations that are rejected, so the keys have no effect.
     "loftq_config",
     "eva_config",
     "corda_config",
@@ -91,8 +93,8 @@ _TARGET_TABLES: dict[str, dict[str, str]] = {
         "feedforward_modules": "TRANSFORMERS_MODELS_TO_IA3_FEEDFORWARD_MODULES_MAPPING",
     },
 }
-"""Names of peft's tables of default modules by model type. peft looks up a setting in its table if the
-setting is null.
+"""For each adapter type and setting, the name of peft's table of default modules per model type. peft uses
+the default in the table if the setting is null.
 """
 
 _SUPPORTED_INITS = (True, False, "gaussian", "orthogonal")
@@ -105,18 +107,21 @@ _PEFT_TASKS = {
 
 
 def resolve_adapter_config(config: RunConfig) -> RunConfig:
-    """Read the file of ``adapter.name_or_path`` or ``adapter.config`` into the section ``adapter``.
+    """Read the config file of the adapter into the section ``adapter``.
 
-    First replaces folders of runs by their exported models (:func:`replace_runs_by_exports`). If
-    neither setting is set, that is the only change. An adapter on the Hub is downloaded.
+    ``adapter.name_or_path`` or ``adapter.config`` refers to the file or its folder. First, folders
+    of runs in the config are replaced by their exported models (:func:`replace_runs_by_exports`).
+    If neither of the two settings is set, nothing else changes. An adapter on the Hub is
+    downloaded. If the user has set a setting that has a counterpart in the file, both values must
+    be equal. The exception is ``adapter.dropout``: the value of the user takes precedence.
 
     Returns:
-        A new config. It also contains the complete file, because some of its keys have no counterpart
-        in the section.
+        A new config. It also stores the content of the file, because some keys of the file have no
+        counterpart in the section.
 
     Raises:
-        UserError: If the file cannot be read, contradicts a setting of the user, or contains a setting
-            that is not supported.
+        UserError: If the file cannot be read, contradicts a setting of the user, or contains a
+            setting that is not supported.
     """
     config = replace_runs_by_exports(config)
     adapter = config.adapter
@@ -134,15 +139,15 @@ def resolve_adapter_config(config: RunConfig) -> RunConfig:
     kind = str(document.get("peft_type", "")).lower()
     require(
         kind in PEFT_KEYS,
-        f"{key}: {path}: adapters of type {document.get('peft_type')} are not supported, only adapters of "
-        f"type {' and '.join(name.upper() for name in PEFT_KEYS)}; use another adapter",
+        f"{key}: {path}: peft_type {format_short_value(document.get('peft_type'))} is not supported; use an "
+        f"adapter with peft_type {' or '.join(name.upper() for name in PEFT_KEYS)}",
     )
     if (init := document.get("init_lora_weights", True)) not in _SUPPORTED_INITS:
         # These initializations change the base weights or need data. An existing adapter that eva
         # initialized can be used, because eva changes only the initial values of the adapter.
         require(
             init is None or (init == "eva" and adapter.name_or_path is not None),
-            f"{key}: {path}: init_lora_weights {format_short_value(init)} is not supported; use true, "
+            f"{key}: {path}: init_lora_weights: {format_short_value(init)} is not supported; use true, "
             "gaussian or orthogonal, or an adapter that peft has converted to plain LoRA",
         )
         document = {**document, "init_lora_weights": init == "eva"}
@@ -189,8 +194,9 @@ def replace_runs_by_exports(config: RunConfig) -> RunConfig:
         if (folder / RUN_CONFIG).is_file() and not (folder / "config.json").is_file():
             require(
                 (folder / FINAL_FOLDER).is_dir(),
-                f"{key}: {folder} is a run without {FINAL_FOLDER}/, which checkpoint.export writes; "
-                f"complete the run, or export it with portable-convert {folder} OUT and set {key} to OUT",
+                f"{key}: {folder} is the output folder of a run that has not exported a model to "
+                f"{FINAL_FOLDER}/; complete the run, or export the model with portable-convert {folder} OUT "
+                f"and set {key} to OUT",
             )
             changes[key] = str(folder / FINAL_FOLDER)
     config = config.replaced(changes) if changes else config
@@ -199,9 +205,9 @@ def replace_runs_by_exports(config: RunConfig) -> RunConfig:
         document = _read_peft_config(folder / CONFIG_FILE, "model.name_or_path", folder)
         base = document.get("base_model_name_or_path") or "BASE"
         raise UserError(
-            f"model.name_or_path: {folder} is an adapter; to continue its training, set "
-            f"model.name_or_path to {base} and adapter.name_or_path to {folder}; to train all weights, "
-            f"merge the adapter first: portable-convert {folder} OUT --merge-into {base}"
+            f"model.name_or_path: {folder} is an adapter; to continue its training, set model.name_or_path "
+            f"to {base} and adapter.name_or_path to {folder}; to train all weights, merge the adapter with "
+            f"portable-convert {folder} OUT --merge-into {base}, and set model.name_or_path to OUT"
         )
     return config
 
@@ -209,20 +215,25 @@ def replace_runs_by_exports(config: RunConfig) -> RunConfig:
 def _add_default_targets(
     config: RunConfig, document: dict[str, Any], kind: str, path: Path, key: str
 ) -> dict[str, Any]:
-    """Add peft's default target modules for the model type if the file does not specify any.
+    """Add peft's default target modules to an adapter config that does not specify any.
+
+    The defaults depend on the type of the model. For IA3, the feedforward modules also have a
+    default.
 
     Args:
         config: Config of the run.
-        document: Content of the file.
+        document: Content of the adapter config file.
         kind: Type of the adapter, ``lora`` or ``ia3``.
-        path: Path of the file, used in error messages.
+        path: Path of the adapter config file, used in error messages.
         key: Setting that refers to the file, used in error messages.
 
     Returns:
-        A copy of the content with the target modules, or ``document`` itself if nothing is missing.
+        A copy of the content with the default modules, or ``document`` itself if nothing is
+        missing.
 
     Raises:
-        UserError: If peft has no default for the model.
+        UserError: If peft has no default for the model. Target modules are not required if the file
+            has ``target_parameters``.
     """
     missing_keys = [name for name in _TARGET_TABLES[kind] if document.get(name) is None]
     if not missing_keys:
@@ -236,8 +247,8 @@ def _add_default_targets(
         modules = get_default_target_modules(_TARGET_TABLES[kind][name], model_type)
         require(
             modules is not None or (name == "target_modules" and bool(document.get("target_parameters"))),
-            f"{key}: {path}: has no {name}, and peft has no default for models of type {model_type}; add "
-            f"{name}",
+            f"{key}: {path}: has no {name}, and peft has no default {name} for models of type {model_type}; "
+            f"add {name} to the file",
         )
         values[name] = modules
     return values
@@ -278,24 +289,42 @@ def _read_peft_config(path: Path, key: str, folder: Path | None) -> dict[str, An
         with open_file(path, folder) as file:
             document = json.loads(file.read(_MAX_BYTES))
     except FileNotFoundError as error:
-        raise UserError(f"{key}: {path}: no such file; use an adapter in peft's format") from error
+        raise UserError(
+            f"{key}: {path}: no such file; use an adapter in peft's format, with {CONFIG_FILE}"
+        ) from error
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(
             f"{key}: {path}: cannot be read ({to_one_line(error)}); restore the file, or use another adapter"
         ) from error
-    require(isinstance(document, dict), f"{key}: {path}: is not a mapping; use peft's {CONFIG_FILE}")
+    require(
+        isinstance(document, dict),
+        f"{key}: {path}: does not contain a JSON object; use an {CONFIG_FILE} that peft wrote",
+    )
     settings: dict[str, Any] = document
     return settings
 
 
 def _check_supported_keys(document: Mapping[str, Any], kind: str, path: Path, key: str) -> None:
-    """Check that peft's file sets unsupported keys only to their defaults. Raises UserError otherwise."""
+    """Check that a peft config does not use keys that this project does not support.
+
+    An unsupported key is accepted only if its value is empty or peft's default.
+
+    Args:
+        document: Content of peft's config file.
+        kind: Type of the adapter, ``lora`` or ``ia3``.
+        path: Path of the file, used in error messages.
+        key: Name of the setting that selects the file, used in error messages.
+
+    Raises:
+        UserError: If an unsupported key has another value.
+    """
     supported = {*PEFT_KEYS[kind].values(), *_EXTRA_KEYS[kind], *_IGNORED_KEYS}
     defaults = _get_peft_defaults(kind)
     for name, value in document.items():
         if name not in supported and value not in (defaults.get(name, False), None, {}, []):
             raise UserError(
-                f"{key}: {path}: {name} {format_short_value(value)} is not supported; use another adapter"
+                f"{key}: {path}: {name}: {format_short_value(value)} is not supported; use an adapter "
+                f"without {name}"
             )
 
 
@@ -349,10 +378,16 @@ def find_adapter_weights(folder: Path) -> Path:
 def build_peft_config(config: RunConfig, revision: str | None, modules_to_save: list[str]) -> Any:
     """Build peft's config from the section ``adapter``.
 
+    The supported keys of a file in peft's format that have no counterpart in the section are also
+    set. ``adapter.layers`` is omitted if ``target_modules`` is a string, because peft accepts
+    layers only with a list of names; :func:`portable.adapters.adapter.inject_adapter` applies the
+    layers later.
+
     Args:
         config: Config of the run, after :func:`resolve_adapter_config`.
         revision: Commit of the base model on the Hub, or None.
-        modules_to_save: Names of modules to train in full, in addition to ``adapter.modules_to_save``.
+        modules_to_save: Names of modules to train in full, in addition to
+            ``adapter.modules_to_save``.
 
     Raises:
         UserError: If peft rejects a value.
@@ -382,13 +417,17 @@ def build_peft_config(config: RunConfig, revision: str | None, modules_to_save: 
             revision=revision,
         )
     except (ValueError, TypeError) as error:
-        raise UserError(f"adapter: {to_one_line(error)}; change the settings in section adapter") from error
+        raise UserError(
+            f"adapter: peft rejects the settings ({to_one_line(error)}); change the settings in the adapter "
+            "section"
+        ) from error
 
 
 def to_peft_document(config: Any) -> dict[str, Any]:
     """Convert peft's config to the content of ``adapter_config.json``.
 
-    Sets are sorted, so that the result is the same in every process.
+    Sets are sorted, so that the result is the same in every process. ``inference_mode`` is always
+    True, as in the files that peft saves.
     """
     values = {**config.to_dict(), "inference_mode": True}
     values = {name: sorted(v) if isinstance(v, set) else v for name, v in values.items()}

@@ -1,4 +1,7 @@
-"""Preference losses that ``train.loss`` selects by name. They use only the interface of custom losses."""
+"""Preference losses that ``train.loss`` selects by name.
+
+They are implemented with only the public interface that custom losses also use.
+"""
 
 from portable.losses.preferences import DPO, IPO, ORPO, SimPO
 

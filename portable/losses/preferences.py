@@ -37,7 +37,7 @@ def _mark_pairs(batch: Batch) -> Tensor:
     """
     labels = batch["labels"]
     if labels.dim() != 3 or labels.shape[1] != 2:
-        raise ValueError("needs pairs; set data.format to preference")
+        raise ValueError("needs pairs of a chosen and a rejected answer; set data.format: preference")
     return (labels != IGNORED_LABEL).any(dim=-1).all(dim=-1)
 
 
@@ -53,7 +53,10 @@ class _PreferenceLoss:
     dropout: ClassVar[bool] = False
 
     def weight(self, batch: Batch) -> float:
-        """Return the number of pairs in a micro-batch."""
+        """Return the weight of a micro-batch in the mean loss, which is its number of pairs.
+
+        Padding pairs do not count. In a padding pair, at least one answer has no labels.
+        """
         return float(_mark_pairs(batch).sum())
 
     def __call__(self, outputs: Outputs, batch: Batch) -> LossValue:
@@ -97,15 +100,19 @@ class DPO(_PreferenceLoss):
     Attributes:
         beta: Strength of the regularization toward the reference model.
         label_smoothing: Assumed probability that the two answers of a pair are swapped in the data.
-            Values above 0 are only allowed for the loss types ``sigmoid`` (then called cDPO) and
-            ``robust``.
+            The value must be less than 1 for the loss type ``sigmoid`` (then called cDPO), less
+            than 0.5 for ``robust``, and 0 for all other loss types.
         loss_type: Name of the loss formula in TRL, a key of :data:`LOSS_TYPES`.
         sft: Weight of the chosen answer's mean cross-entropy, which is added to the loss.
-        reference: Reference model: None, ``"adapter"``, a local folder, or the name of a model on the
-            Hub. None selects the model with its weights at the start of the run. Its log-probabilities
-            are computed once and cached with the data. ``"adapter"`` selects the trained model without
-            its adapter, which runs in an additional forward pass before each step. For any other model,
-            each rank keeps a frozen copy.
+        reference: Reference model: None, ``"adapter"``, a local folder, or the name of a model on
+            the Hub. None selects the model with its weights at the start of the run. Its
+            log-probabilities are computed once and cached with the data. ``"adapter"`` selects the
+            trained model without its adapter, which runs in an additional forward pass before each
+            step. For any other model, each rank keeps a frozen copy.
+
+    Raises:
+        ValueError: If ``loss_type`` is unknown, or does not support the value of
+            ``label_smoothing``.
     """
 
     beta: float = 0.1
@@ -122,9 +129,13 @@ class DPO(_PreferenceLoss):
             )
         max_smoothing = {"sigmoid": 1.0, "robust": 0.5}.get(self.loss_type, 0.0)
         if self.label_smoothing and not 0 < self.label_smoothing < max_smoothing:
+            if not max_smoothing:
+                raise ValueError(
+                    f"loss_type {self.loss_type} does not support label_smoothing; remove label_smoothing"
+                )
             raise ValueError(
-                f"label_smoothing {self.label_smoothing:g} does not work with loss_type {self.loss_type}; "
-                "remove label_smoothing"
+                f"label_smoothing is {self.label_smoothing:g}, but loss_type {self.loss_type} needs a number "
+                f"of at least 0 and less than {max_smoothing:g}; change label_smoothing"
             )
         # The trainer calls `once` to compute reference log-probabilities for all samples before training, and
         # `before` to compute them for the batch of each step.
@@ -170,9 +181,9 @@ class DPO(_PreferenceLoss):
         If the reference is a separate model, the first call loads it, and later calls reuse it.
 
         Args:
-            forward: Function that runs a forward pass on the batch. With ``adapter=False``, it runs the
-                trained model without its adapter. Alternatively, the model to run is passed as an
-                argument.
+            forward: Function that runs a forward pass on the batch. Without arguments, it runs the trained
+                model; with ``adapter=False``, the trained model without its adapter; with a model as
+                argument, that model.
             batch: Columns of the micro-batch, on the device.
 
         Returns:
@@ -258,12 +269,13 @@ class SimPO(_PreferenceLoss):
         """Compute the loss and the rewards of each pair.
 
         Args:
-            log_probs: Log-probabilities of the answers, summed over their tokens, ``[batch, 2]``.
-            lengths: Number of tokens of the answers, ``[batch, 2]``.
+            log_probs: Log-probabilities of the chosen and the rejected answer, summed over the
+                tokens of each answer, ``[batch, 2]``.
+            lengths: Number of tokens of the chosen and the rejected answer, ``[batch, 2]``.
             batch: Columns of the micro-batch. Not used.
 
         Returns:
-            Losses ``[batch]``, and rewards ``[batch, 2]``.
+            Losses ``[batch]``, and rewards of the chosen and the rejected answer, ``[batch, 2]``.
         """
         rewards = self.beta * log_probs / lengths
         return -functional.logsigmoid(rewards[:, 0] - rewards[:, 1] - self.gamma), rewards
@@ -319,10 +331,11 @@ def _load_frozen_model(name: str, device: torch.device) -> nn.Module:
 
     Args:
         name: Local folder, or name of a model on the Hub.
-        device: Device of the batch.
+        device: Device to load the model onto. It is the device of the batch.
 
     Raises:
-        UserError: If the model cannot be loaded or is not causal. The message names ``train.loss``.
+        UserError: If the model cannot be loaded, or if its attention is not causal. The message
+            names ``train.loss``.
     """
     from portable.errors import UserError, to_one_line
     from portable.hub_requests import read_hub_once_per_node

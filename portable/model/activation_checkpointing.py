@@ -19,12 +19,15 @@ if TYPE_CHECKING:
 def enable_activation_checkpointing(model: nn.Module, mode: str, *, inputs_on_host: bool = False) -> None:
     """Enable the ``memory.activation_checkpointing`` mode ``full`` or ``selective``.
 
+    The mode ``selective`` also adds the profiler operations to the global ``SAC_IGNORED_OPS`` of
+    torch, so that selective checkpoints ignore profiler ranges.
+
     Args:
-        model: A transformers model.
-        mode: ``full`` or ``selective``. The latter stores the results of matrix products and fused
-            attention.
-        inputs_on_host: Whether to store the input hidden states of each layer in host memory until the
-            backward pass recomputes the layer.
+        model: A transformers model. Modified in place.
+        mode: ``full`` or ``selective``. With ``selective``, the results of matrix products and
+            fused attention are stored instead of recomputed.
+        inputs_on_host: Whether to store the input hidden states of each layer in host memory until
+            the backward pass recomputes the layer.
 
     Raises:
         UserError: If the model class does not support activation checkpointing.
@@ -69,8 +72,8 @@ _SAVED_ATTENTION_KERNELS = (
 def _offload_checkpoint_inputs(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a checkpoint function so that it stores the layer inputs in host memory.
 
-    Other tensors that the layer saves for the backward pass are not copied to the host, because the
-    inner hooks of the checkpoint function handle them.
+    Only the layer inputs are copied to the host. Tensors that are saved inside the layer are
+    handled by the checkpoint function, which has its own saved-tensor hooks.
 
     Args:
         checkpoint: Function with the interface of ``torch.utils.checkpoint.checkpoint``.

@@ -1,4 +1,4 @@
-"""Initialize the embedding rows of ``data.added_tokens`` with the same distribution as transformers."""
+"""Initialize the embedding rows for ``data.added_tokens`` from the same distribution as transformers."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ if TYPE_CHECKING:
 
     from portable.model.weight_sources import Index, ReadableTensor
 
-_ROWS_PER_READ = 1 << 14  # rows that are read at a time
-_COVARIANCE_SCALE = 1e-9  # factor of the covariance, as in transformers
+_ROWS_PER_READ = 1 << 14  # number of rows per read
+_COVARIANCE_SCALE = 1e-9  # factor by which transformers scales the covariance
 
 
 class TableWithAddedRows:
-    """Lazily read table with added rows, which are drawn as in ``resize_token_embeddings``.
+    """Embedding table or output bias with added rows, drawn as in ``resize_token_embeddings``.
 
-    The added rows are drawn from a normal distribution with the mean of the existing rows and 1e-9
-    times their covariance. If the covariance is not positive definite, or if the table is a bias, every
-    added row is equal to the mean.
+    The table is read lazily. The added rows are drawn from a normal distribution with the mean of
+    the existing rows and 1e-9 times their covariance. If the covariance is not positive definite,
+    or if the table is a bias, every added row is equal to the mean.
 
     Args:
         source: Existing table, ``[tokens, size]``, or bias, ``[tokens]``.
@@ -38,7 +38,10 @@ class TableWithAddedRows:
 
     @property
     def dtype(self) -> Any:
-        """Dtype of the existing table, in the notation of its file. None if the table has no dtype."""
+        """Dtype of the rows from the checkpoint, as written in the file, such as ``BF16``.
+
+        None if the source tensor has no ``dtype`` attribute, or if this attribute is None.
+        """
         return getattr(self._source, "dtype", None)
 
     def read(self, index: Index | None = None) -> NDArray[Any]:
@@ -63,9 +66,10 @@ class TableWithAddedRows:
 
     @cached_property
     def _added_rows(self) -> NDArray[np.float32]:
-        """Values of the added rows, fp32 ``[added rows, size]``.
+        """Values of the rows that are added to the existing table, fp32 ``[added rows, size]``.
 
-        The first access reads the complete existing table to compute its statistics. The result is cached.
+        The first access reads the complete existing table to compute its statistics. The result is
+        cached.
         """
         num_source_rows, total, square_sum = self._num_source_rows, None, None
         for start in range(0, num_source_rows, _ROWS_PER_READ):

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from portable.config.sections import ModelConfig
 
 ROUTER_LOSS_FUNCTION = "load_balancing_loss_func"
-"""The function in a model's module that computes its router loss from the logits of every layer's gate."""
+"""Name of the function in a model's module that computes the router loss from the gate logits of all
+layers."""
 
 
 class OutputWithAuxiliaryLoss(NamedTuple):
@@ -41,12 +42,15 @@ class OutputWithAuxiliaryLoss(NamedTuple):
 class AuxiliaryLosses:
     """Auxiliary losses that a model's ``forward(labels=...)`` adds to its cross-entropy.
 
-    The labels are passed to the model, but its cross-entropy is replaced by 0. The returned loss is
-    then the sum of the auxiliary losses.
+    :meth:`run_forward` passes labels to the model, and replaces the cross-entropy of the model by
+    0. The loss that the model returns is then the sum of its auxiliary losses.
 
     Args:
-        model: A transformers model, not wrapped. Its ``loss_function`` is replaced by a function that
-            returns 0 during :meth:`run_forward` and otherwise calls the original function.
+        model: A transformers model, not wrapped. If its ``forward`` takes labels and calls
+            ``loss_function``, this object permanently replaces the attribute ``loss_function`` of
+            the model. The replacement returns 0 during :meth:`run_forward`, and otherwise calls the
+            original function. If a model with a router loss computes its loss inline,
+            :class:`_LabelLossReplacement` is used instead.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -54,7 +58,7 @@ class AuxiliaryLosses:
         config: Any = model.config
         forward = inspect.signature(model.forward).parameters
         names = inspect.unwrap(type(model).forward).__code__.co_names
-        # Nearly all models with auxiliary losses call `self.loss_function`. A few compute it inline.
+        # Nearly all models with auxiliary losses call `self.loss_function`. A few compute the loss inline.
         self._calls_loss_function = "loss_function" in names
         self._has_router_loss = has_router_loss(config)
         self._router_arguments: dict[str, Any] = {}
@@ -76,11 +80,13 @@ class AuxiliaryLosses:
         Args:
             forward: The model, or its forward method.
             inputs: Arguments of ``forward``.
-            labels: Labels of the batch. Their values have no effect.
+            labels: Labels of the batch. Models add their auxiliary losses to the cross-entropy only
+                if they receive labels. The values of the labels have no effect, because the
+                cross-entropy is replaced by 0.
 
         Returns:
-            The model's output, and the sum of the auxiliary losses as an fp32 scalar. The sum is None if
-            there are no auxiliary losses.
+            The model's output, and the sum of the auxiliary losses as an fp32 scalar. The sum is
+            None if there are no auxiliary losses.
         """
         if not self._may_have_losses:
             return OutputWithAuxiliaryLoss(forward(**inputs), None)
@@ -93,7 +99,8 @@ class AuxiliaryLosses:
         finally:
             self._replacement_loss = None
         loss: Tensor | None = output.loss
-        # Return None if the model adds nothing to the 0, because adding 0 would take time in each step.
+        # Return None if the model has not added a loss to the 0, because adding 0 would take time in each
+        # step.
         if loss is None or (loss is zero and torch_internals.get_tensor_version(loss) == 0):
             return OutputWithAuxiliaryLoss(output, None)
         return OutputWithAuxiliaryLoss(output, loss.float())
@@ -112,9 +119,12 @@ class AuxiliaryLosses:
     def _exclude_padding_from_router_loss(self, inputs: Mapping[str, Tensor]) -> AbstractContextManager[Any]:
         """Return a context in which the router loss ignores the padding of packed documents.
 
-        Packed samples have no attention mask, so transformers would include their padding in the loss. The
-        context does nothing if ``inputs`` has no ``document_lengths``, or if the model has no router loss
-        function that accepts an attention mask.
+        Packed samples have no attention mask, so transformers would include their padding in the
+        loss. In the context, the function :data:`ROUTER_LOSS_FUNCTION` in the model's module is
+        replaced by a wrapper. The wrapper passes an attention mask computed from ``position_ids``.
+
+        The context does nothing if ``inputs`` has no ``document_lengths``, or if the model has no
+        router loss function that accepts an attention mask.
         """
         if not self._has_router_loss or "document_lengths" not in inputs:
             return nullcontext()
@@ -125,8 +135,8 @@ class AuxiliaryLosses:
         signature = inspect.signature(compute_loss)
         if "attention_mask" not in signature.parameters:
             return nullcontext()
-        # Padding has position 0. The first token of a document does as well, but the next token has position
-        # 1.
+        # Padding tokens have position 0. The first token of a document also has position 0, but the next
+        # token has position 1.
         is_later = inputs["position_ids"] > 0
         is_token = (is_later | functional.pad(is_later[:, 1:], (0, 1))).long()
 
@@ -144,7 +154,10 @@ _LABEL_LOSSES = (functional.cross_entropy, functional.mse_loss, functional.binar
 
 
 class _LabelLossReplacement(TorchFunctionMode):
-    """Torch function mode that replaces cross-entropy and other losses on labels with a constant.
+    """Torch function mode in which the functions in :data:`_LABEL_LOSSES` return a constant.
+
+    The mode is used for models that compute their cross-entropy inline instead of calling
+    ``loss_function``.
 
     Args:
         value: Constant that replaces the losses.
@@ -171,10 +184,11 @@ def has_router_loss(config: PretrainedConfig) -> bool:
 
 
 def enables_router_loss_by_default(config: PretrainedConfig, settings: ModelConfig) -> bool:
-    """Return whether to enable the router loss even if the model config does not, as in TRL.
+    """Return whether the router loss is enabled by default, even if the pretrained config disables it.
 
-    This is the case for a pretrained causal mixture of experts whose ``router_aux_loss_coef`` is not 0,
-    unless the user sets ``output_router_logits``.
+    As in TRL, this default applies to a pretrained causal mixture of experts whose
+    ``router_aux_loss_coef`` is not 0. If the user sets ``output_router_logits``, the result is
+    False, because the user's value applies.
 
     Args:
         config: Transformers config of the model.
@@ -189,9 +203,9 @@ def enables_router_loss_by_default(config: PretrainedConfig, settings: ModelConf
 def needs_last_token_as_input(config: PretrainedConfig, settings: ModelConfig) -> bool:
     """Return whether the last token of a document must be a model input instead of only a label.
 
-    Usually it is only a label, because no token follows it. However, the router loss of a mixture of
-    experts is a mean over all tokens of a document, and rotary embeddings may depend on the document
-    length. Such models receive all tokens, so that their loss is the same as in transformers.
+    Usually, the last token is only a label, because no token follows it. However, the router loss of a
+    mixture of experts is a mean over all tokens of a document, and rotary embeddings may depend on the
+    document length. Such models receive all tokens, so that their loss is the same as in transformers.
 
     Args:
         config: Transformers config of the model.

@@ -79,15 +79,17 @@ def _build_config_from_settings(settings: ModelConfig) -> PretrainedConfig:
         suggestion = format_name_suggestion(model_type, transformers_internals.list_model_types())
         raise UserError(
             "model.config.model_type: transformers has no model type "
-            f"{model_type!r}{suggestion or '; change model.config.model_type'}; for a custom type, set "
-            "model.function to a function of the module that registers it"
+            f"{model_type!r}{suggestion or '; change model.config.model_type'}; for a custom "
+            "model type, set model.function to a function in the module that registers the type"
         ) from error
     except Exception as error:  # some config classes have invalid defaults
         raise UserError(
-            f"model.config: {model_type}: {to_one_line(error)}; choose another model type"
+            f"model.config.model_type: the default config of {model_type} is invalid ({to_one_line(error)}); "
+            "choose another model type"
         ) from error
     _check_config_keys(defaults, values)
     check_config_values("model.config", values)
+    _check_rope_is_mapping(values)
     try:
         config = AutoConfig.for_model(model_type, **values)
         _check_rope_has_effect(config, values)
@@ -96,9 +98,11 @@ def _build_config_from_settings(settings: ModelConfig) -> PretrainedConfig:
         raise
     except ZeroDivisionError as error:
         zeros = (key for key, value in values.items() if value == 0)
-        zero = next(
-            (key for key in zeros if _fixes_zero_division(key, model_type, values)), "one of its numbers"
-        )
+        zero = next((key for key in zeros if _fixes_zero_division(key, model_type, values)), None)
+        if zero is None:
+            raise UserError(
+                "model.config: a setting is 0, but is used as a divisor; set all sizes to positive numbers"
+            ) from error
         raise UserError(
             f"model.config: {zero} is 0, but is used as a divisor; set {zero} to a positive number"
         ) from error
@@ -117,7 +121,8 @@ def _load_pretrained_config(settings: ModelConfig, name_or_path: str) -> Pretrai
     On several ranks, only one process per node downloads the files.
 
     Raises:
-        UserError: If the model cannot be found or downloaded, or if its config is invalid.
+        UserError: If the model cannot be found or downloaded, if its config is invalid, or if
+            an override cannot be applied (see :func:`_apply_config_changes`).
     """
     from transformers import AutoConfig, PretrainedConfig
 
@@ -153,16 +158,19 @@ def _load_pretrained_config(settings: ModelConfig, name_or_path: str) -> Pretrai
         raise UserError(f"model.name_or_path: {describe_download_error(name_or_path, error)}") from error
     except Exception as error:  # inconsistent sizes raise other exception types
         raise UserError(
-            f"model.name_or_path: {name_or_path}: {_extract_reason(error)}; correct or restore its "
-            "config.json"
+            f"model.name_or_path: {name_or_path}: {_extract_reason(error)}; correct or restore config.json"
         ) from error
     return _apply_config_changes(config, settings)
 
 
 def load_model_config(settings: ModelConfig) -> PretrainedConfig:
-    """Build or load the transformers config that ``model.config`` or ``model.name_or_path`` describes.
+    """Build or load the transformers config of a model.
 
-    If ``model.function`` is set, its module is imported first, because it may register a model type.
+    If ``model.name_or_path`` is None, the config is built from ``model.config``. Otherwise, it is
+    loaded, and ``model.config`` contains overrides.
+
+    If ``model.function`` is set, its module is imported first, because it may register a model
+    type.
 
     Args:
         settings: The ``model`` section of the config.
@@ -171,9 +179,13 @@ def load_model_config(settings: ModelConfig) -> PretrainedConfig:
         The config without its ``quantization_config``.
 
     Raises:
-        UserError: If ``model_type`` or another key is unknown, if ``model.name_or_path`` is neither a
-            local folder nor a model on the Hub, if the config is invalid, or if the model does not
-            support the task.
+        UserError: If ``model.function`` cannot be loaded, if ``model_type`` or another key is
+            unknown, if ``model.name_or_path`` is neither a local folder nor a model on the
+            Hub, if the config is invalid, if a setting in ``model.config`` has no effect, if the
+            task is ``seq2seq-lm`` but the model is not an encoder-decoder model, or if the rotary
+            embeddings do not fit the task (see
+            :func:`portable.model.dynamic_rope.check_length_dependent_rope`). Other tasks are
+            checked when the model is built.
     """
     if settings.function is not None:  # importing it may register a model type
         plugins.load_plugin("model.function", settings.function)
@@ -188,8 +200,8 @@ def load_model_config(settings: ModelConfig) -> PretrainedConfig:
         raise UserError(f"{settings.setting_key}: {to_one_line(error)}; choose another model") from error
     if isinstance(text, dict):  # the config class does not support the key text_config of config.json
         raise UserError(
-            f"{settings.setting_key}: config.json has a text_config, but a {config.model_type} model has "
-            "no text model inside; remove the key text_config"
+            f"{settings.setting_key}: config.json has the key text_config, but models of type "
+            f"{config.model_type} have no separate text config; remove the key from config.json"
         )
     if settings.task == "seq2seq-lm" and not getattr(config, "is_encoder_decoder", False):
         raise UserError(
@@ -204,6 +216,11 @@ def load_model_config(settings: ModelConfig) -> PretrainedConfig:
 def _apply_config_changes(config: PretrainedConfig, settings: ModelConfig) -> PretrainedConfig:
     """Return a copy of a pretrained model's config with the overrides in ``model.config``.
 
+    A nested dict in ``model.config`` is merged into the dict of the same name in ``config``, so
+    the other keys of this dict keep their values. Only one level of dicts is merged. A top-level
+    ``rope_theta`` or ``partial_rotary_factor`` is merged into ``rope_parameters``, unless each
+    layer type has separate parameters.
+
     Returns ``config`` itself if ``model.config`` is empty.
 
     Args:
@@ -211,25 +228,17 @@ def _apply_config_changes(config: PretrainedConfig, settings: ModelConfig) -> Pr
         settings: The ``model`` section of the config.
 
     Raises:
-        UserError: If the config does not have an overridden key, if a value is invalid or has no
-            effect, or if the run loads the weights and an override affects their shapes or ties.
+        UserError: If an override has an unknown key or an invalid value, or has no effect. If the
+            run loads pretrained weights, the model is built with both configs. The error is then
+            also raised if one of the models cannot be built, or if the overrides change the shapes
+            of the weights or change which weights are tied.
     """
     if not settings.config:
         return config
     _check_config_keys(config, settings.config)
     check_config_values("model.config", settings.config)
-    values = config.to_dict()
-    changes = dict(settings.config)
-    if isinstance(rope := values.get("rope_parameters"), dict) and not _list_rope_per_layer_type(rope):
-        rope_changes = {key: changes.pop(key) for key in _ROPE_KEYS if key in changes}
-        changes |= (
-            {"rope_parameters": {**rope_changes, **changes.get("rope_parameters", {})}}
-            if rope_changes
-            else {}
-        )
-    for key, value in changes.items():
-        nested = values.get(key)
-        values[key] = {**nested, **value} if isinstance(nested, dict) and isinstance(value, dict) else value
+    _check_rope_is_mapping(settings.config)
+    values = _merge_config_values(config, config.to_dict(), settings.config)
     try:
         changed_config = type(config).from_dict(values)
         _check_rope_has_effect(changed_config, settings.config)
@@ -244,11 +253,72 @@ def _apply_config_changes(config: PretrainedConfig, settings: ModelConfig) -> Pr
             after
         ):
             raise UserError(
-                f"model.config: {', '.join(settings.config)}: changes the shapes or ties of the weights "
-                f"of {settings.name_or_path}; remove the keys from model.config, or set model.init to "
-                "scratch"
+                f"model.config: {', '.join(settings.config)} would change the shapes or the tying of the "
+                f"weights of {settings.name_or_path}; remove the keys from model.config, or set model.init "
+                "to scratch"
             )
     return changed_config
+
+
+def _merge_config_values(
+    config: Any, values: Mapping[str, Any], changes: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Merge overrides into the values of a config, and into its nested configs and other dicts.
+
+    An override may have another name of a setting, such as ``num_experts`` for ``num_local_experts``.
+    It is renamed, because transformers would reset related settings or ignore the override:
+
+    - Names in the ``attribute_map`` of the config class.
+    - ``rope_scaling`` and :data:`_ROPE_KEYS`, which are merged into ``rope_parameters``. If the
+      mapping is null or empty, the scaling is removed. These names do not change if each layer type
+      has separate RoPE parameters.
+
+    ``num_labels`` replaces class names of another number.
+
+    Args:
+        config: The config or nested config. Any other object for the values of another dict.
+        values: Keys and values of the config.
+        changes: Keys and values of the overrides.
+
+    Raises:
+        UserError: If ``rope_scaling`` is set, but each layer type has separate RoPE parameters.
+            Config classes apply it to different layer types, or reset other parameters.
+    """
+    names = getattr(config, "attribute_map", {})
+    changes = {names.get(key, key): value for key, value in changes.items()}
+    rope = values.get("rope_parameters")
+    if "rope_scaling" in changes and isinstance(rope, dict) and _list_rope_per_layer_type(rope):
+        raise UserError(
+            f"model.config: rope_scaling is set, but the layer types of {type(config).__name__} have "
+            f"separate RoPE parameters; set rope_parameters for {' and '.join(rope)} instead"
+        )
+    if isinstance(rope, dict) and not _list_rope_per_layer_type(rope):
+        former = {key: changes[key] for key in _ROPE_KEYS if key in changes}
+        changes = {key: value for key, value in changes.items() if key not in former or key in values}
+        if parts := [changes.pop(key) for key in ("rope_scaling", "rope_parameters") if key in changes]:
+            former |= {key: value for part in parts if part for key, value in part.items()} or {
+                "rope_type": "default"
+            }
+        if former:
+            changes["rope_parameters"] = former
+    merged = dict(values)
+    if changes.get("num_labels", len(class_names := values.get("id2label") or ())) != len(class_names):
+        merged |= {"id2label": None, "label2id": None}
+    for key, change in changes.items():
+        value = values.get(key)
+        if isinstance(value, dict) and isinstance(change, dict):
+            if "rope_type" in value:
+                value = {name: part for name, part in value.items() if name != "type"}
+                change = _rename_rope_type(change)
+            nested_config = getattr(config, "__dict__", {}).get(key)
+            change = _merge_config_values(nested_config, value, change)
+        merged[key] = change
+    return merged
+
+
+def _rename_rope_type(rope: Mapping[str, Any]) -> dict[str, Any]:
+    """Rename the key ``type`` of RoPE parameters to ``rope_type``, which transformers prefers."""
+    return {"rope_type" if key == "type" else key: value for key, value in rope.items()}
 
 
 def _get_state_shapes(model: PreTrainedModel) -> dict[str, torch.Size]:
@@ -256,7 +326,10 @@ def _get_state_shapes(model: PreTrainedModel) -> dict[str, torch.Size]:
 
 
 def _fixes_zero_division(key: str, model_type: str, values: Mapping[str, Any]) -> bool:
-    """Return whether setting ``key`` to 1 avoids a division by zero when a config is built.
+    """Return whether changing ``key`` from 0 to 1 avoids a division by zero in a config class.
+
+    The result is also True if the config with the changed value cannot be built because of another
+    error, such as inconsistent sizes.
 
     Args:
         key: Key of ``values`` whose value is 0.
@@ -284,7 +357,8 @@ _IGNORED_PUBLISHED_KEYS = {
 
 
 _ROPE_KEYS = ("rope_theta", "partial_rotary_factor")
-"""Keys in published config.json files that transformers 5 stores inside ``rope_parameters``."""
+"""RoPE keys at the top level of published config.json files, which transformers 5 stores inside
+``rope_parameters``."""
 
 
 def _list_rope_per_layer_type(rope: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -299,35 +373,75 @@ def _list_rope_per_layer_type(rope: Mapping[str, Any]) -> list[Mapping[str, Any]
     return [value for value in rope.values() if isinstance(value, dict)]
 
 
-def _check_rope_has_effect(config: PretrainedConfig, values: Mapping[str, Any]) -> None:
-    """Check that the top-level rope settings of ``model.config`` have an effect.
+def _check_rope_is_mapping(values: Mapping[str, Any], setting_key: str = "model.config") -> None:
+    """Check the types of ``rope_parameters`` and ``rope_scaling``, also in nested configs.
+
+    Args:
+        values: Keys and values of ``model.config``, or of a nested config.
+        setting_key: Key of ``values`` in the run config.
+
+    Raises:
+        UserError: If a value is neither a mapping nor None.
+    """
+    for key, value in values.items():
+        if key in ("rope_parameters", "rope_scaling") and not isinstance(value, dict | None):
+            raise UserError(
+                f"{setting_key}.{key}: is {to_one_line(str(value))[:100]}, which is not a mapping; use a "
+                "mapping with rope_type"
+            )
+        if isinstance(value, dict):
+            _check_rope_is_mapping(value, f"{setting_key}.{key}")
+
+
+def _check_rope_has_effect(
+    config: PretrainedConfig, values: Mapping[str, Any], setting_key: str = "model.config"
+) -> None:
+    """Check that the RoPE settings outside of ``rope_parameters`` have an effect.
+
+    The settings of nested configs, such as ``text_config``, are also checked.
+
+    The settings are ``rope_theta`` and ``partial_rotary_factor``. They have an effect if the config
+    class copies their values into ``rope_parameters``. Configs without ``rope_parameters`` are not
+    checked.
 
     Args:
         config: The config that was built from the settings.
-        values: The settings of ``model.config``.
+        values: The settings of ``model.config``, or of a nested config.
+        setting_key: Key of ``values`` in the run config.
 
     Raises:
-        UserError: If a setting has no effect, because the config class reads it only from
-            ``rope_parameters``.
+        UserError: If ``values`` contains one of the two settings, but ``rope_parameters`` does not
+            contain its value.
     """
+    from transformers import PretrainedConfig
+
+    for key, nested_values in values.items():
+        if isinstance(nested_values, dict) and isinstance(
+            nested_config := getattr(config, key, None), PretrainedConfig
+        ):
+            _check_rope_has_effect(nested_config, nested_values, f"{setting_key}.{key}")
     rope = getattr(config, "rope_parameters", None) or {}
     scopes = (rope, *_list_rope_per_layer_type(rope))
     for key in _ROPE_KEYS:
         if key in values and rope and not any(scope.get(key) == values[key] for scope in scopes):
             raise UserError(
-                f"model.config.{key}: has no effect on {type(config).__name__}; set {key} in "
-                "model.config.rope_parameters"
+                f"{setting_key}.{key}: has no effect on {type(config).__name__}; set {key} in "
+                f"{setting_key}.rope_parameters"
             )
 
 
 def _check_config_keys(config: PretrainedConfig, values: Mapping[str, Any]) -> None:
-    """Raise UserError if neither the config class nor the modeling code uses a key of ``model.config``.
+    """Check that the config class or the model code uses each key of ``model.config``.
 
-    Keys without an effect that are common in published config files are accepted.
+    Only the keys at the top level are checked. Generation settings and some keys without an effect
+    are accepted, because they are common in published config files.
 
     Args:
         config: Config of the model type. Its attributes are the known keys.
         values: Keys and values of ``model.config``.
+
+    Raises:
+        UserError: If a key is neither used nor accepted.
     """
     for key in values:
         # transformers stores unknown keywords silently, so a misspelled key would have no effect.
@@ -344,7 +458,11 @@ def _check_config_keys(config: PretrainedConfig, values: Mapping[str, Any]) -> N
 
 
 def _has_config_attribute(config: PretrainedConfig, key: str) -> bool:
-    """Return whether a config has a key, which may have one value per layer type."""
+    """Return whether a config has the attribute ``key``.
+
+    An attribute with one value per layer type also counts. It is recognized by the error that
+    transformers raises when such an attribute is read as a single value.
+    """
     try:
         return hasattr(config, key)
     except Exception:  # reading a per-layer setting as one value raises
@@ -400,20 +518,24 @@ _BUILT_IN_ATTENTION = ("sdpa", "eager")
 def build_model_on_meta(config: PretrainedConfig, settings: ModelConfig) -> PreTrainedModel:
     """Build the model on the meta device, and check it with a trial forward pass.
 
-    The parameters are fp32 on the meta device, but the buffers have values. Weights are tied as the
-    config requires, and ``model.function`` is applied. Architectures without an ``sdpa`` implementation
-    use ``eager``, unless the user explicitly sets ``model.attention: sdpa``.
+    The trial forward pass is skipped if ``model.attention`` is neither ``sdpa`` nor ``eager``.
+    The parameters are fp32 on the meta device, but the buffers have values. Weights are tied
+    as the config requires, and ``model.function`` is applied. The KV cache is disabled, and a hook
+    adds token types to the inputs if the model requires them in training. If the user has not set
+    ``model.attention``, architectures without an ``sdpa`` implementation use ``eager``.
 
     Args:
-        config: Transformers config of the model.
+        config: Transformers config of the model. If ``model.function`` changes the config of
+            the model, the changes are also applied to ``config``.
         settings: The ``model`` section of the config.
 
     Returns:
         The model.
 
     Raises:
-        UserError: If the model cannot be built, for example because of inconsistent sizes, if it does
-            not run on text, or if the attention or experts implementation is not available.
+        UserError: If the model cannot be built, for example because of inconsistent sizes, if
+            it does not run on text, if the attention implementation is not available or its
+            code may not run, or if ``model.experts`` is set but the experts are not stacked.
     """
     key, text = settings.setting_key, config.get_text_config()
     if "/" in settings.attention:  # a name with a slash loads code from the Hub
@@ -429,14 +551,17 @@ def build_model_on_meta(config: PretrainedConfig, settings: ModelConfig) -> PreT
             "attention|kernel|attn", str(error), re.IGNORECASE
         ):
             raise UserError(
-                f"model.attention: {settings.attention}: {to_one_line(error)}; use sdpa"
+                f"model.attention: {settings.attention} is not available ({to_one_line(error)}); set "
+                "model.attention to sdpa"
             ) from error
         lacks_sdpa = settings.attention == "sdpa" and "scaled_dot_product_attention" in str(error)
         if not lacks_sdpa:
             raise UserError(_explain_build_error(config, key, error)) from error
         if "attention" in settings.model_fields_set:
             architecture = str(error).split()[0]
-            raise UserError(f"model.attention: {architecture} has no sdpa kernel; use eager") from error
+            raise UserError(
+                f"model.attention: {architecture} does not support sdpa; set model.attention to eager"
+            ) from error
         try:
             model = _build_unchecked_model(config, settings, "eager")
         except Exception as fallback_error:
@@ -446,7 +571,7 @@ def build_model_on_meta(config: PretrainedConfig, settings: ModelConfig) -> PreT
         stacked = any(parameter.dim() == 3 for parameter in model.parameters())
         require(
             stacked,
-            f"model.experts: {type(model).__name__} does not store its experts in one tensor; remove "
+            f"model.experts: {type(model).__name__} does not store its experts in stacked tensors; remove "
             "model.experts",
         )
         model.set_experts_implementation(settings.experts)
@@ -457,10 +582,15 @@ def build_model_on_meta(config: PretrainedConfig, settings: ModelConfig) -> PreT
 
 
 def build_and_freeze_model(config: PretrainedConfig, run: RunConfig) -> PreTrainedModel:
-    """Build the model of a run on the meta device, and freeze the parameters that the run does not train.
+    """Build the model of a run on the meta device, and freeze the untrained parameters.
 
-    Parameters that the loss does not depend on are recorded and frozen as well; see
-    :mod:`portable.model.unused_parameters`.
+    Parameters that the loss does not depend on are recorded; see
+    :mod:`portable.model.unused_parameters`. They are frozen as well, unless ``train.trainable``
+    matches them or ``memory.offload_params`` is ``nvme``.
+
+    Trained parameters are fp32, or bf16 if ``train.master_dtype`` is ``bf16``. Frozen parameters
+    have the compute dtype if pretrained weights are loaded and ``config`` has this dtype. In all
+    other cases, frozen parameters are fp32.
 
     Args:
         config: Transformers config of the model.
@@ -470,9 +600,9 @@ def build_and_freeze_model(config: PretrainedConfig, run: RunConfig) -> PreTrain
         The model on the meta device.
 
     Raises:
-        UserError: If the model cannot be built; see :func:`build_model_on_meta`. If a pattern of
-            ``train.trainable`` or ``train.frozen`` matches no parameter, or if no parameter is trained. If
-            the attention kernel would ignore the dropout of the model.
+        UserError: If the model cannot be built (see :func:`build_model_on_meta`), if a pattern
+            of ``train.trainable`` or ``train.frozen`` is invalid or matches no parameter, if no
+            parameter is trained, or if the attention kernel would ignore the model's dropout.
     """
     model = build_model_on_meta(config, run.model)
     _check_attention_dropout(config, run)
@@ -483,8 +613,8 @@ def build_and_freeze_model(config: PretrainedConfig, run: RunConfig) -> PreTrain
     unreached = find_unreached_names(model, seq_len=run.data.max_sequence_length, whole_output=whole_output)
     record_unreached_names(model, unreached)
     if run.memory.offload_params == "nvme":
-        # DeepSpeed does not save frozen parameters that are offloaded to nvme. Parameters without a gradient
-        # keep their values even if they are not frozen.
+        # DeepSpeed does not save frozen parameters that are offloaded to nvme. Unreached parameters have no
+        # gradient, so they keep their values even if they are not frozen.
         unreached = frozenset()
     if run.train.has_frozen_patterns or unreached:
         freeze_untrained_parameters(
@@ -500,14 +630,17 @@ _ATTENTION_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropo
 
 
 def _check_attention_dropout(config: PretrainedConfig, run: RunConfig) -> None:
-    """Check that the attention kernel supports the dropout of the model. transformers ignores it otherwise.
+    """Check that the attention kernel supports the dropout of the model.
+
+    transformers silently ignores the dropout if the kernel does not support it.
 
     Args:
         config: Transformers config of the model.
         run: The config of the run.
 
     Raises:
-        UserError: If the model has attention dropout, but FlashAttention 3 or 4 computes the attention.
+        UserError: If the model has attention dropout, but FlashAttention 3 or 4 computes the
+            attention. Not raised if ``train.dropout`` is false.
     """
     attention = run.model.attention
     if run.train.dropout is False or _KERNELS_WITHOUT_DROPOUT.search(attention) is None:
@@ -516,15 +649,18 @@ def _check_attention_dropout(config: PretrainedConfig, run: RunConfig) -> None:
     for name in _ATTENTION_DROPOUTS:
         if getattr(text, name, 0.0):
             raise UserError(
-                f"model.attention: {attention} has no dropout, but {name} of the model is "
-                f"{getattr(text, name)}; set train.dropout to false, or use sdpa"
+                f"model.attention: {attention} does not support dropout, but {name} of the model is "
+                f"{getattr(text, name)}; set train.dropout to false, or set model.attention to sdpa"
             )
 
 
 def _prepare_for_training(model: PreTrainedModel) -> None:
-    """Change a model in place so that it can be trained without a KV cache and without host syncs.
+    """Disable the KV cache and the padding warning of a model in place.
 
-    If the model requires token types in training, a hook that adds them to the inputs is installed.
+    ``use_cache`` is set to False in the config of the model and of each transformers model inside
+    it. The method ``warn_if_padding_and_no_attention_mask`` is replaced with a function that does
+    nothing, because the check for padding causes a host sync. If the model requires token types in
+    training, the forward pre-hook :func:`_add_token_types` is registered.
     """
     from transformers import PreTrainedModel
 
@@ -540,7 +676,8 @@ def _prepare_for_training(model: PreTrainedModel) -> None:
 
 
 _TOKEN_TYPES = "mm_token_type_ids"
-"""Model argument that is 0 for text tokens and not 0 for image tokens. Molmo 2 requires it for training."""
+"""Name of the model argument with the type of each token: 0 for text, other values for images. Molmo 2
+requires it for training."""
 
 
 def _requires_token_types(model: PreTrainedModel) -> bool:
@@ -579,10 +716,19 @@ def _skip_warning(*_: Any) -> None:
 def _select_model_class(config: PretrainedConfig, settings: ModelConfig) -> Any:
     """Select the model class to build for ``config``.
 
-    This is usually the Auto class of the task. Pretrained ``causal-lm`` models have two exceptions. If
-    the checkpoint is multimodal, it is trained as the multimodal class in its ``architectures``. If the
-    Auto class does not support the model type, the result is the multimodal class of the model type.
-    Without such a class, the result is the class in ``architectures``, provided that it generates text.
+    This is usually the Auto class of the task. For a pretrained ``causal-lm`` model, another class
+    is selected in three cases:
+
+    - The model is loaded with its own code (``model.trust_remote_code``), and this code has a class
+      for a multimodal Auto class, but not for the Auto class of the task. The multimodal Auto class
+      is selected.
+    - The checkpoint is multimodal: its ``architectures`` contain the multimodal class of the model
+      type. This multimodal class is selected.
+    - The Auto class does not support the model type. The multimodal class of the model type is
+      selected. If there is none, the class in ``architectures`` is selected, provided that it
+      generates text.
+
+    The second and the third case do not apply to encoder-decoder models.
 
     Args:
         config: Transformers config of the model.
@@ -592,7 +738,9 @@ def _select_model_class(config: PretrainedConfig, settings: ModelConfig) -> Any:
         A transformers model class, or an Auto class.
 
     Raises:
-        UserError: If transformers has no class for this model type and task.
+        UserError: If transformers has no class for this model type and task. Also raised for
+            ``causal-lm`` if the Auto class does not support the model type, and the class in
+            ``architectures`` does not generate text.
     """
     import transformers
 
@@ -639,7 +787,9 @@ def _check_architecture_generates_text(config: PretrainedConfig, settings: Model
     ):
         return
     if not architecture.can_generate():
-        raise UserError(f"{settings.setting_key}: {name} does not generate text; choose another model")
+        raise UserError(
+            f"{settings.setting_key}: {name} does not generate text; choose a model that generates text"
+        )
 
 
 def _find_architecture_class(config: PretrainedConfig) -> Any:
@@ -670,7 +820,8 @@ def select_pretrained_class(name: str) -> Any:
         A transformers model class, or an Auto class.
 
     Raises:
-        UserError: If the config cannot be loaded, or if transformers has no class for it.
+        UserError: If the config cannot be loaded, if transformers has no class for it, or if
+            the class in ``architectures`` does not generate text.
     """
     from transformers import AutoConfig
 
@@ -716,7 +867,8 @@ def _explain_missing_class(config: PretrainedConfig, settings: ModelConfig) -> s
         remedy = f"set model.task to {' or '.join(tasks)}"
     elif settings.name_or_path is None and text is not config:
         remedy = (
-            f"set model.config.model_type to {text.model_type}, or set model.name_or_path to a checkpoint"
+            f"set model.config.model_type to {text.model_type}, or set model.name_or_path to a pretrained "
+            "model"
         )
     else:
         remedy = "choose another model"
@@ -730,11 +882,14 @@ def _build_unchecked_model(
 ) -> PreTrainedModel:
     """Build the model of the selected class on the meta device, and apply ``model.function``.
 
-    Weights are not tied yet, and no trial forward pass is run.
+    Weights are not tied yet, and no trial forward pass is run. Exceptions of transformers propagate
+    unchanged.
 
     Args:
-        config: Transformers config. The model receives a copy. If ``model.function`` changes the copy,
-            its changes are also applied to ``config``.
+        config: Transformers config. The model receives a copy. In the copy, the router loss may be
+            enabled (see :func:`enables_router_loss_by_default`), and a default padding id outside
+            of the vocabulary is removed. If ``model.function`` changes the copy, its changes are
+            also applied to ``config``.
         settings: The ``model`` section of the config.
         attention: Attention implementation, which may differ from ``model.attention``.
     """
@@ -742,7 +897,7 @@ def _build_unchecked_model(
     saved_config, config = config, copy.deepcopy(config)
     text = config.get_text_config()
     if settings.name_or_path is not None and enables_router_loss_by_default(config, settings):
-        text.output_router_logits = True  # not in the config that is saved
+        text.output_router_logits = True  # only in this copy, not in the saved config
     vocabulary, padding = getattr(text, "vocab_size", None), getattr(text, "pad_token_id", None)
     sets_padding = settings.name_or_path is not None or "pad_token_id" in (settings.config or {})
     if (
@@ -751,7 +906,7 @@ def _build_unchecked_model(
         and isinstance(padding, int)
         and padding >= vocabulary
     ):
-        text.pad_token_id = None  # the default id of a larger vocabulary; the tokenizer sets another
+        text.pad_token_id = None  # this default id exceeds the vocabulary; the tokenizer sets another
     with create_parameters_on_meta() as recording:
         if hasattr(model_class, "from_config"):  # an Auto class
             model: PreTrainedModel = model_class.from_config(
@@ -778,15 +933,15 @@ def apply_model_function(
     Args:
         model: Model whose modules the function may change.
         import_path: Value of ``model.function``.
-        saved_config: Config that is saved with the weights. The function's changes to the model config
-            are copied into it.
+        saved_config: Config that is saved with the weights. The function's changes to the model
+            config are copied into it. None to copy no changes.
 
     Returns:
         The model that the function returns, or ``model`` if it returns None.
 
     Raises:
-        UserError: If the function fails, does not return a transformers model, or adds a scalar
-            parameter.
+        UserError: If the function cannot be loaded or fails, if it returns neither a
+            transformers model nor None, or if it adds a scalar parameter.
     """
     from transformers import PreTrainedModel
 
@@ -807,25 +962,49 @@ def apply_model_function(
         "vector with one element, for example torch.ones(1)",
     )
     if saved_config is not None:
-        for key, value in result.config.to_dict().items():
-            if value != before.get(key):
-                setattr(saved_config, key, value)
+        _copy_config_changes(result.config, before, saved_config)
     return result
 
 
+def _copy_config_changes(
+    config: PretrainedConfig, before: Mapping[str, Any], saved_config: PretrainedConfig
+) -> None:
+    """Copy the changes of a config, and of its nested configs, into another config.
+
+    Args:
+        config: The changed config.
+        before: Keys and values of ``config`` before the changes.
+        saved_config: Config to modify in place.
+    """
+    from transformers import PretrainedConfig
+
+    for key, value in config.to_dict().items():
+        if value == before.get(key):
+            continue
+        # The attribute may be a nested config or a dtype, which to_dict() converts.
+        attribute, saved_attribute = vars(config).get(key, value), vars(saved_config).get(key)
+        if isinstance(attribute, PretrainedConfig) and type(attribute) is type(saved_attribute):
+            _copy_config_changes(attribute, before.get(key) or {}, saved_attribute)
+        else:
+            setattr(saved_config, key, copy.deepcopy(attribute))
+
+
 _PIP_ADVICE = re.compile(r"`pip install ([\w.\[\]-]+)`")
-"""Pattern that finds the packages that an error message of transformers advises to install."""
+"""Pattern of the ``pip install`` commands in transformers' error messages. Its group captures the package."""
 
 
 def _explain_build_error(config: PretrainedConfig, key: str, error: Exception) -> str:
-    """Build the user-facing error message for an exception that was raised while the model was built.
+    """Build the user-facing error message for an exception during the construction of a model.
 
-    The message of a UserError is returned unchanged. For an import error, the message names the package
-    to install. For a name that transformers does not support, it names the config key.
+    The message of a UserError is returned unchanged. For an import error, the message begins with
+    ``model:`` and names the package to install, if it is known. All other messages begin with
+    ``key``. If a value in the model config is a name that transformers does not support, such as an
+    unknown activation function, the message names the entry with this value. For any other error,
+    the message contains the text of the error.
 
     Args:
         config: Transformers config of the model.
-        key: Setting that describes the model, used at the beginning of the message.
+        key: Setting that describes the model.
         error: The exception.
     """
     if isinstance(error, UserError):
@@ -856,9 +1035,11 @@ _SHAPES_DISAGREE = re.compile(
 
 
 def _check_trial_forward(model: PreTrainedModel, key: str) -> None:
-    """Run a trial forward pass on the meta device to check the sizes in the config.
+    """Check a model by a trial forward pass on the meta device.
 
-    Other errors are ignored, because some models cannot run on the meta device.
+    The trial shows whether the sizes in the config are consistent, and whether the model predicts
+    tokens from text only. Errors with other causes are ignored, because some models cannot run on
+    the meta device.
 
     Args:
         model: The model, on the meta device.
@@ -879,17 +1060,17 @@ def _check_trial_forward(model: PreTrainedModel, key: str) -> None:
             is_composite or _mentions_forward_argument(model, error)
         ):
             raise UserError(
-                f"{key}: {name} requires inputs other than text ({to_one_line(error)}); choose another model"
+                f"{key}: {name} requires inputs other than text ({to_one_line(error)}); choose a text model"
             ) from error
         if isinstance(error, RuntimeError) and is_composite and _SHAPES_DISAGREE.search(str(error)):
             reason = textwrap.shorten(to_one_line(error), 100, placeholder=" ...")
             raise UserError(
-                f"{key}: {name} does not run on only text ({reason}); choose another model"
+                f"{key}: {name} does not run without inputs other than text ({reason}); choose a text model"
             ) from error
         if isinstance(error, RuntimeError) and _SHAPES_DISAGREE.search(str(error)):
             raise UserError(
                 f"{key}: the sizes of the model are inconsistent ({to_one_line(error)}); check the "
-                "numbers of heads and the sizes that they must divide"
+                "hidden size, the head sizes and the numbers of heads"
             ) from error
         return
     logits = getattr(output, "logits", None)
@@ -911,11 +1092,13 @@ def _mentions_forward_argument(model: PreTrainedModel, error: Exception) -> bool
 
 
 def enlarge_vocabulary(config: PretrainedConfig, tokenizer_size: int, run: RunConfig) -> int | None:
-    """Enlarge the vocabulary size in ``config`` if it is too small because of ``data.added_tokens``.
+    """Enlarge the vocabulary size in ``config`` if it is too small for ``data.added_tokens``.
+
+    Does nothing if ``data.added_tokens`` is empty.
 
     Args:
         config: The transformers config. Modified in place.
-        tokenizer_size: Number of tokens in the tokenizer.
+        tokenizer_size: Number of tokens in the tokenizer, including the added tokens.
         run: The config of the run.
 
     Returns:
@@ -944,13 +1127,11 @@ def check_vocabulary_size(model: PreTrainedModel, tokenizer_size: int, run: RunC
     if embedding is not None and tokenizer_size > (vocabulary_size := embedding.shape[0]):
         remedy = f"set model.config.vocab_size to at least {tokenizer_size}"
         if run.model.name_or_path is not None:  # the vocabulary size of a pretrained model cannot be changed
-            remedy = (
-                f"list the last {tokenizer_size - vocabulary_size} tokens in data.added_tokens, so that "
-                "they get rows,"
-            )
+            num_added = tokenizer_size - vocabulary_size
+            remedy = f"list the last {num_added} tokens of the tokenizer in data.added_tokens"
         raise UserError(
             f"data.tokenizer: the tokenizer has {tokenizer_size} tokens, but the model's vocabulary has "
-            f"{vocabulary_size}; {remedy} or choose another tokenizer"
+            f"{vocabulary_size}; {remedy}, or choose another tokenizer"
         )
 
 
@@ -964,15 +1145,18 @@ def apply_default_seq_len(config: RunConfig) -> RunConfig:
     """Set the default of ``data.seq_len`` for a causal-lm run.
 
     The default depends on the kind of training, such as fine-tuning, and is listed in
-    :data:`portable.config.derived_defaults.DEFAULTS_BY_TRAINING_KIND`. It is limited to the number of
-    positions of the model. A value that the user has set does not change.
+    :data:`portable.config.derived_defaults.DEFAULTS_BY_TRAINING_KIND`. The default for
+    pretraining equals the default in ``RunConfig``, and applies even if the model has fewer
+    positions. The other defaults are limited to the number of positions of the model, and rounded
+    down to a multiple of 8 times the context-parallel size. A value that the user has set does not
+    change. Runs with the data format ``samples`` do not change either.
 
     Args:
         config: Config of the run, in which the data format is already set.
 
     Returns:
-        The updated config, or ``config`` itself if nothing changes or the model config cannot be
-        loaded.
+        The updated config, or ``config`` itself if nothing changes or the model config cannot
+        be loaded.
     """
     length = DEFAULTS_BY_TRAINING_KIND["data.seq_len"].get_default(classify_training_kind(config))
     has_fixed_default = config.model.task != "causal-lm" or config.data.format == "samples"
@@ -987,13 +1171,15 @@ def apply_default_seq_len(config: RunConfig) -> RunConfig:
 
 
 def limit_seq_len(seq_len: int, max_positions: int | None, multiple: int = 8) -> int:
-    """Limit a sequence length to the positions of a model, and round it down to a multiple.
+    """Limit a sequence length to the maximum of a model, and round it down to a multiple.
 
-    Rounding also leaves room for models such as RoBERTa, which reserve some of their positions.
+    Some models reserve a few of their positions. For example, RoBERTa has 514 positions, but a
+    sequence may use only 512 of them. Because of the rounding, the result does not exceed 512.
 
     Args:
         seq_len: Sequence length before limiting, in tokens.
-        max_positions: Result of :func:`get_max_positions`.
+        max_positions: Maximum number of positions of the model, as returned by
+            :func:`get_max_positions`. None for no maximum.
         multiple: Number that the result should be a multiple of.
 
     Returns:
@@ -1008,8 +1194,10 @@ def check_seq_len(config: PretrainedConfig, run: RunConfig, model: nn.Module | N
 
     Args:
         config: Transformers config of the model.
-        run: The config of the run.
-        model: Model whose reserved positions are subtracted. None if it is not built yet.
+        run: Config of the run.
+        model: Model, if it is already built. Some models, such as RoBERTa, reserve the first rows
+            of their position table, and these rows are not counted as positions. If ``model`` is
+            None, all rows are counted.
 
     Raises:
         UserError: If ``data.seq_len`` or ``data.target_seq_len`` exceeds the number of positions.
@@ -1024,7 +1212,7 @@ def check_seq_len(config: PretrainedConfig, run: RunConfig, model: nn.Module | N
         if run.model.name_or_path is None:
             remedy = "or raise model.config.max_position_embeddings"
         else:  # a pretrained position table has a fixed size
-            remedy = "or name a model with more positions in model.name_or_path"
+            remedy = "or set model.name_or_path to a model with more positions"
         raise UserError(
             f"{key}: {seq_len} tokens exceed the model's {bound} positions; lower {key}, {remedy}"
         )

@@ -28,15 +28,16 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MAX_CHUNK_LOGITS = 1 << 26
-"""Number of logits per chunk with ``memory.loss_chunk_tokens: auto``; 256 MiB in fp32."""
+"""Maximum number of logits per chunk with ``memory.loss_chunk_tokens: auto`` (256 MiB in fp32)."""
 _MAX_COMPILED_CHUNK_BYTES = 1 << 29
-"""Largest size in bytes of a chunk's logits if the loss is compiled. It is larger than without compilation,
-because the compiled functions do not create fp32 copies of the logits.
-"""
+"""Maximum size of a chunk's logits if the loss is compiled, in bytes. It is larger than without
+compilation, because the compiled functions do not create fp32 copies of the logits."""
 
 
 class _ChunkFunctions(NamedTuple):
-    """Functions that compute one chunk of tokens. They may be compiled.
+    """Functions that compute the token statistics and the logits gradient of a chunk of tokens.
+
+    Both may be compiled.
 
     Attributes:
         compute_statistics: :func:`_compute_chunk_statistics`, for the forward pass.
@@ -62,12 +63,15 @@ class OutputWithStatistics(NamedTuple):
 class ChunkedHead(nn.Linear):
     """Output head that can return statistics of each token, such as its loss, instead of its logits.
 
-    It shares the parameters of the head that it replaces, so names, ties and sharding do not change.
+    It shares the parameters of the head that it replaces, so names, ties and sharding do not
+    change.
 
     Args:
         linear: Output head of the model.
-        chunk_tokens: Number of tokens per chunk. If None, it is chosen so that the logits of a chunk
-            have at most :data:`MAX_CHUNK_LOGITS` elements.
+        chunk_tokens: Number of tokens per chunk. If None, the number is chosen so that the
+            logits of a chunk have at most :data:`MAX_CHUNK_LOGITS` elements or, after
+            :meth:`compile`, at most :data:`_MAX_COMPILED_CHUNK_BYTES` bytes. A chunk has at
+            least one token.
     """
 
     def __init__(self, linear: nn.Linear, chunk_tokens: int | None) -> None:
@@ -80,12 +84,14 @@ class ChunkedHead(nn.Linear):
         self._labels: Tensor | None = None
         self._statistic_names: tuple[str, ...] = ()
         self.max_chunks: int | None = None
-        """Maximum number of chunks to compute, for memory measurements. All chunks if None."""
+        """Maximum number of chunks to compute, used for memory measurements. None to compute all chunks."""
 
     def compile(self, **options: Any) -> None:  # type: ignore[override, unused-ignore]
-        """Compile the two functions that compute a chunk, which fuses the operations on the logits.
+        """Compile the two functions that process a chunk of tokens.
 
-        Without compilation, about a dozen operations read or write the logits.
+        One computes the statistics of the tokens in the forward pass, and the other computes the
+        gradient of the logits in the backward pass. Compilation fuses the operations on the logits.
+        Without it, about a dozen separate operations read or write the logits.
 
         Args:
             options: Arguments of ``torch.compile``.
@@ -96,7 +102,11 @@ class ChunkedHead(nn.Linear):
         )
 
     def needs_chunking(self, labels: Tensor) -> bool:
-        """Return whether a micro-batch with these labels has more than one chunk of tokens."""
+        """Return whether a micro-batch with these labels has more tokens than one chunk.
+
+        If so, the statistics of its tokens must be computed one chunk at a time. The number of
+        tokens is compared with the chunk size without compilation, even after :meth:`compile`.
+        """
         return labels.numel() > self._chunk_tokens
 
     def forward_with_statistics(
@@ -111,10 +121,12 @@ class ChunkedHead(nn.Linear):
         Args:
             forward: Forward method of the model that contains this head.
             inputs: Arguments of ``forward``.
-            labels: Labels, int64 ``[batch, tokens]``.
-            statistic_names: Names of the statistics: ``log_probs`` (log-probability of the label, 0 without
-                a label), ``log_z`` (log-sum-exp of the logits), ``mean_logits`` (mean of the logits),
-                ``predictions`` (most likely token), or ``hits`` (1 if the most likely token is the label).
+            labels: Labels, int64 ``[batch, tokens]``. They are already shifted, so they align with
+                the logits. Tokens without a label have :data:`portable.batch.IGNORED_LABEL`.
+            statistic_names: Names of the statistics: ``log_probs`` (log-probability of the label, 0
+                without a label), ``log_z`` (log-sum-exp of the logits), ``mean_logits`` (mean of
+                the logits), ``predictions`` (most likely token), or ``hits`` (1 if the most likely
+                token is the label).
 
         Returns:
             The output of the model, whose ``logits`` are None, and the statistics, fp32 ``[batch,
@@ -162,8 +174,13 @@ class ChunkedHead(nn.Linear):
     def _compute_chunk_tokens(self, dtype: torch.dtype) -> int:
         """Return the number of tokens per chunk.
 
-        If the user has not set the number and the loss is compiled, the result is the largest power of two
-        whose logits fit into :data:`_MAX_COMPILED_CHUNK_BYTES`. With powers of two, few sizes are compiled.
+        This is the user's setting, if there is one. Otherwise, the logits of a chunk must not
+        exceed a limit:
+
+        - If the loss is not compiled, a chunk has at most :data:`MAX_CHUNK_LOGITS` logits.
+        - If the loss is compiled, the result is the largest power of two for which the logits fit
+          into :data:`_MAX_COMPILED_CHUNK_BYTES`. Powers of two limit the number of different sizes
+          that are compiled.
 
         Args:
             dtype: Dtype of the logits before they are converted to fp32.
@@ -177,19 +194,21 @@ class ChunkedHead(nn.Linear):
 
 
 def install_chunked_head(model: nn.Module, chunk_tokens: int | Literal["auto"]) -> ChunkedHead | None:
-    """Replace the output head of a model by a :class:`ChunkedHead`, which computes losses in chunks.
+    """Replace the output head of a model with a :class:`ChunkedHead`, which computes losses in chunks.
+
+    The replacement is possible only if the model returns the output of its head as the logits,
+    without changing it.
 
     Args:
-        model: A model with an output head, on the meta device. Modified in place.
+        model: Model with an output head, on the meta device. It is modified in place.
         chunk_tokens: Value of ``memory.loss_chunk_tokens``.
 
     Returns:
-        The new head. None if ``chunk_tokens`` is 0, or if it is ``auto`` and the model does not return
-        its head's logits unchanged.
+        The new head. None if ``chunk_tokens`` is 0, or if it is ``auto`` and the replacement is not
+        possible.
 
     Raises:
-        UserError: If ``chunk_tokens`` is positive and the model does not return its head's logits
-            unchanged.
+        UserError: If ``chunk_tokens`` is positive and the replacement is not possible.
     """
     if chunk_tokens == 0:
         return None
@@ -199,8 +218,9 @@ def install_chunked_head(model: nn.Module, chunk_tokens: int | Literal["auto"]) 
     can_replace = type(head) is nn.Linear and _returns_head_logits(model)
     require(
         can_replace or chunk_tokens == "auto",
-        f"memory.loss_chunk_tokens: {type(model).__name__} does not return its head's logits unchanged; set "
-        "memory.loss_chunk_tokens to auto or 0",
+        f"memory.loss_chunk_tokens: the loss of {type(model).__name__} cannot be computed in chunks, "
+        "because its logits are not the unchanged output of a linear layer; set memory.loss_chunk_tokens to "
+        "auto or 0",
     )
     if not can_replace:
         return None
@@ -223,10 +243,12 @@ def _replace_module(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
 
 
 def _returns_head_logits(model: nn.Module) -> bool:
-    """Return whether a model returns the logits of its head unchanged, and uses them in no other loss.
+    """Return whether a model returns its head's logits unchanged and has no other use for them.
 
-    Otherwise, the head cannot return statistics instead of logits. The result is determined by a trial
-    forward pass, and is False if the trial fails.
+    Another use would be an auxiliary loss that depends on the logits. Only the head of a model
+    without such a use can be replaced by a :class:`ChunkedHead`, which returns statistics of each
+    token, such as its loss, instead of logits. A trial forward pass determines the result. If the
+    trial fails, the result is False.
     """
     # Try bf16 as well, because grouped matrix products of experts run only in bf16 on the meta device.
     for dtype in (None, torch.bfloat16):
@@ -238,9 +260,10 @@ def _returns_head_logits(model: nn.Module) -> bool:
 
 
 def _trial_returns_head_logits(model: nn.Module, dtype: torch.dtype | None) -> bool:
-    """Return whether the logits of a model are the output of its head, as found in a trial forward pass.
+    """Run a trial forward pass, and return whether the model returns its head's output unchanged.
 
-    Returns False if an auxiliary loss depends on the logits.
+    Returns False if the model changes the logits after the head, or if an auxiliary loss depends on
+    the logits.
 
     Args:
         model: The model, on the meta device. It is not modified.
@@ -267,7 +290,11 @@ def _trial_returns_head_logits(model: nn.Module, dtype: torch.dtype | None) -> b
 
 
 class _RecordingHead(nn.Module):
-    """Output head for trials. Returns one uninitialized logit per token, and records these tensors."""
+    """Output head that records its outputs in a trial forward pass.
+
+    It replaces the real head of a model, and returns one uninitialized logit per token. The
+    recorded outputs show whether the model returns the logits of its head unchanged.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -365,13 +392,18 @@ def _compute_logits_gradient(
 ) -> Tensor:
     """Compute the gradient of the loss with respect to the logits of a chunk.
 
+    The forward pass has computed statistics from the logits, such as the log-probability of the
+    label. This function recomputes the logits, and applies the chain rule to the gradients of the
+    statistics.
+
     Args:
         hidden: Hidden states of the chunk, ``[tokens, hidden size]``.
         weight: Weight of the head, in the compute dtype.
         bias: Bias of the head, or None.
         labels: Labels, ``[tokens, 1]``.
-        statistic_gradients: Gradient of the loss with respect to each statistic, ``[tokens, 1]``, keyed
-            by name.
+        statistic_gradients: Gradient of the loss with respect to each statistic, ``[tokens, 1]``,
+            keyed by the name of the statistic. Only ``log_probs``, ``log_z`` and ``mean_logits``
+            are used.
 
     Returns:
         The gradient, ``[tokens, vocabulary]``, in the dtype of ``weight``.
@@ -379,7 +411,7 @@ def _compute_logits_gradient(
     gradient = _compute_logits(hidden, weight, bias).softmax(dim=-1)
     log_z_gradient = gradient * statistic_gradients["log_z"] if "log_z" in statistic_gradients else None
     if "log_probs" in statistic_gradients:
-        # A comparison is fused into the same pass. A scatter would need one more pass.
+        # Use a comparison, because it is fused into the same pass. A scatter would need one more pass.
         if torch.compiler.is_compiling():
             gradient = gradient - (torch.arange(gradient.shape[1], device=gradient.device) == labels).float()
         else:

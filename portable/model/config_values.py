@@ -59,56 +59,60 @@ class _NumberRule:
 
     @property
     def range_text(self) -> str:
-        start = f"above {self.minimum:g}, at most" if self.excludes_minimum else f"from {self.minimum:g} to"
+        start = (
+            f"above {self.minimum:g} and at most" if self.excludes_minimum else f"from {self.minimum:g} to"
+        )
         most = str(self.maximum) if isinstance(self.maximum, int) else f"{self.maximum:g}"
         return f"{start} {most}"
 
 
 NUMBER_RULES = (
-    # Fractions of values that are zeroed, or of layers or positions that are left out.
+    # Probabilities of zeroing a value, or of skipping a layer or position.
     _NumberRule(
         re.compile(r"dropout|layerdrop|drop_?path|_pdrop$|(^|_)drop_(\w+_)?rate$|_prob$|_probability$"),
         "a probability",
         0.0,
         1.0,
     ),
-    # Epsilons are added to variances of about 1. ProphetNet has 0 for its label smoothing.
+    # Epsilons are added to variances of about 1. Allow 0, because ProphetNet uses it for its label smoothing.
     _NumberRule(re.compile(r"(^|_)(eps|epsilon)(_|$)"), "an epsilon", 0.0, 1.0),
-    # Positions are divided by the factor of RoPE, and theta is raised to negative powers.
+    # Both must be positive, because positions are divided by the factor, and theta is raised to negative
+    # powers.
     _NumberRule(re.compile(r"^factor$"), "a factor", 0.0, 1e6, excludes_minimum=True),
     _NumberRule(
         re.compile(r"^(rope_theta|rotary_embedding_base)$"),
-        "a base of RoPE",
+        "a RoPE base",
         0.0,
         1e15,
         excludes_minimum=True,
     ),
     _NumberRule(re.compile(r"(^|_)factors?$"), "a factor", 0.0, 1e6),
-    # Weights with a larger deviation overflow fp16 in the first layer.
+    # Limit the deviation, because weights with a larger one overflow fp16 in the first layer.
     _NumberRule(
         re.compile(r"(^|_)(initializer_range|init_std|init_method_std)$"), "a standard deviation", 0.0, 100.0
     ),
-    # Every layer costs milliseconds and kilobytes, even on the meta device.
+    # Limit the number, because every layer costs milliseconds and kilobytes, even on the meta device.
     _NumberRule(re.compile(r"(^|_)(num_(\w+_)?|n_)layers?$"), "a number of layers", 0, MAX_MODEL_LAYERS),
-    # Dimensions that every model needs.
+    # These dimensions must be at least 1, because every model needs them.
     _NumberRule(
         re.compile(r"^(hidden_size|vocab_size|d_model|n_embd|num_attention_heads|n_head)$"),
         "a size",
         1,
         MAX_TENSOR_SIZE,
     ),
-    # Indices of torch's kernels are 32-bit integers. -1 is a default in several classes.
+    # Limit sizes, because torch's kernels use 32-bit indices. Allow -1, because it is a default in several
+    # classes.
     _NumberRule(
         re.compile(r"(_|^)(sizes?|dims?|heads|channels|width|rank|experts|groups|embeddings|positions)$"),
         "a size",
         -1,
         MAX_TENSOR_SIZE,
     ),
-    # Other numbers only have to fit into a float. Published configs contain lengths such as 1e30 for no
-    # limit.
+    # Other numbers only have to fit into a float, because published configs contain lengths such as 1e30,
+    # which mean no limit.
     _NumberRule(re.compile(r""), "a number", -sys.float_info.max, sys.float_info.max),
 )
-"""Rules for numbers by their keys. The first rule whose pattern matches the key applies."""
+"""Valid ranges of numbers, selected by their keys. The first rule whose pattern matches a key applies."""
 
 
 def check_config_values(message_prefix: str, values: Mapping[str, Any]) -> None:
@@ -119,46 +123,64 @@ def check_config_values(message_prefix: str, values: Mapping[str, Any]) -> None:
         values: Keys and values of the config.
 
     Raises:
-        UserError: If a number is outside of the range of :data:`NUMBER_RULES`, or if a dtype or a RoPE
-            setting has the wrong type.
+        UserError: If a number is outside the range that :data:`NUMBER_RULES` defines for its key,
+            or if a dtype or a RoPE setting has the wrong type. An infinite number is valid if
+            its key ends with ``_limit``.
     """
     for path, value in iter_config_values(values):
         key = path[-1]
         if key in _DTYPES and not isinstance(value, str | None):
-            raise _build_value_error(message_prefix, path, value, "the name of a dtype, such as bfloat16")
+            raise UserError(
+                f"{message_prefix}: {_format_wrong_value(path, value)}; use the name of a dtype, such as "
+                "bfloat16"
+            )
         if _is_rope_type(path) and not isinstance(value, str):
-            raise _build_value_error(
-                message_prefix, path, value, "the name of a RoPE type, such as default, linear or yarn"
+            raise UserError(
+                f"{message_prefix}: {_format_wrong_value(path, value)}; use the name of a RoPE type, such as "
+                "default, linear or yarn"
             )
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if _is_rope_number(path) and not is_number and value is not None:
-            raise _build_value_error(message_prefix, path, value, "a number")
+            raise UserError(f"{message_prefix}: {_format_wrong_value(path, value)}; use a number")
         if not is_number:
             continue
         if key.endswith("_limit") and value in (math.inf, -math.inf):  # no limit, as in Mamba-2
             continue
         rule = next(rule for rule in NUMBER_RULES if rule.keys.search(key))
         if not rule.accepts_value(value):
-            raise _build_value_error(message_prefix, path, value, f"{rule.description} {rule.range_text}")
+            raise UserError(
+                f"{message_prefix}: {_format_wrong_value(path, value)}; use {rule.description} "
+                f"{rule.range_text}"
+            )
 
 
-def _build_value_error(message_prefix: str, path: tuple[str, ...], value: Any, remedy: str) -> UserError:
-    text = str(value) if not isinstance(value, int) or abs(value) < 10**30 else "a number of many digits"
-    return UserError(to_one_line(f"{message_prefix}: {'.'.join(path)} is {text[:100]}; use {remedy}"))
+def _format_wrong_value(path: tuple[str, ...], value: Any) -> str:
+    """Format a key path and its value for an error message, such as ``hidden_dropout is 2``."""
+    text = (
+        str(value)
+        if not isinstance(value, int) or abs(value) < 10**30
+        else "a number with more than 30 digits"
+    )
+    return to_one_line(f"{'.'.join(path)} is {text[:100]}")
 
 
 def iter_config_values(values: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Yield the key path and the value of each scalar in a model config and its nested configs.
 
-    Dtypes, and RoPE settings that must be scalars, are also yielded if their values are containers, so
-    that the caller can reject them.
+    Lists and dicts are flattened. There are two exceptions, in which an invalid list or dict is
+    yielded without flattening, so that the caller can reject it:
+
+    - Any list or dict, if the key is a RoPE setting that must be a scalar.
+    - A list, or a dict with values that are not strings, if the key is a dtype. In contrast, a dict
+      of strings is valid and is flattened, because a composite model may have one dtype for each
+      part.
 
     Args:
         values: Keys and values of the config.
 
     Yields:
-        The keys from the outermost to the innermost config, and the value. Each element of a list is
-        yielded with the path of the list.
+        The keys from the outermost to the innermost config, and the value. Each element of a list
+        is yielded with the path of the list.
     """
     # A dtype is only a container in a composite model, which may have one name for each part.
     pending: list[tuple[tuple[str, ...], Any]] = [((str(key),), value) for key, value in values.items()]
@@ -180,7 +202,11 @@ def _is_rope_type(path: tuple[str, ...]) -> bool:
 
 
 def _is_rope_number(path: tuple[str, ...]) -> bool:
-    """Return whether a key path refers to a RoPE number, either for all layers or for one layer type."""
+    """Return whether a key path refers to a number in ``rope_parameters`` or ``rope_scaling``.
+
+    An example is ``rope_theta``, but not at the top level of the config. The setting may apply to
+    all layers or to one layer type.
+    """
     return path[-1] in _ROPE_NUMBERS and any(key in _ROPE_SETTINGS for key in path[-3:-1])
 
 

@@ -21,34 +21,49 @@ KEY = "context_parallel_size"
 def check_context_parallel_support(model: Any, config: RunConfig) -> None:
     """Check that a model's sequences can be divided among context-parallel ranks or devices.
 
+    The number of attention heads must be divisible by ``context_parallel_size``. The number of
+    key-value heads must be a multiple or a divisor of this size. On XLA, this rule applies only to
+    ``sdpa`` attention, and nothing else is checked.
+
     Args:
         model: The model, on the meta device.
         config: The config of the run.
 
     Raises:
-        UserError: If the model's attention is not supported, or if its heads cannot be divided among
-            the ranks.
+        UserError: If the model's attention or router loss is not supported, if packed documents
+            might influence each other (even if the run does not pack documents), or if the numbers
+            of heads violate the rule.
     """
     size = config.context_parallel_size
     if config.backend != "xla":
         _check_attention_support(model, config)
     if config.backend != "xla" or get_attention_kernel(model.config) == "sdpa":
-        # The XLA compiler partitions other attention without constraints.
+        # On XLA, other attention needs no check, because the compiler can divide any number of heads.
         heads, key_heads = count_attention_heads(model)
         require(
             heads % size == 0 and (key_heads % size == 0 or size % key_heads == 0),
-            f"{KEY}: {heads} attention heads ({key_heads} key-value heads) cannot be divided among {size} "
-            f"ranks; set {KEY} to a divisor of these numbers",
+            f"{KEY}: {heads} attention heads ({key_heads} key-value heads) cannot be divided evenly among "
+            f"{size} ranks; set {KEY} to a divisor of both numbers",
         )
 
 
 def _check_attention_support(model: Any, config: RunConfig) -> None:
-    """Raise UserError if the attention of ``model`` cannot be divided among context-parallel ranks."""
+    """Check that the attention of ``model`` can be divided among context-parallel ranks.
+
+    The config must not have a separate text config, as in multimodal models. The model type must
+    not be in :data:`MASK_READING_TYPES`, and the attention kernel must be ``sdpa`` or flash
+    attention. A router loss is supported only if ``data.packing`` is not false, and only if
+    :func:`_has_mixtral_signature` accepts its function. The model must also pass
+    :func:`check_document_separation`.
+
+    Raises:
+        UserError: If one of these conditions is not met.
+    """
     text = model.config.get_text_config()
     name, kernel = type(model).__name__, get_attention_kernel(text)
     require(
         text is model.config and text.model_type not in MASK_READING_TYPES,
-        f"{KEY}: {name} has attention that cannot be divided among ranks; set {KEY} to 1",
+        f"{KEY}: the attention of {name} cannot be divided among context-parallel ranks; set {KEY} to 1",
     )
     require(
         kernel == "sdpa" or "flash" in kernel,
@@ -56,10 +71,10 @@ def _check_attention_support(model: Any, config: RunConfig) -> None:
     )
     has_router_loss = getattr(text, "output_router_logits", False)
     require(
-        # A rank cannot derive the padding of a sample from its part of the sample.
+        # With padding, a rank would need the complete sample, because it cannot find the padding in its part.
         not has_router_loss or bool(config.data.packing),
         f"{KEY}: the router loss of {name} needs samples without padding; set data.packing to true or "
-        "documents, or model.config.output_router_logits to false",
+        "documents, or set model.config.output_router_logits to false",
     )
     require(
         not has_router_loss or _has_mixtral_signature(get_module_namespace(model).get(ROUTER_LOSS_FUNCTION)),
@@ -72,8 +87,9 @@ def _check_attention_support(model: Any, config: RunConfig) -> None:
 def _has_mixtral_signature(router_loss: Any) -> bool:
     """Return whether a router loss function has the same parameter names as Mixtral's.
 
-    Mixtral's function takes the gate logits of every layer. Context-parallel ranks can compute them for
-    their parts of the sequences. Returns False if ``router_loss`` is None.
+    A function with these parameters takes the gate logits of every layer. Each context-parallel
+    rank computes these logits for its part of the sequences, and the ranks gather them before the
+    call. Returns False if ``router_loss`` is None.
     """
     names = ["gate_logits", "num_experts", "top_k", "attention_mask"]
     return router_loss is not None and [*inspect.signature(inspect.unwrap(router_loss)).parameters] == names

@@ -36,18 +36,22 @@ if TYPE_CHECKING:
     from portable.model.weight_sources import Index, ReadableTensor
 
 MIN_RECORDED_ELEMENTS = 1 << 14
-"""Number of elements of the smallest tensor that is recorded. Smaller tensors are created with values."""
+"""Minimum number of elements of a recorded tensor. Smaller tensors are created with values."""
 _MAX_TILE_ELEMENTS = 1 << 12
-"""Largest number of elements of a tile. A tile is a part of one row, or consists of several complete rows."""
+"""Maximum number of elements of a tile. A tile is a part of one row, or consists of several complete rows."""
 
 
 class RecordingError(Exception):
-    """Raised if a model's constructor uses an operation that cannot be recorded."""
+    """Error raised if a model's constructor uses an operation that cannot be recorded."""
 
 
 @dataclass(frozen=True, eq=False)
 class _RecordedWrite:
     """Recorded operation that changes the elements ``start`` to ``stop`` of a storage.
+
+    A storage is divided into tiles, which are blocks of consecutive elements. When elements of the
+    storage are read, most recorded operations are computed tile by tile. An operation of the kind
+    ``"whole"`` needs complete tensors instead.
 
     Attributes:
         previous: Preceding write to the storage. None if all elements were zero before, or if this
@@ -57,16 +61,19 @@ class _RecordedWrite:
         operation: ATen operation, or a function with the same interface.
         arguments: Positional arguments of the operation, with a :class:`_RecordedView` for each
             recorded tensor.
-        keywords: Keyword arguments of the operation, with a :class:`_RecordedView` for each recorded
-            tensor.
-        kind: "elementwise", "in place" (elementwise on its first argument), "random" (in place, with a
-            generator) or "whole" (on complete tensors).
-        first_tile: Number of the first tile of this write, which is unique in the recording. The seeds
-            of random numbers are derived from tile numbers.
-        result_index: For a whole-tensor operation, the index of the output that this write stores, or
-            -1 - i if the operation changes its i-th tensor argument in place.
-        shape: Shape of the output of a whole-tensor operation.
-        stride: Strides of the output of a whole-tensor operation in the storage.
+        keywords: Keyword arguments of the operation, with a :class:`_RecordedView` for each
+            recorded tensor.
+        kind: ``"elementwise"``, ``"in place"`` (elementwise on its first argument), ``"random"``
+            (in place, with a generator) or ``"whole"`` (on complete tensors).
+        first_tile: Number of the storage's first tile in this write. The following tiles have the
+            following numbers. Random seeds are derived from these numbers. Used only for the kinds
+            ``"random"`` and ``"whole"``, whose tile numbers are not used by any other such write of
+            the recording.
+        result_index: Source of the values that this write stores. ``i`` means output ``i`` of the
+            operation. ``-1 - i`` means tensor argument ``i``, which the operation changes in place.
+            Used only for the kind ``"whole"``.
+        shape: Shape of the output. Used only for the kind ``"whole"``.
+        stride: Strides of the output in the storage. Used only for the kind ``"whole"``.
         storage_size: Number of elements of the storage.
     """
 
@@ -85,7 +92,11 @@ class _RecordedWrite:
 
 
 class _TileRange(NamedTuple):
-    """Tile of a storage: its number, and its range of elements from ``start`` to ``stop``."""
+    """Tile of a storage: its number, and its range of elements from ``start`` to ``stop``.
+
+    A tile is a block of consecutive elements. Every storage is divided into tiles, and its values
+    are computed tile by tile.
+    """
 
     number: int
     start: int
@@ -99,11 +110,13 @@ class _RecordedStorage:
     Attributes:
         storage: Untyped torch storage. Keeping the reference ensures that no other storage gets the
             same id.
-        columns: Number of elements per row: the last dimension of the tensor that created the storage.
-            If this tensor is not contiguous or has fewer than two dimensions, the size of the storage.
+        columns: Row length, in elements. This is the last dimension of the tensor that created the
+            storage. If that tensor is not contiguous or has fewer than two dimensions, the complete
+            storage is one row.
         size: Number of elements.
         dtype: Dtype of the elements.
-        last_write: Latest write, which refers to the earlier writes. None if all elements are zero.
+        last_write: Latest write, which refers to the earlier writes. None if nothing was written
+            yet. All elements are then zero.
     """
 
     storage: Any
@@ -115,8 +128,8 @@ class _RecordedStorage:
     def iter_tiles(self, start: int, stop: int) -> Iterator[_TileRange]:
         """Yield the tiles that overlap the elements ``start`` to ``stop``, in order.
 
-        If a row is larger than the tile size, a tile is a part of one row. Otherwise, it consists of
-        several complete rows.
+        If a row is larger than the tile size, a tile is a part of one row. Otherwise, it consists
+        of one or more complete rows. The first and the last tile may extend beyond the range.
         """
         while start < stop:
             if self.columns >= _MAX_TILE_ELEMENTS:
@@ -134,7 +147,10 @@ class _RecordedStorage:
             start = last
 
     def count_tiles(self) -> int:
-        """Return the number of tiles of the storage, including smaller tiles at the end."""
+        """Return the number of tiles into which the storage is divided, including incomplete tiles.
+
+        A tile consists of several complete rows or of a part of one row. See :meth:`iter_tiles`.
+        """
         if self.columns >= _MAX_TILE_ELEMENTS:
             return self.size // self.columns * -(-self.columns // _MAX_TILE_ELEMENTS)
         return -(-self.size // (_MAX_TILE_ELEMENTS // self.columns * self.columns))
@@ -146,7 +162,8 @@ class _RecordedView:
 
     Attributes:
         storage: Storage of the tensor.
-        last_write: Latest write to the storage at this point. Later writes do not affect the view.
+        last_write: Latest write to the storage at this point. Later writes do not affect the
+            view. None if nothing was written yet. All elements are then zero.
         shape: Shape of the tensor.
         stride: Strides of the tensor in elements.
         offset: Index of the tensor's first element in the storage.
@@ -162,9 +179,15 @@ class _RecordedView:
 class InitializationRecording:
     """Recording of the operations that initialize the large tensors of a model.
 
+    The model is built within :meth:`record_operations`. Then :meth:`build_deferred_tensor` returns
+    the values of a tensor, which are computed when they are read.
+
     Args:
         seed: Random seed.
-        min_elements: Minimum number of elements of a tensor that is recorded.
+        min_elements: Minimum number of elements of a new tensor that is recorded. Such a tensor
+            must be created on the CPU, without a generator, by a function such as ``torch.empty``
+            or ``torch.randn``. Results of operations on recorded tensors are recorded regardless of
+            their size.
     """
 
     def __init__(self, seed: int, *, min_elements: int = MIN_RECORDED_ELEMENTS) -> None:
@@ -179,13 +202,20 @@ class InitializationRecording:
     def _fake_tensors(self) -> Any:
         """Torch's fake tensor mode, in which operations compute only shapes.
 
-        It is created on first access, because importing it takes a second.
+        The mode is created on first access, because importing it takes a second.
         """
         return torch_internals.create_fake_tensor_mode(allow_non_fake_inputs=True)
 
     @contextmanager
     def record_operations(self) -> Iterator[None]:
-        """Create large tensors without values and record the operations on them, until the context ends."""
+        """Create large tensors without values, and record the operations on them.
+
+        The recording ends with the context. In the context, a torch dispatch mode intercepts all
+        ATen operations, and ``torch.nn.init.trunc_normal_`` is patched.
+
+        Raises:
+            RecordingError: If an operation in the context cannot be recorded.
+        """
         with (
             torch_internals.replace_truncated_normal(self._record_truncated_normal),
             torch_internals.intercept_operations(self._run_and_record),
@@ -197,19 +227,25 @@ class InitializationRecording:
         return self._find_storage(tensor) is not None
 
     def build_deferred_tensor(self, tensor: Tensor) -> ReadableTensor:
-        """Return a lazily read tensor with the values that ``tensor`` has at the time of this call.
+        """Return a tensor whose elements are computed only when they are read.
+
+        They are the current values of ``tensor``: operations that are recorded later do not change
+        them.
 
         Args:
-            tensor: Recorded tensor, or an ordinary tensor, which is wrapped.
+            tensor: Recorded tensor. An ordinary tensor, which already has values, is wrapped
+                without a copy.
 
         Raises:
-            RecordingError: If the tensor is on the meta device but not recorded, or if it reinterprets a
-                recorded tensor as a different dtype.
+            RecordingError: If the tensor is on the meta device but not recorded, or if it
+                reinterprets a recorded tensor as a different dtype.
         """
         storage = self._find_storage(tensor)
         if storage is None:
             if tensor.is_meta:
-                raise RecordingError("a tensor was created on the meta device")
+                raise RecordingError(
+                    "the model creates a tensor on the meta device, which is not supported; remove the device"
+                )
             return ComputedTensor.from_tensor(tensor)
         view = self._build_view(tensor, storage)
         return SlicedTensor(tensor.shape, partial(self._compute_slice, view))
@@ -233,7 +269,10 @@ class InitializationRecording:
             RecordingError: If the tensor reinterprets the storage as a different dtype.
         """
         if tensor.dtype != storage.dtype:
-            raise RecordingError("a tensor is viewed as another dtype")
+            raise RecordingError(
+                "the model views a tensor as another dtype, which is not supported; convert the tensor with "
+                "to()"
+            )
         return _RecordedView(
             storage, storage.last_write, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
         )
@@ -248,12 +287,18 @@ class InitializationRecording:
         return added
 
     def _run_and_record(self, operation: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        """Run an intercepted operation, and record it if it creates, reads or changes a recorded tensor.
+        """Run an intercepted operation, and record it if it involves a recorded tensor.
 
-        There are three cases. Operations without recorded tensors run normally, except that large tensors
-        are created as fake tensors. Operations on recorded tensors run in fake tensor mode, which computes
-        only shapes. If the result depends on values, as for ``item()``, the values of the recorded
-        arguments are computed first.
+        There are three cases:
+
+        - An operation without recorded tensors as arguments runs normally. However, if a factory
+          function such as ``empty`` creates a large tensor, the result is a fake tensor and is
+          recorded.
+        - Some operations on recorded tensors need values. For example, the result of ``item()``
+          depends on them. The values of the recorded arguments are then computed first, and the
+          operation runs on them.
+        - All other operations on recorded tensors run in fake tensor mode, which computes only
+          shapes.
 
         Args:
             operation: ATen operation.
@@ -264,8 +309,8 @@ class InitializationRecording:
             The result of the operation, with fake tensors for recorded results.
 
         Raises:
-            RecordingError: If the operation has an ``out`` argument, or changes a recorded tensor in a way
-                that cannot be replayed.
+            RecordingError: If the operation has an ``out`` argument, or changes a recorded tensor
+                in a way that cannot be replayed.
         """
         leaves, _ = torch_internals.tree_flatten((arguments, keywords))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -279,7 +324,10 @@ class InitializationRecording:
             self._record_creation(name, result, arguments[1:2])
             return result
         if "out" in keywords:
-            raise RecordingError(f"{operation} is called with the argument out")
+            raise RecordingError(
+                f"the model calls {operation} with the argument out, which is not supported; call the "
+                "operation without out"
+            )
         written = [tensors[i] for i in _find_written_positions(operation, arguments, tensors)]
         if (
             _VALUE_READING_TAGS & {*operation.tags}
@@ -298,10 +346,14 @@ class InitializationRecording:
         return results
 
     def _is_large(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> bool:
-        """Return whether a factory function such as ``torch.empty`` creates a large tensor.
+        """Return whether a factory function creates a tensor that is large enough to be recorded.
 
-        ``arguments`` and ``keywords`` are the arguments of the factory function. Only CPU tensors that are
-        created without a generator count, because only they are recorded.
+        An example of a factory function is ``torch.empty``. Only CPU tensors that are created
+        without a generator are recorded. Returns False for all other tensors.
+
+        Args:
+            arguments: Positional arguments of the factory function. The first one is the shape.
+            keywords: Keyword arguments of the factory function.
         """
         size, device = arguments[0] if arguments else (), keywords.get("device")
         on_host = device is None or torch.device(device).type == "cpu"
@@ -309,6 +361,8 @@ class InitializationRecording:
 
     def _record_creation(self, name: str, tensor: Tensor, fill_values: tuple[Any, ...]) -> None:
         """Record a tensor that a factory function has created, and the write that fills it.
+
+        For ``empty`` and ``zeros``, no write is recorded, because the elements are zero by default.
 
         Args:
             name: Name of the factory function, one of :data:`_FACTORY_FUNCTIONS`.
@@ -339,7 +393,12 @@ class InitializationRecording:
         result: int = 0,
         layout: tuple[tuple[int, ...], tuple[int, ...]] = ((), ()),
     ) -> None:
-        """Append a write to a storage, and reserve its tile numbers.
+        """Append a write to the recorded writes of a storage.
+
+        A full-tensor operation cannot be computed tile by tile (kind ``"whole"``). Random and
+        full-tensor operations may draw random numbers. A write by such an operation gives each tile
+        of the storage a number that is unique in the recording. The random seed of the tile is
+        derived from this number.
 
         Args:
             storage: Storage that the operation changes.
@@ -349,8 +408,8 @@ class InitializationRecording:
             arguments: Positional arguments, with references instead of recorded tensors.
             keywords: Keyword arguments, with references instead of recorded tensors.
             kind: Kind of the operation. See :class:`_RecordedWrite`.
-            result: ``result_index`` of a whole-tensor operation. See :class:`_RecordedWrite`.
-            layout: Shape and strides of the result of a whole-tensor operation.
+            result: ``result_index`` of a full-tensor operation. See :class:`_RecordedWrite`.
+            layout: Shape and strides of the result of a full-tensor operation.
         """
         overwrites = kind != "in place" or operation in _OVERWRITING_OPERATIONS
         previous = None if overwrites and stop - start == storage.size else storage.last_write
@@ -381,10 +440,12 @@ class InitializationRecording:
         written: list[Tensor],
         fresh: list[Tensor],
     ) -> None:
-        """Record an operation on recorded tensors, after it has run in fake tensor mode.
+        """Record an operation, after it has run in fake tensor mode.
 
-        Elementwise and random operations on contiguous tensors are recorded so that they can be computed
-        per tile. All other operations are recorded as whole-tensor operations.
+        The values of a tensor are computed later, in tiles. A tile is a block of consecutive
+        elements. Elementwise and random operations on contiguous tensors are recorded so that each
+        tile can be computed separately. All other operations are recorded as full-tensor
+        operations.
 
         Args:
             name: Name of the operation without namespace, such as ``normal_``.
@@ -437,11 +498,13 @@ class InitializationRecording:
     def _record_truncated_normal(
         self, function: Callable[..., Tensor], tensor: Tensor, *arguments: Any
     ) -> Tensor:
-        """Record ``trunc_normal_`` as a single random operation, which is drawn separately for each tile.
+        """Record ``trunc_normal_`` as a single random operation.
 
-        torch implements it by rejection sampling. The number of operations then depends on the values, so
-        they cannot be recorded one by one. If the tensor is not recorded or not contiguous, or if there is
-        a generator, ``function`` is called instead.
+        The values are drawn later, separately for each tile. A tile is a block of consecutive
+        elements. torch implements ``trunc_normal_`` by rejection sampling, so the number of its
+        operations depends on the values. These operations therefore cannot be recorded one by one.
+        ``function`` is called instead if the tensor is not recorded or not contiguous, or if there
+        is a generator.
 
         Args:
             function: The original torch function.
@@ -471,13 +534,18 @@ class InitializationRecording:
     def _run_with_values(
         self, operation: Any, arguments: tuple[Any, ...], keywords: dict[str, Any], written: list[Tensor]
     ) -> Any:
-        """Run an operation that depends on values or a generator, after computing its recorded arguments.
+        """Run an operation immediately instead of recording it.
+
+        This is necessary if the operation reads tensor values, uses a custom generator, or changes
+        a tensor that already has values. If an argument is a recorded tensor, its values are
+        computed first.
 
         Args:
             operation: ATen operation.
-            arguments: Positional arguments, with recorded tensors.
-            keywords: Keyword arguments, with recorded tensors.
-            written: Arguments that the operation changes in place.
+            arguments: Positional arguments. Tensors may be recorded tensors, which have no values
+                yet.
+            keywords: Keyword arguments. Tensors may be recorded tensors, which have no values yet.
+            written: Tensors among the arguments that the operation changes in place.
 
         Returns:
             The result of the operation, with real tensors.
@@ -488,7 +556,8 @@ class InitializationRecording:
         storages = [self._find_storage(tensor) for tensor in written]
         if any(storage is not None for storage in storages):
             raise RecordingError(
-                f"{operation} changes a large tensor depending on its values or on another random generator"
+                f"the model changes a large tensor with {operation}, which is not supported, because the "
+                "result depends on values or on a custom random generator"
             )
 
         def compute_argument(tensor: Tensor) -> Tensor:
@@ -503,8 +572,10 @@ class InitializationRecording:
     def _derive_tile_seed(self, tile_number: int) -> int:
         """Derive the random seed of a tile from its number and the seed of the recording.
 
-        torch uses 32 bits of a seed. The function permutes the 32-bit integers, so that no two tiles of a
-        model have the same seed.
+        A tile is a block of consecutive elements that is drawn with its own seed. torch uses only
+        32 bits of a seed, so independent random seeds of many tiles could collide. A permutation of
+        the 32-bit integers therefore maps the tile numbers to the seeds. As a result, no two tiles
+        of a model have the same seed.
         """
         for key in self._seed_keys:
             tile_number = (tile_number ^ key) * 0x9E3779B1 & 0xFFFFFFFF
@@ -514,8 +585,9 @@ class InitializationRecording:
     def _compute_slice(self, view: _RecordedView, index: Index) -> Tensor:
         """Compute a slice of a recorded tensor.
 
-        For a contiguous tensor, only the tiles that overlap the slice are computed. Otherwise, the complete
-        storage is computed first.
+        The values of a storage are computed in tiles, which are blocks of consecutive elements. For
+        a contiguous tensor, only the tiles that overlap the slice are computed. For any other
+        tensor, the complete storage is computed first.
 
         Args:
             view: Reference to the tensor.
@@ -548,11 +620,12 @@ class InitializationRecording:
         return values.reshape([part.stop - part.start for part in index])
 
     def _compute_view(self, view: _RecordedView, cache: dict[Any, Any]) -> Tensor:
-        """Compute all elements of a recorded tensor, which computes its complete storage.
+        """Compute all elements of a recorded tensor, by computing its complete storage.
 
         Args:
             view: Reference to the tensor.
-            cache: Results shared by all computations of one read. See :meth:`_compute_elements`.
+            cache: Intermediate results of the current read, which are reused. See
+                :meth:`_compute_elements`.
         """
         values = self._compute_elements(view.storage, view.last_write, 0, view.storage.size, cache)
         return torch.as_strided(values, view.shape, view.stride, view.offset)
@@ -572,9 +645,10 @@ class InitializationRecording:
             last_write: Latest write to apply. Later writes are ignored.
             start: Index of the first element.
             stop: Index after the last element.
-            cache: Results that can be reused while one slice is read: the results of whole-tensor
-                operations and, for each ``last_write``, the latest tile that was only partly inside the
-                requested range. Modified in place.
+            cache: Intermediate results that are reused while one slice is read. Modified in place.
+                It contains the results of operations on complete tensors. For each storage and
+                value of ``last_write``, it also contains the most recently computed tile that
+                extends beyond the requested elements.
 
         Returns:
             1-D tensor of ``stop - start`` elements.
@@ -591,7 +665,7 @@ class InitializationRecording:
                 tile = values[first - start : end - start]
                 self._apply_writes_to_tile(tile, number, first, end, writes, cache)
                 continue
-            key = ("tile", writes[-1] if writes else None)
+            key = ("tile", id(storage), writes[-1] if writes else None)
             if cache.get(key, (None,))[0] != number:
                 tile = torch.zeros(end - first, dtype=storage.dtype)
                 self._apply_writes_to_tile(tile, number, first, end, writes, cache)
@@ -610,12 +684,15 @@ class InitializationRecording:
         writes: Sequence[_RecordedWrite],
         cache: dict[Any, Any],
     ) -> None:
-        """Apply writes to a tile.
+        """Compute the elements of a tile by applying the recorded writes that overlap it.
+
+        A tile is a block of consecutive elements of a storage. A recorded write is an operation
+        that changes elements of the storage.
 
         Args:
-            tile: 1-D tensor with the elements of the tile. They are initially zero and are changed in
-                place.
-            number: Number of the tile in its storage.
+            tile: 1-D tensor with the elements of the tile. They are initially zero and are changed
+                in place.
+            number: Index of the tile among the tiles of its storage.
             start: Index of the tile's first element in the storage.
             stop: Index after the tile's last element in the storage.
             writes: Recorded writes to the storage, in the order of recording.
@@ -654,10 +731,19 @@ class InitializationRecording:
                 target.copy_(write.operation(*arguments, **keywords))
 
     def _compute_whole_result(self, write: _RecordedWrite, cache: dict[Any, Any]) -> Tensor:
-        """Run a whole-tensor operation on complete tensors, and return the changed storage as a 1-D tensor.
+        """Run a recorded operation on complete tensors, and return the storage that it writes.
 
-        torch's default generator is seeded from the first tile of the write, and restored afterwards. If
-        the operation returns a new tensor, storage elements outside this tensor are 0.
+        An operation such as a QR decomposition needs complete tensors and cannot be computed tile
+        by tile. While it runs, torch's default generator has a seed that is derived from
+        ``write.first_tile``. The state of the generator is restored afterwards.
+
+        Args:
+            write: Recorded operation of the kind ``"whole"``.
+            cache: Intermediate results of the current read. See :meth:`_compute_elements`.
+
+        Returns:
+            1-D tensor with all elements of the storage. An operation that returns a new tensor may
+            cover only a part of the storage. The other elements are then 0.
         """
         argument_tensors: list[Tensor] = []
 

@@ -1,20 +1,23 @@
 """Restrict attention to the documents of a packed sample.
 
-Packed samples have ``position_ids`` that begin at 0 in each document, and ``document_lengths``
-(:class:`portable.data.samples.packing.PackedDocumentSamples`). With them, every layer attends as if
-each document were a separate sequence. There are three implementations:
+Packed samples have two extra columns: ``position_ids``, which begin at 0 in each document, and
+``document_lengths`` (:class:`portable.data.samples.packing.PackedDocumentSamples`). This module
+uses them to make every layer attend as if each document were a separate sequence. There are three
+implementations:
 
-* Masks: transformers builds the mask of each layer type (causal, sliding window, chunked) from a
-  function of two positions. This module passes positions within documents to the function. The mask
-  has a fixed shape and is built without reading values of tensors, so this works on every device,
-  compiled or not.
+* Masks: transformers builds the mask of each layer type (causal, sliding window, chunked) with a
+  function that decides whether a query position may attend to a key position. This module wraps the
+  function. The wrapper passes positions within the document, and rejects pairs of positions from
+  different documents. The mask has a fixed shape and is built without reading values of tensors, so
+  this works on every device, compiled or not.
 * One call per document: on a CPU, the fused sdpa kernel also computes the masked elements. It is
   therefore called once per document, which costs less than causal attention over the sample.
-* Lengths: flash attention, from a package or the Hub, receives the lengths of the documents.
+* Document lengths: flash attention, from a package or the Hub, receives the lengths of the
+  documents and separates them itself.
 
 :mod:`portable.model.document_states` does the same for layers that carry a state along the
-sequence. Some models mix tokens in other ways, or compute positions themselves. They cannot keep
-documents separate, and :func:`check_document_separation` rejects them.
+sequence. Some models mix tokens in other ways, or compute positions themselves. Such models cannot
+keep documents separate, and :func:`check_document_separation` rejects them.
 """
 
 from __future__ import annotations
@@ -101,12 +104,12 @@ tensor. For these types, attention cannot run once per document.
 _MASKED_KERNELS = ("sdpa", "eager", "flex_attention")
 """Kernels that accept the masks of this module. Other kernels must accept lengths, like flash attention."""
 DOCUMENT_SEPARATING_LAYERS = frozenset(
-    {"full_attention", "sliding_attention", "chunked_attention", "indexed_attention", "moe"}
+    {"full_attention", "sliding_attention", "chunked_attention", "indexed_attention", "moe", "mlp"}
 )
 """Layer types of transformers that mix tokens only by masked attention, or do not mix tokens."""
 STATEFUL_LAYERS = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding"})
 """Layer types of transformers that carry a state along a sequence."""
-LAYERS_WITHOUT_ATTENTION = frozenset({"linear_attention", "conv", "moe"})
+LAYERS_WITHOUT_ATTENTION = frozenset({"linear_attention", "conv", "moe", "mlp"})
 """Layer types of transformers that do not attend to tokens, so they need no mask."""
 UNTESTED_LAYERS = frozenset(
     {
@@ -146,8 +149,8 @@ gradients as conversations in separate samples.
 def can_separate_states(config: RunConfig) -> bool:
     """Return whether stateful layers can run on one document at a time.
 
-    XLA and TPUs would have to compile every combination of lengths. Context-parallel ranks have only
-    parts of documents.
+    Returns False for XLA and TPUs, which would have to compile every combination of lengths, and for
+    context parallelism, because a rank has only parts of documents.
     """
     return config.backend not in ("xla", "tpu") and config.context_parallel_size == 1
 
@@ -162,14 +165,18 @@ def check_document_separation(
     """Check that the documents of a packed sample do not influence each other.
 
     Args:
-        model: The model, on the meta device. A trial forward pass on a copy shows whether its masks are
-            causal.
+        model: Model on the meta device. A trial forward pass on a copy shows whether its attention
+            masks are causal.
         key: Setting that requires separate documents, used in error messages.
-        seq_len: Number of tokens of a sample.
-        separates_states: Result of :func:`can_separate_states`.
+        seq_len: Number of tokens in a sample.
+        separates_states: Whether layers with a recurrent state, such as Mamba layers, can run on
+            one document at a time. This is the result of :func:`can_separate_states`.
 
     Raises:
-        UserError: If attention or a state may cross document boundaries.
+        UserError: If attention or a recurrent state may cross document boundaries. This is assumed
+            if the attention kernel does not support packed documents, if
+            :func:`explain_document_mixing` returns a reason, such as an untested model type, or if
+            the attention masks are not causal.
     """
     config = model.config
     kernel = get_attention_kernel(config)
@@ -180,27 +187,33 @@ def check_document_separation(
             f"{key}: the attention kernel {kernel} does not separate packed texts; set model.attention to "
             "sdpa"
         )
-    reason = explain_document_mixing(config, seq_len, separates_states=separates_states)
-    if reason is None and _has_attention(config) and not _makes_only_causal_masks(model):
-        reason = "attends in both directions; set is_decoder: true in the config of the model"
-    if reason is None:
-        return
     remedy = "set data.packing to true or false" if key == "data.packing" else f"set {key} to 1"
-    raise UserError(f"{key}: {type(model).__name__} {reason}; {remedy}")
+    reason = explain_document_mixing(config, seq_len, separates_states=separates_states)
+    if reason is not None:
+        raise UserError(f"{key}: {type(model).__name__} {reason}; {remedy}")
+    if _has_attention(config) and not _makes_only_causal_masks(model):
+        raise UserError(
+            f"{key}: {type(model).__name__} attends in both directions; set is_decoder: true in the config "
+            f"of the model, or {remedy}"
+        )
 
 
 def explain_document_mixing(
     config: PretrainedConfig, seq_len: int = 0, *, separates_states: bool = True
 ) -> str | None:
-    """Explain why documents of a packed sample might influence each other in a model.
+    """Explain why a model might not keep the documents of a packed sample separate.
 
     Args:
         config: Transformers config of the model.
-        seq_len: Number of tokens of a sample.
-        separates_states: Result of :func:`can_separate_states`.
+        seq_len: Number of tokens of a sample. Used only for models that scale attention by the
+            position.
+        separates_states: Whether stateful layers can run on one document at a time, as returned by
+            :func:`can_separate_states`.
 
     Returns:
-        The reason, as a verb phrase. None if a test has shown that the model type keeps documents separate.
+        The reason, to be written after the name of the model, such as ``has not been tested to keep
+        packed texts separate``. None if a test has shown that the model type keeps documents
+        separate.
     """
     text: Any = config.get_text_config()
     types = {config.model_type, text.model_type}
@@ -213,18 +226,18 @@ def explain_document_mixing(
     if stateful and not (separates_states and types <= STATE_SEPARATING_TYPES):
         return f"has layers of type {stateful}, which carry a state from one text to the next"
     if other := next((layer for layer in unproven_layers if layer not in STATEFUL_LAYERS), None):
-        return f"has layers of type {other}, which are not known to keep packed texts apart"
+        return f"has layers of type {other}, which have not been tested to keep packed texts separate"
     if getattr(text, "attn_temperature_tuning", False) and seq_len >= text.floor_scale:
         return (
-            f"scales attention by the position in the sample from {text.floor_scale} tokens on "
-            "(attn_temperature_tuning)"
+            "scales attention by the position in the packed sample (attn_temperature_tuning) from position "
+            f"{text.floor_scale} on"
         )
     text_type = text.model_type  # a composite model may have a text config of any type
     if (
         config.model_type not in separating_types
         or text_type not in separating_types | DOCUMENT_SEPARATING_TEXT_TYPES
     ):
-        return "is not known to keep packed texts apart"
+        return "has not been tested to keep packed texts separate"
     return None
 
 
@@ -261,7 +274,7 @@ def explain_image_mixing(model_type: str) -> str | None:
     """
     if model_type in IMAGE_PACKING_TYPES:
         return None
-    return "is not known to keep packed texts with images apart"
+    return "has not been tested to keep packed texts with images separate"
 
 
 def build_packing_notes(config: RunConfig, model: PreTrainedModel) -> list[str]:
@@ -299,7 +312,10 @@ def _explain_mixing_in_run(model_config: PretrainedConfig, config: RunConfig) ->
 
 
 def _has_attention(config: PretrainedConfig) -> bool:
-    """Return whether a model has attention layers."""
+    """Return whether a model has attention layers, according to ``layer_types`` in its config.
+
+    The result is True if the config has no ``layer_types``.
+    """
     layers = getattr(config.get_text_config(), "layer_types", None)
     return not layers or not LAYERS_WITHOUT_ATTENTION.issuperset(layers)
 
@@ -315,25 +331,29 @@ _DIRECTION_SETTINGS: dict[str, tuple[tuple[Any, ...], str]] = {
     "causal": ((False,), "true"),  # XLM
     "attn_type": (("bi",), "uni"),  # XLNet
 }
-"""Settings of the text config that can select bidirectional attention. Each is mapped to the values that make
-attention bidirectional, and to a value, as text, that makes it causal.
-"""
+"""Settings of the text config that can select bidirectional attention. Each is mapped to a pair: the
+values that make attention bidirectional, and the text of a value that makes it causal."""
 _BIDIRECTIONAL_TYPES = ("cpmant",)
 """Model types whose attention is always bidirectional."""
 
 
 def check_causal_attention(model: PreTrainedModel, key: str = "model") -> None:
-    """Check that a causal language model does not attend to later tokens, because they are its labels.
+    """Check that the attention of a causal language model is not bidirectional.
+
+    Otherwise, each token would attend to its label, which is the next token. The check reads the
+    settings in :data:`_DIRECTION_SETTINGS` from the text config, and rejects the model types in
+    :data:`_BIDIRECTIONAL_TYPES`. The setting ``is_decoder: false`` is accepted if all masks of a
+    trial forward pass are causal.
 
     Args:
         model: The model, on the meta device.
         key: Setting that specifies the model, used in error messages.
 
     Raises:
-        UserError: If the model attends to later tokens.
+        UserError: If a setting or the model type makes the attention bidirectional.
     """
     text: Any = model.config.get_text_config()
-    name = f"{key}: {type(model).__name__} attends in both directions"
+    name = type(model).__name__
     for setting, (values, causal) in _DIRECTION_SETTINGS.items():
         value = getattr(text, setting, None)
         if not any(
@@ -342,16 +362,19 @@ def check_causal_attention(model: PreTrainedModel, key: str = "model") -> None:
         ):
             continue
         if setting == "is_decoder" and _makes_only_causal_masks(model):
-            continue  # GPT-NeoX is causal anyway
+            continue  # for example GPT-NeoX, which is always causal
         path = "model.config" if key == "model" else "its config.json"
         path = path if text is model.config else f"text_config in {path}"
         shown = str(value).lower()
         raise UserError(
-            f"{name} ({setting}: {shown}), so each token sees its own label; set {setting}: {causal} in "
-            f"{path}, or choose another model.task"
+            f"{key}: {name} attends in both directions ({setting}: {shown}), so each token sees its own "
+            f"label; set {setting}: {causal} in {path}, or choose another model.task"
         )
     if model.config.model_type in _BIDIRECTIONAL_TYPES:
-        raise UserError(f"{name}, so each token sees its own label; choose another model")
+        raise UserError(
+            f"{key}: {name} attends in both directions, so each token sees its own label; choose another "
+            "model"
+        )
 
 
 def _makes_only_causal_masks(model: PreTrainedModel) -> bool:
@@ -371,7 +394,7 @@ def _makes_only_causal_masks(model: PreTrainedModel) -> bool:
 
         return make_recorded_mask
 
-    # Exceptions do not matter, because masks are created before the layers, and some layers cannot run on the
+    # Ignore exceptions, because masks are created before the layers run, and some layers cannot run on the
     # meta device.
     with wrap_mask_function(wrap_mask_maker, get_attention_kernel(model.config)), suppress(Exception):
         run_trial_forward(model)
@@ -396,14 +419,22 @@ class DocumentForward(ForwardWrapper):
     def __call__(self, *arguments: Any, **inputs: Any) -> Any:
         """Run the wrapped forward pass without attention between packed documents.
 
-        On a CPU, ``document_lengths`` are read to run attention once per document. Without ``position_ids``,
-        the samples are not packed, and the wrapped forward pass runs unchanged.
+        Samples without ``position_ids`` are not packed, and their attention does not change. For
+        packed samples, there are three cases:
+
+        * Flash attention receives the document boundaries, computed from ``document_lengths``.
+        * With sdpa on a CPU, attention runs once per document, with the lengths in
+          ``document_lengths``. This does not apply if the layers read the mask themselves or if the
+          model is compiled.
+        * In all other cases, and without ``document_lengths``, a mask separates the documents.
 
         Args:
             arguments: Positional arguments of the model.
-            inputs: Columns of a batch. Packed samples have ``position_ids``, which begin at 0 in each
-                document, and usually ``document_lengths``. Columns that the model does not accept are
-                removed.
+            inputs: Columns of a batch. Packed samples have ``position_ids``, which begin at 0 in
+                each document, and usually ``document_lengths``. With context parallelism, both
+                cover the tokens of all ranks, and the model receives the column
+                :data:`PART_POSITIONS_COLUMN` as its ``position_ids``. Columns that the model does
+                not accept are removed.
 
         Returns:
             The output of the model.
@@ -412,7 +443,8 @@ class DocumentForward(ForwardWrapper):
         inputs.pop(TEXT_TOKENS_COLUMN, None)
         lengths = inputs.pop("document_lengths", None)
         if PART_POSITIONS_COLUMN in inputs:
-            # `positions` covers all context-parallel ranks, and this column only this rank.
+            # `positions` covers the tokens of all context-parallel ranks, but this column covers only this
+            # rank.
             inputs["position_ids"] = inputs.pop(PART_POSITIONS_COLUMN)
         if positions is None:
             return self.__wrapped__(*arguments, **inputs)
@@ -431,9 +463,10 @@ class DocumentForward(ForwardWrapper):
                 return self.__wrapped__(*arguments, **inputs)
 
     def _attends_per_document(self, device: torch.device) -> bool:
-        """Return whether attention runs once per document.
+        """Return whether attention is computed separately for each document.
 
-        This is the case for sdpa on a CPU, unless the layers read the mask or a module is compiled.
+        This is the case for sdpa on a CPU, unless the layers read the mask themselves or a module
+        of the model is compiled. In all other cases, attention runs once on the packed sample.
         """
         if self._kernel != "sdpa" or self._reads_mask or device.type != "cpu":
             return False
@@ -474,6 +507,8 @@ class DocumentMaskFunction:
     def __call__(self, batch: Any, head: Any, query: Any, key: Any) -> Any:
         """Return whether a query token may attend to a key token.
 
+        The arguments are index tensors that can be broadcast together.
+
         Args:
             batch: Index of the sample.
             head: Index of the attention head.
@@ -481,7 +516,7 @@ class DocumentMaskFunction:
             key: Index of the key token in the sample.
 
         Returns:
-            A boolean tensor. The arguments are index tensors, which are broadcast.
+            Boolean tensor with the broadcast shape of the arguments.
         """
         is_visible = self.single_document_mask(
             batch, head, self.positions[batch, query], self.positions[batch, key]
@@ -498,8 +533,9 @@ def _build_document_mask_wrapper(
 
     Args:
         positions: Positions of the tokens in their documents, int64 ``[batch, tokens]``.
-        document_lengths: Lengths of the documents of each sample. If given, masks are replaced by a
-            :class:`_PerDocumentMask`. None if the masks must be tensors.
+        document_lengths: Lengths of the documents of each sample. If given, masks are replaced
+            by a :class:`_PerDocumentMask`, except masks with a custom mask function of the
+            model (``use_vmap``), which remain tensors. None if all masks must be tensors.
 
     Returns:
         Decorator that replaces a function that creates a mask.
@@ -540,15 +576,16 @@ def _build_flash_arguments(lengths: Tensor, seq_len: int) -> dict[str, Any]:
 
 
 class _PerDocumentMask:
-    """Object that is passed instead of a mask tensor, so that sdpa runs once per document.
+    """Placeholder for a mask tensor. It makes sdpa run once per document.
 
-    :func:`register_document_sdpa` makes sdpa accept it.
+    :func:`register_document_sdpa` makes sdpa accept this object.
 
     Args:
         document_lengths: Lengths of the documents of each sample.
         mask_function: Mask function for a single document.
-        local_size: Size of a sliding window or chunk. Documents up to this size have a plain causal
-            mask. None if the mask of every document is causal.
+        local_size: Size of the sliding window or chunk. None if attention is causal without such a
+            limit. Documents up to this length need only a causal mask, which sdpa applies without a
+            tensor.
         make_mask: Function of transformers that creates a mask tensor from a mask function.
     """
 
@@ -626,9 +663,10 @@ class _PerDocumentMask:
 
 @cache  # once per process, because recomputed layers run outside of any context
 def register_document_sdpa() -> None:
-    """Replace transformers' ``sdpa`` in this process by a function that accepts :class:`_PerDocumentMask`.
+    """Replace transformers' ``sdpa`` with a function that accepts :class:`_PerDocumentMask`.
 
-    For an ordinary mask, the replacement calls the original function.
+    The replacement is global: all models in the process use it. For an ordinary mask, it calls the
+    original function. Only the first call of :func:`register_document_sdpa` has an effect.
     """
     from transformers import AttentionInterface
 

@@ -30,11 +30,14 @@ if TYPE_CHECKING:
 
 _LENGTH_DEPENDENT_ROPE_TYPES = ("longrope", "dynamic")
 _RENAMED_ROPE_TYPES = {"su": "longrope"}
-"""Current names of rope types, by the former names that custom code may still use."""
+"""Current names of RoPE types, keyed by the former names, which custom code may still use."""
 
 
 def is_length_dependent(rope_type: str) -> bool:
-    """Return whether the frequencies of a rope type, such as ``longrope``, depend on the sequence length."""
+    """Return whether the frequencies of a rope type depend on the sequence length.
+
+    This applies to all rope types whose names contain ``longrope`` or ``dynamic``.
+    """
     return any(name in rope_type for name in _LENGTH_DEPENDENT_ROPE_TYPES)
 
 
@@ -45,7 +48,7 @@ def _list_rope_settings(config: PretrainedConfig) -> list[Any]:
     layer type.
     """
     text = config.get_text_config()
-    # Custom code may still use the former name.
+    # Custom code may still use the former name `rope_scaling`.
     rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
     return [rope, *(value for value in rope.values() if isinstance(value, dict))]
 
@@ -59,9 +62,14 @@ def has_length_dependent_rope(config: PretrainedConfig) -> bool:
 def check_custom_rotary_layers(model: Any, config: RunConfig) -> None:
     """Check that padding does not affect length-dependent RoPE in a model's custom code.
 
-    :func:`install_text_length_forward` supports only the rotary embeddings of transformers. Custom code
-    derives the length from the padded sequence. This has no effect if samples are packed without
-    padding, or if ``data.seq_len`` is at most the original number of positions.
+    :func:`install_text_length_forward` supports only the rotary embeddings of transformers. The
+    embeddings are custom code if the config has a length-dependent rope type, but no module has
+    such a type in an attribute ``rope_type``. Custom code derives the length from the padded
+    sequence, so padding may change the frequencies. There is no problem in two cases:
+
+    - ``data.packing`` is true. Packed samples then have no padding.
+    - ``data.seq_len`` is at most the original number of positions. This number is
+      ``original_max_position_embeddings`` or, if it is not set, ``max_position_embeddings``.
 
     Args:
         model: The model, on any device.
@@ -81,17 +89,17 @@ def check_custom_rotary_layers(model: Any, config: RunConfig) -> None:
     if config.data.packing is True or config.data.seq_len <= limit:
         return
     raise UserError(
-        f"data.seq_len: the code of {type(model).__name__} has a rope_type that depends on the length of "
-        f"the sequence, which would include padding; set data.seq_len to at most {limit}, or data.packing "
-        "to true, or use the class of transformers (model.trust_remote_code: false)"
+        f"data.seq_len: the custom code of {type(model).__name__} computes RoPE from the length of the "
+        f"sample including padding; set data.seq_len to at most {limit}, set data.packing to true, or set "
+        "model.trust_remote_code to false to use the code of transformers"
     )
 
 
 def check_length_dependent_rope(config: PretrainedConfig, task: str, key: str) -> None:
-    """Check that a model with length-dependent rotary embeddings can receive the length of each text.
+    """Check that the text lengths are known if the model's rotary embeddings depend on them.
 
-    The lengths are unknown for encoder-decoder models, because their targets are padded, and for
-    DeepSeek-V4, because it compresses tokens.
+    The lengths are unknown for the padded targets of encoder-decoder models, and for the compressed
+    tokens of DeepSeek-V4.
 
     Args:
         config: Transformers config of the model.
@@ -118,6 +126,9 @@ def check_length_dependent_rope(config: PretrainedConfig, task: str, key: str) -
 class TextLengthForward(ForwardWrapper):
     """Forward method that passes the length of each text to the rotary embeddings of a model.
 
+    The constructor replaces the ``forward`` of each rotary embedding whose frequencies depend on
+    the sequence length.
+
     Args:
         model: A transformers model, not wrapped.
     """
@@ -131,11 +142,15 @@ class TextLengthForward(ForwardWrapper):
         ]
 
     def __call__(self, *arguments: Any, **inputs: Any) -> Any:
-        """Run the wrapped forward pass with rotary layers that use the length of each text.
+        """Run the wrapped forward pass, and give the length of each text to the rotary layers.
 
-        The lengths are a column of the batch, or are computed from its positions or its attention mask. In
-        training, the lengths remain set after the forward pass, because the backward pass may recompute
-        layers. Without ``input_ids``, the wrapped forward pass runs unchanged.
+        Only rotary layers whose frequencies depend on the sequence length use the text lengths. The
+        batch contains the lengths in the column ``text_tokens`` if context parallelism is used. If
+        this column is missing, the lengths are computed from the position ids or, without position
+        ids, from the attention mask.
+
+        In training, the lengths remain set after the forward pass, because the backward pass may
+        recompute layers. Without ``input_ids``, the wrapped forward pass runs unchanged.
         """
         if "input_ids" not in inputs:
             return self.__wrapped__(*arguments, **inputs)
@@ -152,12 +167,18 @@ class TextLengthForward(ForwardWrapper):
 
 
 def install_text_length_forward(model: Model) -> Model:
-    """Make length-dependent rotary embeddings use the length of each text of a batch.
+    """Make length-dependent rotary embeddings use the length of each text.
 
-    Does nothing if the model has no such embeddings.
+    transformers itself uses the largest position in the micro-batch for all texts in it. Does
+    nothing if the model has no length-dependent embeddings.
+
+    Call this function after :func:`portable.model.document_attention.install_document_forward`. The
+    forward method that is installed last runs first, and
+    :class:`portable.model.document_attention.DocumentForward` removes the column ``text_tokens``.
 
     Args:
-        model: A transformers model, not wrapped. Its ``forward`` is replaced.
+        model: A transformers model, before it is wrapped, for example by DDP. Its ``forward`` and
+            the ``forward`` of the length-dependent embeddings are replaced.
 
     Returns:
         The same model.
@@ -168,10 +189,12 @@ def install_text_length_forward(model: Model) -> Model:
 
 
 def _find_length_dependent_types(module: nn.Module) -> dict[str | None, str]:
-    """Map each layer type of a rotary embedding to its rope type, if this type depends on the length.
+    """Map the layer types of a rotary embedding to their length-dependent rope types.
 
-    If all layers have the same rope type, the layer type is None. The result is empty if ``module`` is
-    not a rotary embedding of transformers, or if none of its rope types depends on the length.
+    The frequencies of a length-dependent rope type, such as ``longrope``, depend on the sequence
+    length. Layer types with any other rope type are omitted. If all layers have the same rope type,
+    the only key is None. The result is empty if ``module`` is not a rotary embedding of
+    transformers, or if none of its rope types depends on the length.
     """
     return {
         name: rope_type
@@ -185,11 +208,12 @@ class _TextLengthRotaryForward:
 
     Args:
         module: The rotary embedding.
-        types: Length-dependent rope types, keyed by layer type. The layer type is None if all layers
-            have the same rope type.
+        types: Length-dependent rope types, keyed by layer type. The layer type is None if all
+            layers have the same rope type.
 
     Attributes:
-        text_lengths: Length of the text of each token, int64 ``[batch, tokens]`` or ``[batch, 1]``.
+        text_lengths: Length of the text of each token, int64 ``[batch, tokens]`` or ``[batch,
+            1]``. None before the first forward pass.
         in_forward: Whether a forward pass that uses ``text_lengths`` is running.
     """
 
@@ -201,7 +225,14 @@ class _TextLengthRotaryForward:
 
     @classmethod
     def install(cls, module: Any, types: Mapping[str | None, str]) -> _TextLengthRotaryForward:
-        """Replace a rotary embedding's ``forward`` by an instance of this class, unless it already is one.
+        """Replace the ``forward`` of a rotary embedding with an instance of this class.
+
+        If an earlier call has already done so, the existing instance is kept.
+
+        Args:
+            module: The rotary embedding. Modified in place.
+            types: Length-dependent rope types, keyed by layer type. The key is None if all layers
+                have the same rope type.
 
         Returns:
             The new or existing instance.
@@ -214,15 +245,16 @@ class _TextLengthRotaryForward:
     def __call__(
         self, x: Tensor, position_ids: Tensor, layer_type: str | None = None, **keywords: Any
     ) -> Any:
-        """Compute the cosines and sines of each position, with the frequencies for the length of its text.
+        """Compute the rotary cosines and sines of the positions, based on text lengths.
 
-        The original forward method of the module runs instead in the following cases:
+        The frequencies for a token depend on the length of the text that contains the token. The
+        module's original forward method runs instead in the following cases:
 
         - ``text_lengths`` is None.
-        - The module is in eval mode, and no wrapped forward pass is running.
-        - The rope type of ``layer_type`` does not depend on the length.
-        - ``position_ids`` and ``text_lengths`` differ in the size of their last dimension, and that size of
-          ``text_lengths`` is not 1. The positions are then not positions of tokens.
+        - The module is in eval mode, and no forward pass of :class:`TextLengthForward` is running.
+        - The rope type of ``layer_type`` does not depend on the text length.
+        - The last dimension of ``text_lengths`` is neither 1 nor the number of positions. In this
+          case, ``position_ids`` are not the positions of the batch's tokens.
 
         Args:
             x: Hidden states. Only their device and dtype are used.
@@ -255,10 +287,16 @@ class _TextLengthRotaryForward:
         layer_type: str | None,
         keywords: dict[str, Any],
     ) -> Any:
-        """Compute the rotations with the short and the long factors, and select one of them for each token.
+        """Compute the LongRoPE rotations, with the short or the long factors for each token.
 
-        The module chooses the factors by its largest position. To force each choice, an additional position
-        is appended, and then dropped from the result.
+        A token gets the long factors if its text is longer than the model's original length. The
+        rotary module of transformers uses the same factors for all tokens: the long ones if the
+        largest position plus 1 is larger than the original length. The module is therefore called
+        once for each kind of factors, and each token gets its values from one of the two results.
+
+        One more position is appended in each call, and is dropped from the result. For the long
+        factors, this position is equal to the original length. For the short factors, it is 0, and
+        all other positions are clamped below the original length.
 
         Args:
             x: Hidden states. Only their device and dtype are used.

@@ -1,11 +1,13 @@
-"""Expert parallelism (``expert_parallel_size``): ranks exchange the tokens of experts.
+"""Expert parallelism (``expert_parallel_size``), which distributes the experts of a layer over ranks.
 
-transformers keeps the experts of a layer as stacked tensors ``[experts, ...]``. A rank has a part of the
-stacks. It sorts its tokens by their experts, sends each token to the rank of each of its experts, runs the
-forward pass of the experts on the tokens that it receives, and sends the results back. No token is dropped.
+transformers stores the experts of a layer as stacked tensors ``[experts, ...]``. Each rank holds a
+slice of these stacks. It sorts its tokens by expert, and sends each token to the ranks that hold
+the token's experts. Then it runs its own experts on the tokens that it receives, and sends the
+results back. No token is dropped.
 
-peft adapts a stack with a ``ParamWrapper`` around the module (``adapter.target_parameters``), and nests the
-wrappers of several stacks. Its LoRA factors are stacks as well, and a rank has the factors of its experts.
+peft adapts a stack with a ``ParamWrapper`` around the module (``adapter.target_parameters``), and
+nests the wrappers of several stacks. The LoRA factors are stacks as well, and each rank has the
+factors of its own experts.
 
 Source: Lepikhin et al., "GShard", arXiv:2006.16668.
 """
@@ -30,9 +32,9 @@ if TYPE_CHECKING:
 
 KEY = "expert_parallel_size"
 _BASE_LAYER = ".base_layer"
-"""End of the name of a module that peft has wrapped."""
+"""Suffix of the name of a module that peft has wrapped."""
 _FORWARD_ARGUMENTS = ("tokens", "experts of each token", "weights of the experts")
-"""Arguments of the ``forward`` of an expert module. Their names differ between models."""
+"""Descriptions of the arguments of an expert module's ``forward``. Their names differ between models."""
 
 
 def find_expert_modules(model: nn.Module) -> dict[str, nn.Module]:
@@ -45,7 +47,12 @@ def find_expert_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _is_expert_module(module: nn.Module) -> bool:
-    """Return whether the experts of a module can be distributed over ranks."""
+    """Return whether the experts of a module can be distributed over ranks.
+
+    The module must have transformers' common layout for experts (see :func:`find_expert_modules`).
+    The layout is recognized by the attributes ``is_transposed`` and ``has_bias``, by the shapes of
+    the parameters, and by the number of arguments of ``forward``.
+    """
     has_common_layout = hasattr(module, "is_transposed") and hasattr(module, "has_bias")
     stacks = list(module.parameters(recurse=False))
     return (
@@ -66,42 +73,47 @@ def check_expert_parallel_support(model: nn.Module, num_ranks: int, optimizer: s
         optimizer: Value of ``train.optimizer``.
 
     Raises:
-        UserError: If the model has no experts in stacked tensors, if the adapter changes them in a way that
-            ranks cannot divide or the optimizer cannot update, or if their number is not a multiple of
-            ``num_ranks``.
+        UserError: If the model does not store its experts in stacked tensors. Also raised if the
+            number of experts is not a multiple of ``num_ranks``, if the adapter changes anything in
+            the expert modules other than stacked weight matrices, or if ``muon`` would update LoRA
+            factors of experts.
     """
     modules, name = find_expert_modules(model), type(model).__name__
     require(
         bool(modules),
-        f"{KEY}: {name} has no experts in stacked tensors that ranks can divide; set {KEY} to 1",
+        f"{KEY}: {name} has no experts in stacked tensors that can be distributed over ranks; set {KEY} to 1",
     )
     require(
         optimizer != "muon" or not list_expert_factors(model),
-        "train.optimizer: muon updates complete matrices, but expert-parallel ranks divide the LoRA factors "
-        f"of experts; use adamw or sgd, or set {KEY} to 1",
+        "train.optimizer: muon needs complete matrices, but expert parallelism shards the LoRA factors of "
+        f"the experts across ranks; set train.optimizer to adamw or sgd, or set {KEY} to 1",
     )
     for module_name, module in modules.items():
         count: Any = module.num_experts
         require(
             count % num_ranks == 0,
-            f"{KEY}: the {count} experts of {name} cannot be divided among {num_ranks} ranks; use a divisor "
-            f"of {count}",
+            f"{KEY}: the {count} experts of {name} cannot be divided evenly among {num_ranks} ranks; set "
+            f"{KEY} to a divisor of {count}",
         )
         for wrapper in find_parameter_wrappers(model, module_name):
             stack = getattr(wrapper, "parameter_name", None)
             require(
                 stack is not None and getattr(module, stack).dim() == 3,
-                f"{KEY}: the adapter changes {stack or 'the experts'} of {name}, which are not matrices of "
-                f"experts; list only matrices of experts in adapter.target_parameters, or set {KEY} to 1",
+                f"{KEY}: the adapter changes {stack or 'the experts'} of {name} in a way that does not work "
+                "with expert parallelism; list only weight matrices of experts in "
+                f"adapter.target_parameters, or set {KEY} to 1",
             )
 
 
 def find_parameter_wrappers(model: nn.Module, module_name: str) -> list[nn.Module]:
-    """Return the wrappers of peft around an expert module, from the outermost to the innermost.
+    """Return the peft wrappers around an expert module, from the outermost to the innermost.
+
+    Each ``.base_layer`` at the end of the name means one wrapper. The list is empty without
+    wrappers.
 
     Args:
         model: The model with its adapter.
-        module_name: Name of the expert module in ``model``.
+        module_name: Name of the expert module in ``model``, such as ``mlp.experts.base_layer``.
     """
     wrappers: list[nn.Module] = []
     while module_name.endswith(_BASE_LAYER):
@@ -111,7 +123,11 @@ def find_parameter_wrappers(model: nn.Module, module_name: str) -> list[nn.Modul
 
 
 def list_expert_factors(model: nn.Module) -> dict[nn.Parameter, int]:
-    """List the LoRA factors of experts, each with the dimension that has one entry or block per expert."""
+    """Map each LoRA factor of a stack of experts to the index of its expert dimension.
+
+    The index is 0 for ``lora_A`` and 1 for ``lora_B``. Along this dimension, each expert has one or
+    more entries.
+    """
     return {
         layer.weight: dim
         for name in find_expert_modules(model)
@@ -123,7 +139,16 @@ def list_expert_factors(model: nn.Module) -> dict[nn.Parameter, int]:
 
 
 def install_expert_exchange(model: nn.Module) -> None:
-    """Make the expert modules of a model exchange tokens as soon as their process group is set."""
+    """Change the expert modules of a model so that they can exchange tokens between ranks.
+
+    The ``forward`` of each expert module is replaced by :meth:`ExpertExchange.run`, and excluded
+    from ``torch.compile``. Peft wrappers around the module no longer add their LoRA updates,
+    because the exchange adds them. The :class:`ExpertExchange` becomes the attribute
+    ``expert_exchange`` of the module.
+
+    A module exchanges tokens only if the attribute ``group`` of its exchange is set. Until then,
+    the module runs all experts on this rank.
+    """
     for name, module in find_expert_modules(model).items():
         wrappers = find_parameter_wrappers(model, name)
         exchange: Any = ExpertExchange(module, wrappers)
@@ -136,12 +161,19 @@ def install_expert_exchange(model: nn.Module) -> None:
 
 
 def _call_base_layer(wrapper: Any, *arguments: Any, **keywords: Any) -> Any:
-    """Call the module inside of a wrapper of peft."""
+    """Call the module that a peft wrapper wraps, bypassing peft's own ``forward`` method.
+
+    This function replaces the ``forward`` method of the wrapper. Peft's method would add the LoRA
+    update, which :class:`ExpertExchange` adds itself.
+    """
     return wrapper.base_layer(*arguments, **keywords)
 
 
 def map_expert_exchanges(model: nn.Module) -> dict[nn.Module, ExpertExchange]:
-    """Return a dict from each module changed by :func:`install_expert_exchange` to its exchange."""
+    """Map each expert module to the :class:`ExpertExchange` that runs its forward pass.
+
+    Only modules that :func:`install_expert_exchange` has changed are included.
+    """
     modules: Any = model.modules()
     return {module: module.expert_exchange for module in modules if hasattr(module, "expert_exchange")}
 
@@ -151,11 +183,12 @@ class ExpertExchange:
 
     Args:
         module: The expert module.
-        wrappers: Wrappers of peft that adapt stacks of the module, from the outermost to the innermost.
+        wrappers: ``ParamWrapper`` modules of peft around ``module``. Each has the LoRA factors of
+            one stacked weight. They are ordered from the outermost to the innermost.
 
     Attributes:
         group: Expert-parallel process group of this rank. None if this rank has all experts.
-        wrappers: Wrappers of peft, see above.
+        wrappers: The argument ``wrappers``.
         outermost: The outermost wrapper, or the expert module if there are no wrappers.
     """
 
@@ -169,8 +202,12 @@ class ExpertExchange:
     def run(self, *arguments: Any, **keywords: Any) -> Tensor:
         """Run the experts of all ranks on the tokens of this rank.
 
-        Takes the arguments of the module: tokens ``[tokens, hidden]``, and the indices and weights of each
-        token's experts, ``[tokens, experts per token]`` each.
+        The tokens are sent to the ranks of their experts, and the results are sent back. All ranks
+        of the process group must therefore call this method the same number of times. Without a
+        process group, this rank runs all experts.
+
+        The arguments are the arguments of the module: tokens ``[tokens, hidden]``, and the indices
+        and weights of each token's experts, ``[tokens, experts per token]`` each.
 
         Returns:
             The weighted sum of the results of each token's experts, ``[tokens, hidden]``.
@@ -185,7 +222,7 @@ class ExpertExchange:
         received, received_weights = _Dispatch.apply(plan, hidden, weights)
         local_experts, num_received = plan.received_experts, received.shape[0]
         if num_received == 0:
-            # Run on an empty token. Otherwise, some ranks would have gradients and others would not.
+            # Run the experts on a zero token, because otherwise only some ranks would have gradients.
             received, received_weights, local_experts = (
                 torch.cat([tensor, tensor.new_zeros(1, *tensor.shape[1:])])
                 for tensor in (received, received_weights, local_experts)
@@ -201,11 +238,17 @@ class ExpertExchange:
 
 
 class _LocalExperts:
-    """Proxy of an expert module that has only the experts of this rank, as plain tensors with LoRA updates.
+    """Proxy for an expert module, restricted to this rank's experts.
+
+    :meth:`ExpertExchange.run` passes the proxy as ``self`` to the forward method of the module's
+    class. The proxy has its own ``num_experts`` and stacked weights. The weights are plain tensors
+    of this rank's experts, with the LoRA updates added. All other attributes are read from the
+    module.
 
     Args:
-        module: The module. The proxy returns its other attributes.
-        wrappers: Wrappers of peft that adapt stacks of the module.
+        module: The expert module.
+        wrappers: ``ParamWrapper`` modules of peft around ``module``. Each has the LoRA factors of
+            one stacked weight.
         num_experts: Number of experts of this rank.
     """
 
@@ -224,14 +267,17 @@ class _LocalExperts:
 
 
 def _add_lora_update(stack: Tensor, wrapper: Any, is_transposed: bool) -> Tensor:
-    """Add the LoRA updates of some experts to their stack, as ``ParamWrapper`` of peft does for all experts.
+    """Add the LoRA updates of this rank's experts to their stacked weight matrices.
 
-    The rows of ``lora_A`` are sorted by expert. The columns of ``lora_B`` are sorted by rank, and the columns
-    of a rank by expert.
+    ``ParamWrapper`` of peft does this for the complete stack. The rows of ``lora_A`` are ordered as
+    ``[experts, rank]``, and the columns of ``lora_B`` as ``[rank, experts]``, where ``rank`` is the
+    LoRA rank.
 
     Args:
-        stack: Matrices of the experts, ``[experts, out, in]``, or ``[experts, in, out]`` if transposed.
-        wrapper: ``ParamWrapper`` of the stack, with the factors of the same experts.
+        stack: Weight matrices of this rank's experts, ``[experts, out, in]``, or ``[experts, in,
+            out]`` if transposed. Not modified.
+        wrapper: ``ParamWrapper`` of the stack. On this rank, its ``lora_A`` and ``lora_B`` contain
+            only the same experts.
         is_transposed: Whether the matrices are transposed.
     """
     for adapter in wrapper.active_adapters:
@@ -248,14 +294,17 @@ def _add_lora_update(stack: Tensor, wrapper: Any, is_transposed: bool) -> Tensor
 
 @dataclass(frozen=True)
 class _ExchangePlan:
-    """Rows that this rank sends and receives. A row is a pair of a token and one of its experts.
+    """Rows that this rank sends to the ranks of their experts, and rows that it receives.
+
+    A row is a pair of a token and one of the experts chosen for it. Each token has
+    ``experts_per_token`` rows. If fewer experts are chosen for a token, its remaining rows have no
+    expert and are not sent.
 
     Attributes:
         group: Expert-parallel process group.
         num_tokens: Number of tokens of this rank.
         experts_per_token: Number of rows of each token.
-        order: Index of each sent row among all rows of this rank. Sent rows are sorted by expert. Rows
-            without an expert are not sent.
+        order: Index of each sent row among all rows of this rank. Sent rows are sorted by expert.
         sent_sizes: Number of rows that this rank sends to each rank.
         received_sizes: Number of rows that this rank receives from each rank.
         num_local_experts: Number of experts on this rank.
@@ -274,13 +323,15 @@ class _ExchangePlan:
 
 @torch.no_grad()
 def _plan_exchange(experts: Tensor, num_experts: int, group: Any) -> _ExchangePlan:
-    """Plan the exchange of rows: exchange the row counts between all ranks.
+    """Plan which rows this rank sends to the other ranks and receives from them.
 
-    Waits for the device, because the host needs the row counts.
+    A row belongs to one token and one of its experts. To plan the exchange, the ranks exchange the
+    number of rows that they will send for each expert. The host waits for the device, because it
+    needs these numbers.
 
     Args:
-        experts: Experts of each token, ``[tokens, experts per token]``. Indices from ``num_experts`` on
-            mean "no expert".
+        experts: Experts of each token, ``[tokens, experts per token]``. Indices from
+            ``num_experts`` on mean "no expert".
         num_experts: Number of experts on all ranks.
         group: Expert-parallel process group.
     """
@@ -307,7 +358,11 @@ def _plan_exchange(experts: Tensor, num_experts: int, group: Any) -> _ExchangePl
 
 
 class _Dispatch(torch.autograd.Function):
-    """Autograd function that sends this rank's rows, with their weights, to the ranks of their experts."""
+    """Autograd function that sends tokens to the ranks of their experts.
+
+    For each of a token's experts, the hidden state of the token and the routing weight of this
+    expert are sent once.
+    """
 
     @staticmethod
     def forward(ctx: Any, plan: _ExchangePlan, hidden: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
@@ -333,7 +388,10 @@ class _Dispatch(torch.autograd.Function):
 
 
 class _Combine(torch.autograd.Function):
-    """Autograd function that returns results to the ranks of their tokens, and sums them per token."""
+    """Autograd function that sends expert outputs back to the ranks of their tokens.
+
+    For each token, it sums the outputs of the token's experts.
+    """
 
     @staticmethod
     def forward(ctx: Any, plan: _ExchangePlan, results: Tensor) -> Tensor:
@@ -354,7 +412,11 @@ def _send_rows(plan: _ExchangePlan, rows: Tensor) -> Tensor:
 
 
 def _return_rows(plan: _ExchangePlan, rows: Tensor) -> Tensor:
-    """Send received rows back to the ranks of their tokens. Inverse of :func:`_send_rows`."""
+    """Send received rows back to the ranks that they came from. Inverse of :func:`_send_rows`.
+
+    The rows may have new values, such as the outputs of the experts. Their order must be the order
+    in which they were received.
+    """
     returned = rows.new_empty(sum(plan.sent_sizes), *rows.shape[1:])
     dist.all_to_all_single(
         returned, rows.contiguous(), plan.sent_sizes, plan.received_sizes, group=plan.group
@@ -363,12 +425,18 @@ def _return_rows(plan: _ExchangePlan, rows: Tensor) -> Tensor:
 
 
 def _scatter_rows(plan: _ExchangePlan, rows: Tensor) -> Tensor:
-    """Restore the token order of sorted rows. Rows that were not sent are zeros."""
+    """Move rows that are sorted by expert back to the order of the tokens.
+
+    Rows that were not sent to an expert are zeros.
+    """
     unsorted = rows.new_zeros(plan.num_tokens * plan.experts_per_token, *rows.shape[1:])
     return unsorted.index_copy_(0, plan.order, rows)
 
 
 def _sum_rows(plan: _ExchangePlan, rows: Tensor) -> Tensor:
-    """Sum the sorted rows of each token. The order of summation does not depend on the number of ranks."""
+    """Sum the rows that belong to the same token. The input rows are sorted by expert.
+
+    The order of summation does not depend on the number of ranks.
+    """
     by_token = _scatter_rows(plan, rows).view(plan.num_tokens, plan.experts_per_token, *rows.shape[1:])
     return by_token.sum(1)

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 def count_parameters(model: nn.Module) -> int:
     """Count the parameters of a model.
 
-    Tied parameters count once. A quantized weight counts as its number of weights, not as the number of
-    elements in its packed storage.
+    A tied parameter is counted once. For a quantized weight, the elements before quantization are
+    counted.
     """
     quantized_elements = _map_quantized_elements(model)
     return sum(quantized_elements.get(id(p), p.numel()) for p in model.parameters())
@@ -47,21 +47,23 @@ def count_trained_parameters(model: nn.Module) -> int:
 def compute_flops_per_token(model: PreTrainedModel, config: PretrainedConfig, seq_len: float) -> float:
     """Compute the floating-point operations per trained token in the forward and backward pass.
 
-    As in appendix B of the PaLM paper, the result is 6 for each weight in a matrix product, plus 12 x
-    layers x hidden size x sequence length for the attention scores. Embedding lookups do not count, but
-    a tied output head does. In a mixture of experts, only the active experts count. Recomputation does
-    not count.
+    As in appendix B of the PaLM paper, the result is a sum of two terms. The first is 6 for each
+    parameter. The second is 12 x layers x hidden size x sequence length, for the attention scores.
+    The small number of parameters outside of matrix products, such as norms, is included. The token
+    embedding does not count, unless it is tied to the output head. If the experts of a mixture of
+    experts are stored in stacked tensors, only the active experts count. Recomputation does not
+    count.
 
-    A frozen weight costs 4 instead of 6, because its gradient is not computed. It costs only 2 if no
-    earlier weight is trained, because the backward pass does not reach it. The attention scores of a
-    layer that the backward pass does not reach cost a third of the above. Parameters that do not affect
-    the loss are excluded.
+    A frozen weight costs 4 instead of 6, because its gradient is not computed. It costs only 2
+    if no earlier weight is trained, because the backward pass does not reach it. The attention
+    scores of a layer that the backward pass does not reach cost a third of the above.
+    Parameters that do not affect the loss (see :func:`get_unreached_names`) are excluded.
 
     Args:
         model: The model, on any device.
         config: Transformers config of the model.
-        seq_len: Sequence length in tokens, or the mean document length if attention stays within
-            documents.
+        seq_len: Sequence length in tokens, or the mean document length if attention stays
+            within documents.
     """
     text = config.get_text_config()
     embedding = get_token_embedding(model)
@@ -100,15 +102,25 @@ def _map_quantized_elements(model: nn.Module) -> dict[int, int]:
     return {id(m.bits): m.num_elements for m in model.modules() if isinstance(m, QuantizedLinear)}
 
 
+_EXPERT_COUNT_NAMES = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+_EXPERTS_PER_TOKEN_NAMES = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_top_k")
+
+
 def _count_experts(text: PretrainedConfig) -> int:
     """Return the number of experts of a layer, or 0 if the model has none."""
-    counts = (getattr(text, name, None) for name in ("num_local_experts", "num_experts", "n_routed_experts"))
+    counts = (getattr(text, name, None) for name in _EXPERT_COUNT_NAMES)
     return next((int(count) for count in counts if count), 0)
+
+
+def get_experts_per_token(text: PretrainedConfig) -> int | None:
+    """Return the number of experts that each token uses. None if the config does not contain it."""
+    counts = (getattr(text, name, None) for name in _EXPERTS_PER_TOKEN_NAMES)
+    return next((int(count) for count in counts if count), None)
 
 
 def _compute_idle_expert_share(text: PretrainedConfig) -> float:
     """Return the fraction of a layer's experts that a token does not use, or 0 without experts."""
-    chosen, experts = getattr(text, "num_experts_per_tok", None), _count_experts(text)
+    chosen, experts = get_experts_per_token(text), _count_experts(text)
     return 1.0 - chosen / experts if chosen and experts else 0.0
 
 
@@ -123,16 +135,18 @@ HINTED_SIZES = ("vocab_size", "hidden_size", "intermediate_size")
 def build_shape_hints(
     config: PretrainedConfig, *, micro_batch_tokens: int, shape_multiple: int | None, precision: str
 ) -> list[str]:
-    """Build a hint for each dimension of the matrix products that is not a multiple of ``shape_multiple``.
+    """Build a hint for each checked matrix size that is not a multiple of ``shape_multiple``.
 
-    Such products are slower, because they cannot fully use the matrix units of the device.
+    The checked sizes are :data:`HINTED_SIZES` of the text config, and ``micro_batch_tokens``.
+    Matrix products are slower if a size is not a multiple, because they cannot fully use the
+    matrix units of the device.
 
     Args:
         config: Transformers config of the model.
-        micro_batch_tokens: Number of tokens in a micro-batch, which is a dimension of each matrix
-            product.
-        shape_multiple: Result of :meth:`portable.backend.Backend.get_shape_multiple`. If None, the
-            device has no preferred multiple, and there are no hints.
+        micro_batch_tokens: Number of tokens in a micro-batch, which is a dimension of each
+            matrix product.
+        shape_multiple: Result of :meth:`portable.backend.Backend.get_shape_multiple`. If None,
+            the device has no preferred multiple, and there are no hints.
         precision: Precision of the matrix products, used in the text.
 
     Returns:
@@ -144,8 +158,8 @@ def build_shape_hints(
     sizes = {f"model.config.{name}": getattr(text, name, None) for name in HINTED_SIZES}
     sizes["train.micro_batch_size x data.seq_len"] = micro_batch_tokens
     return [
-        f"hint: {name} is {size}, not a multiple of {shape_multiple}; this device multiplies {precision} "
-        f"faster with {size + -size % shape_multiple}"
+        f"hint: {name} is {size}, not a multiple of {shape_multiple}; matrix products in {precision} are "
+        f"faster on this device with {size + -size % shape_multiple}"
         for name, size in sizes.items()
         if isinstance(size, int) and size % shape_multiple
     ]

@@ -13,10 +13,14 @@ if TYPE_CHECKING:
 class ForwardWrapper:
     """Base class of objects that replace ``model.forward`` and call the original method.
 
-    A replacement is better than a wrapper around the model, because the hooks of FSDP2, DDP and
-    DeepSpeed then receive the inputs and outputs of the replacement. It is an object instead of a
-    function, so that :func:`copy.deepcopy` copies it: the replacement in a copied model calls the
-    copied model.
+    A subclass defines ``__call__``, which calls the previous method as ``self.__wrapped__``. The
+    method :meth:`install` replaces ``model.forward``. If several wrappers are installed, the last
+    wrapper runs first.
+
+    The model itself is not wrapped, because the hooks of FSDP2, DDP and DeepSpeed must see the
+    inputs and outputs of the new ``forward``. The replacement is an object rather than a function,
+    because :func:`copy.deepcopy` does not copy functions. In a copied model, a function would still
+    call the original model, whereas the copied object calls the copied model.
 
     Args:
         model: A transformers model, not wrapped.
@@ -27,7 +31,7 @@ class ForwardWrapper:
 
     @property
     def original_forward(self) -> Any:
-        """Forward method of the model before the first replacement."""
+        """Forward method that the model had before any :class:`ForwardWrapper` replaced it."""
         method = self.__wrapped__
         while isinstance(method, ForwardWrapper):
             method = method.__wrapped__
@@ -35,10 +39,11 @@ class ForwardWrapper:
 
     @classmethod
     def install(cls, model: Model) -> Model:
-        """Replace ``model.forward`` by an instance of this class, unless an earlier call has done so.
+        """Replace ``model.forward`` with an instance of this class, unless this was done before.
 
         Args:
-            model: A transformers model, not wrapped. Modified in place.
+            model: A transformers model, before it is wrapped, for example by DDP. Modified in
+                place.
 
         Returns:
             The same model.

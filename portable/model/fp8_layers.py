@@ -1,7 +1,8 @@
-"""Matrix products in fp8 for the linear layers of a model, by torchao (setting ``fp8``).
+"""Replacement of a model's linear layers with torchao's fp8 layers (setting ``fp8``).
 
-A layer converts its inputs, its weight and the gradient of its output to fp8 in each pass, with one scale per
-tensor or per row. Its weight stays in the dtype of the other weights, under the same name.
+In the forward and backward passes, an fp8 layer converts its inputs, its weight and the gradient of
+its output to fp8, with one scale per tensor or per row. The weight keeps its name and its dtype,
+and is converted only for the matrix products.
 """
 
 from __future__ import annotations
@@ -20,17 +21,19 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 SIZE_MULTIPLE = 16
-"""Number that divides both sizes of a matrix in fp8, which the kernels require."""
+"""Multiple that the fp8 kernels require for both dimensions of a weight."""
 MIN_CUDA_CAPABILITY = (8, 9)
-"""Compute capability of the first NVIDIA GPUs with fp8 (Ada Lovelace)."""
+"""Minimum compute capability of NVIDIA GPUs with fp8 (Ada Lovelace)."""
 _torchao = GuardedPackage("torchao", "0.18.0")
 
 
 def find_fp8_layers(model: PreTrainedModel) -> list[str]:
-    """Find the linear layers whose products can be computed in fp8.
+    """Find the linear layers whose matrix products can be computed in fp8.
 
-    These are the trained linear layers inside of transformer layers, except experts in separate modules,
-    because an expert may receive no token. Both sizes of the weight are multiples of :data:`SIZE_MULTIPLE`.
+    These are the trained linear layers inside transformer layers, if both dimensions of the
+    weight are multiples of :data:`SIZE_MULTIPLE`. The modules inside ``experts`` are excluded,
+    because an expert may receive no token. Shared experts are included, because they receive all
+    tokens.
 
     Args:
         model: The model, on any device.
@@ -46,28 +49,30 @@ def find_fp8_layers(model: PreTrainedModel) -> list[str]:
         and module.weight.requires_grad
         and not module.in_features % SIZE_MULTIPLE
         and not module.out_features % SIZE_MULTIPLE
-        and "experts" not in name
+        and "experts" not in name.split(".")
     ]
 
 
 def install_fp8_layers(model: PreTrainedModel, recipe: str, device: str) -> None:
-    """Replace linear layers of a model by torchao's fp8 layers, in place.
+    """Replace linear layers of a model with torchao's fp8 layers, in place.
 
-    On a CPU, torchao emulates fp8: values are rounded to fp8, and the products are computed in bf16.
+    :func:`find_fp8_layers` selects the layers. On a CPU, torchao emulates fp8: values are rounded
+    to fp8, and the products are computed in bf16.
 
     Args:
         model: The model, on any device. Its parameters stay the same objects.
-        recipe: Name of a recipe of torchao, ``tensorwise`` or ``rowwise``.
-        device: Device type that runs the model.
+        recipe: Name of a torchao recipe: ``tensorwise`` or ``rowwise``.
+        device: Type of the device that runs the model, such as ``cuda``.
 
     Raises:
-        UserError: If torchao is not installed, if the GPU has no fp8, or if no layer can be replaced.
+        UserError: If torchao is not installed, if the GPU does not support fp8, or if the model has
+            no suitable layer.
     """
     _torchao.check_installed("fp8", "fp8")
     if device == "cuda" and torch.cuda.get_device_capability() < MIN_CUDA_CAPABILITY:
         raise UserError(
-            f"fp8: {torch.cuda.get_device_name()} has no fp8; use a GPU of compute capability 8.9 or "
-            "newer, or set fp8: none"
+            f"fp8: {torch.cuda.get_device_name()} does not support fp8; use a GPU with compute capability "
+            "8.9 or higher, or set fp8: none"
         )
     names = set(find_fp8_layers(model))
     if not names:
@@ -80,7 +85,8 @@ def install_fp8_layers(model: PreTrainedModel, recipe: str, device: str) -> None
     config = replace(
         Float8LinearConfig.from_recipe_name(recipe),
         emulate=device != "cuda",
-        # The products for weight gradients sum over tokens, whose number may not be a multiple of 16.
+        # Pad, because the products for weight gradients sum over tokens, whose number may not be a multiple
+        # of 16.
         pad_inner_dim=True,
     )
 

@@ -1,7 +1,8 @@
-"""Selection of the parameters that are trained, and dtypes of the frozen parameters.
+"""Select the parameters to train, and set the dtypes of the frozen parameters.
 
-A frozen parameter has no gradient and no optimizer state. Engines store a frozen parameter in the dtype that
-it has on the meta device. Trained parameters are stored in fp32, or in ``train.master_dtype``.
+A frozen parameter has no gradient and no optimizer state. Engines store a frozen parameter in the
+dtype that it has on the meta device. Trained parameters are stored in fp32, or in
+``train.master_dtype``.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from portable.config.sections import TrainConfig
 
 COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-"""Compute dtypes by the value of ``precision``. The compute dtype of any other value is fp32."""
+"""Compute dtypes, keyed by the value of ``precision``. The compute dtype for any other value is fp32."""
 _CHECKPOINT_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16}
 
 
@@ -47,7 +48,12 @@ def freeze_parameters(
 
 
 def set_trained_dtype(model: nn.Module, dtype: torch.dtype) -> None:
-    """Set the dtype in which engines store the trained parameters of a model on the meta device."""
+    """Cast the trained parameters of a model on the meta device to another dtype.
+
+    Args:
+        model: The model, on the meta device. Modified in place.
+        dtype: Dtype in which the engines will store the trained parameters.
+    """
     for parameter in model.parameters():
         if parameter.requires_grad:
             # Change the parameter in place, because a new object would lose ties and attributes.
@@ -62,7 +68,11 @@ def list_frozen_names(model: nn.Module) -> list[str]:
 def freeze_untrained_parameters(
     model: nn.Module, settings: TrainConfig, dtype: torch.dtype, unreached_names: Collection[str] = ()
 ) -> None:
-    """Freeze the parameters that ``train.trainable`` and ``train.frozen`` exclude from training.
+    """Freeze parameters that ``train.trainable`` and ``train.frozen`` exclude from training.
+
+    A parameter that both settings match is frozen. If ``train.trainable`` is not set, all
+    parameters are trained, except the matches of ``train.frozen`` and the parameters in
+    ``unreached_names``.
 
     Args:
         model: The model, on the meta device.
@@ -72,8 +82,8 @@ def freeze_untrained_parameters(
             unless ``train.trainable`` matches them.
 
     Raises:
-        UserError: If a pattern is not a regular expression or matches no parameter, or if no parameter
-            is trained.
+        UserError: If a pattern is not a regular expression or matches no parameter, or if no
+            parameter is trained.
     """
     names = {first: [first, *others] for first, others in map_tied_names(model).items()}
     trained_names = set(names).difference(unreached_names)
@@ -91,16 +101,18 @@ def freeze_untrained_parameters(
 
 
 def build_tied_parameter_notes(model: nn.Module, settings: TrainConfig) -> list[str]:
-    """Build notes about tied parameters if only some of their names match a pattern.
+    """Build notes about tied parameters that ``train.trainable`` or ``train.frozen`` treats unequally.
 
-    The patterns are ``train.trainable`` and ``train.frozen``.
+    A tied parameter has several names. A note is built if ``train.trainable`` or ``train.frozen``
+    matches only some of them.
 
     Args:
         model: The model, after parameters were frozen.
         settings: The ``train`` section.
 
     Returns:
-        Notes for the user. Each note names the tied parameters and states whether they are trained.
+        One note per such parameter, with the names of the parameter and whether it is trained or
+        frozen.
     """
 
     def match_patterns(parameter_name: str) -> tuple[bool, ...]:

@@ -1,4 +1,4 @@
-"""Numbers of features and FLOPs of the image tower of a model.
+"""Count the features and FLOPs of a model's image tower.
 
 The tower runs once on fake tensors, which have shapes but no memory.
 """
@@ -30,32 +30,37 @@ if TYPE_CHECKING:
     from portable.data.tokens.image_processing import ImageProcessor
 
 _TRIAL_SIZES = (ImageSize(96, 64), ImageSize(64, 160))
-"""Sizes of the images of the check. Their aspect ratios differ, because some processors divide an image into
-as many parts as its aspect ratio requires.
-"""
+"""Sizes of the test images of :func:`check_image_features`. Their aspect ratios differ, because some
+processors divide an image into a number of parts that depends on its aspect ratio."""
 _TOKEN_ATTRIBUTES = ("image_token_id", "image_token_index")
-"""Names of the setting of a model with the id of the token that it replaces by a feature of an image."""
+"""Config attributes that may contain the id of the image token, which a model replaces by an image
+feature."""
 
 
 def check_image_features(model: nn.Module, processor: ImageProcessor) -> None:
-    """Check that a model accepts the tokens and tensors that a processor makes of images.
+    """Check that a model accepts the tokens and tensors that a processor creates from images.
 
-    Does nothing if the model has no method ``get_image_features``, or if this method does not run on fake
-    tensors. In the latter case, the model itself compares the numbers in each step.
+    For two test images, the number of features that the model computes must equal the number of
+    image tokens that the processor creates. The two numbers are not compared in these cases:
+
+    - The model has no method ``get_image_features``.
+    - This method does not run on fake tensors. The model itself then compares the numbers in each
+      step.
+    - The features in the output of this method cannot be counted (see :func:`_count_features`).
 
     Args:
-        model: A transformers model on the meta device, which is not changed.
+        model: A transformers model on the meta device. It is not modified.
         processor: Processor of the model.
 
     Raises:
-        UserError: If the number of features differs from the number of tokens, or if the processor makes
-            other tokens of an image if there are other images.
+        UserError: If the number of features differs from the number of tokens, or if the
+            processor's tokens for an image depend on the other images of the batch.
     """
     name = type(model).__name__
     if not processor.is_independent_of_other_images(_TRIAL_SIZES):
         raise UserError(
-            f"data.images: the processor of {name} makes other tokens of an image if the batch has more "
-            "images, which is not supported; use another model"
+            f"data.images: {name} is not supported, because its processor produces different tokens for an "
+            "image if the batch contains other images; use another model"
         )
     if not callable(getattr(model, "get_image_features", None)):
         return
@@ -74,24 +79,27 @@ def check_image_features(model: nn.Module, processor: ImageProcessor) -> None:
     num_tokens = processor.count_tokens(_TRIAL_SIZES, None if token is None else int(token))
     if num_features is not None and num_features != num_tokens:
         raise UserError(
-            f"data.images: {name} makes {num_features} features of two images, but its processor makes "
-            f"{num_tokens} tokens of them; correct the files of the processor, or use another model"
+            f"data.images: for two images, {name} produces {num_features} features, but its processor "
+            f"produces {num_tokens} tokens; correct the files of the processor, or use another model"
         )
 
 
 def compute_flops_per_feature(model: nn.Module, columns: Batch) -> float:
-    """Compute the floating-point operations of the image tower per feature, in the forward and backward pass.
+    """Compute the FLOPs of the image tower per image feature, in the forward and backward pass.
 
-    As in :func:`portable.model.flops.compute_flops_per_token`, a weight costs three times as much as in the
-    forward pass if it is trained, twice as much if an earlier weight is trained, and otherwise the same.
-    Recomputation does not count.
+    An image feature is one output vector of the tower. As in
+    :func:`portable.model.flops.compute_flops_per_token`, the forward FLOPs of a weight count three
+    times if the weight is trained, twice if only an earlier weight is trained, and once otherwise.
+    Recomputation does not count. The parameters in :func:`get_unreached_names` count as the weights
+    of the tower, because they affect the loss only through images.
 
     Args:
-        model: A transformers model on the meta device, which is not changed.
+        model: A transformers model on the meta device. It is not modified.
         columns: Columns of a batch with images, keyed by name. Other columns are ignored.
 
     Returns:
-        The number. 0 if the tower does not run on fake tensors.
+        FLOPs per feature. 0 if the tower does not run on fake tensors, if its features cannot be
+        counted, or if there are no unreached parameters.
     """
     counter = FlopCounterMode(display=False)
     try:
@@ -101,7 +109,7 @@ def compute_flops_per_feature(model: nn.Module, columns: Batch) -> float:
     if not num_features:
         return 0.0
     passes, forward_weights, weights = 1, 0, 0
-    unreached = get_unreached_names(model)  # the parameters that only images reach
+    unreached = get_unreached_names(model)  # parameters that affect the loss only through images
     for name, parameter in model.named_parameters():
         if name in unreached:
             passes = 2 if parameter.requires_grad else passes
@@ -113,23 +121,27 @@ def compute_flops_per_feature(model: nn.Module, columns: Batch) -> float:
 def run_image_tower(model: nn.Module, columns: Batch, mode: AbstractContextManager[Any] | None = None) -> Any:
     """Run the image tower of a model on fake tensors.
 
+    Only the parameters and buffers, and tensors computed from them, are fake. Other tensors
+    have values, because the control flow of a tower depends on the sizes of its images.
+
     Args:
-        model: A transformers model on the meta device, which is not changed.
-        columns: Columns of a batch with images, keyed by name. Other columns are ignored.
-        mode: Dispatch mode that sees all operations of the tower.
+        model: A transformers model on the meta device. It is not modified.
+        columns: Columns of a batch with images, real tensors keyed by name. Other columns are
+            ignored.
+        mode: Dispatch mode that intercepts the operations of the tower. None for no mode.
 
     Returns:
         The output of ``get_image_features``.
 
     Raises:
-        Exception: Any error of the model.
+        Exception: Any error that the model raises.
     """
     tower: Any = copy.deepcopy(model)
     with torch_internals.create_fake_tensor_mode(allow_non_fake_inputs=True), ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")  # Warnings about fake tensors
+        warnings.simplefilter("ignore")  # ignore warnings about fake tensors
         replace_by_fake_tensors(tower, None)
-        # Only tensors that depend on parameters are fake, because the control flow of a tower depends on the
+        # Make only tensors that depend on parameters fake, because the control flow of a tower depends on the
         # sizes of its images.
         stack.enter_context(torch_internals.compute_real_tensors())
         stack.enter_context(torch.no_grad())
@@ -139,11 +151,15 @@ def run_image_tower(model: nn.Module, columns: Batch, mode: AbstractContextManag
 
 
 def select_tower_arguments(model: Any, columns: Batch) -> Batch:
-    """Select the columns of a batch that are arguments of ``get_image_features``, keyed by argument.
+    """Select the columns of a batch that are arguments of ``get_image_features``.
+
+    The result is keyed by argument name.
 
     Args:
         model: A transformers model that accepts images.
-        columns: Columns of a batch, keyed by name. The names of blank images have a prefix.
+        columns: Columns of a batch, keyed by name. In a batch without images, a blank image
+            provides these columns. Their names then begin with ``blank_``. This prefix is removed
+            in the result.
     """
     parameters = inspect.signature(model.get_image_features).parameters
     return {
@@ -154,7 +170,11 @@ def select_tower_arguments(model: Any, columns: Batch) -> Batch:
 
 
 def _count_features(output: Any) -> int | None:
-    """Count the features in the output of ``get_image_features``. Returns None for an unknown output."""
+    """Count the image feature vectors in the output of ``get_image_features``.
+
+    Returns None if the output is not a tensor, a sequence of tensors, or a dict that contains
+    either as ``pooler_output``.
+    """
     if isinstance(output, dict):
         output = output.get("pooler_output")
     tensors: list[Any] = list(output) if isinstance(output, list | tuple) else [output]

@@ -29,10 +29,17 @@ _UNUSED_OUTPUTS = ("last_hidden_state", "hidden_states", "attentions")
 
 
 class ImageForward(ForwardWrapper):
-    """Forward method that also accepts the columns of a blank image.
+    """Forward method that can also run the model's image tower on a blank image.
+
+    Engines that gather the tower's parameters require that all ranks run the tower. A micro-batch
+    without images therefore contains a blank image, in columns with the prefix ``blank_``. The
+    blank image has no effect on the model's output.
+
+    Some models have several position axes for images, and a method ``get_rope_index``. In such a
+    model, the ``position_ids`` of packed documents are replaced by the positions on all axes.
 
     Args:
-        model: A transformers model that accepts images, not wrapped.
+        model: An unwrapped transformers model that accepts images.
 
     Raises:
         UserError: If the model does not accept images.
@@ -52,11 +59,19 @@ class ImageForward(ForwardWrapper):
         self._feature_inputs = inspect.signature(get_image_features).parameters.keys()
 
     def __call__(self, *arguments: Any, **inputs: Any) -> Any:
-        """Run the forward pass, including the image tower on the blank image, if there is one.
+        """Run the forward pass and, for inputs with a blank image, also the image tower.
+
+        A micro-batch without images contains a blank image, because all ranks must run the tower.
+        Otherwise, engines that gather the tower's parameters on all ranks would wait for this rank.
+        The features of the blank image are multiplied by 0 and have no effect on the output.
+
+        If the model has a method ``get_rope_index``, ``position_ids`` in the inputs are replaced by
+        the result of :meth:`_compute_packed_positions`.
 
         Args:
             arguments: Positional arguments of the model.
-            inputs: Keyword arguments of the model, and the columns of a blank image.
+            inputs: Keyword arguments of the model. The names of a blank image's columns begin with
+                ``blank_``.
         """
         if inputs.get("position_ids") is not None and self._get_rope_index is not None:
             inputs["position_ids"] = self._compute_packed_positions(inputs)
@@ -84,14 +99,15 @@ class ImageForward(ForwardWrapper):
             hook.remove()
 
     def _compute_packed_positions(self, inputs: Mapping[str, Any]) -> Tensor:
-        """Compute the positions of packed documents for a model with three position axes for images.
+        """Compute the positions of packed documents for a model with three position axes.
 
-        The model's own function computes the positions of each document that contains images. In all other
-        documents, a token has the same position on all axes.
+        The model's own function computes the positions of each document that contains images. In
+        all other documents, a token has the same position on all axes. The host waits for the
+        device, because the positions are computed on the host.
 
         Args:
-            inputs: Arguments of the model. ``position_ids`` begin at 0 in each document, int64 ``[batch,
-                tokens]``.
+            inputs: Arguments of the model. ``position_ids`` begin at 0 in each document, int64
+                ``[batch, tokens]``.
 
         Returns:
             Text positions, followed by the positions in time, height and width, int64 ``[4, batch,
@@ -129,9 +145,10 @@ class ImageForward(ForwardWrapper):
 
 
 def _find_last_embedding(model: Any) -> nn.Module:
-    """Find the embedding of tokens that a model looks up last, before it runs the image tower.
+    """Find the token embedding that a model looks up last before it runs the image tower.
 
-    Some models, such as Gemma 4, have a second embedding with one part for each layer.
+    This is the input embedding, except in models such as Gemma 4. They have a second token
+    embedding, ``embed_tokens_per_layer``, with one part for each layer.
     """
     embedding: nn.Module = model.get_input_embeddings()
     for module in model.modules():
@@ -145,8 +162,10 @@ def _find_last_embedding(model: Any) -> nn.Module:
 def _select_used_outputs(output: Any) -> Any:
     """Select the outputs of ``get_image_features`` that the model's forward method uses.
 
-    These are ``pooler_output`` and similar fields. All ranks must use the same outputs, because ZeRO-3
-    gathers a module's parameters for each output that has a gradient.
+    Removes ``last_hidden_state``, ``hidden_states`` and ``attentions`` if at least one other output
+    remains, such as ``pooler_output``. The selection makes all ranks use the same outputs,
+    including ranks without images. ZeRO-3 gathers a module's parameters for each output that has a
+    gradient, and all ranks must take part.
     """
     if not isinstance(output, dict):
         return output
@@ -177,10 +196,15 @@ def has_image_forward(model: nn.Module) -> bool:
 
 
 def install_image_forward(model: Model) -> Model:
-    """Make the model's forward method also accept the columns of a blank image.
+    """Make a model run its image tower for every micro-batch, even without images.
+
+    Engines that gather the tower's parameters require that all ranks run the tower. A micro-batch
+    without images therefore contains a blank image, in columns with the prefix ``blank_``. The
+    tower runs on the blank image, but its features do not affect the model's output. See
+    :class:`ImageForward`.
 
     Args:
-        model: A transformers model that accepts images, not wrapped.
+        model: An unwrapped transformers model that accepts images.
 
     Returns:
         The same model.

@@ -1,4 +1,4 @@
-"""Random initial weights with the distributions of transformers' ``from_config``.
+"""Compute random initial weights with the same distributions as transformers' ``from_config``.
 
 Small models get exactly the same values as with ``from_config``.
 """
@@ -26,9 +26,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 MAX_WHOLE_MODEL_BYTES = 512 << 20
-"""Largest size in bytes of a model that every rank initializes completely, as transformers does. The weights
-of a larger model are computed in slices.
-"""
+"""Maximum size of a model that every rank initializes completely, as transformers does, in bytes. The
+weights of a larger model are computed in slices."""
 
 
 @dataclass
@@ -37,10 +36,11 @@ class InitialWeights:
 
     Attributes:
         model: Model of the run, without an adapter.
-        model_function: Import path of the ``model.function`` that has modified the model. None if it is
-            not set.
-        recording_failure: Reason why the initialization of a large model could not be recorded. None if
-            there was no error.
+        model_function: Import path of the function that has modified the model, from the setting
+            ``model.function``. None if this setting is not set.
+        recording_failure: Error message if the operations that initialize a large model could not
+            be recorded, so that its weights could not be computed lazily. None if there was no
+            error.
     """
 
     model: PreTrainedModel
@@ -66,18 +66,20 @@ class InitialWeights:
     ) -> dict[str, ReadableTensor]:
         """Build the initial weights of the model as tensors that can be read in slices.
 
-        The weights depend only on the seed and the model, not on the world size or the strategy. If the
-        model has at most ``max_whole_bytes``, all weights are computed immediately and equal the weights
-        that ``from_config`` creates after ``torch.manual_seed``. For a larger model, the weights have the
-        same distributions but are computed when they are read. Reading a slice does not compute the rest of
-        its tensor. If the construction of a larger model cannot be recorded, all weights are computed
-        immediately, and ``recording_failure`` is set.
+        The weights depend only on the seed and the model, not on the world size or the strategy. If
+        the model has at most ``max_whole_bytes``, all weights are computed immediately and equal
+        the weights that ``from_config`` creates after ``torch.manual_seed``. For a larger model,
+        the weights have the same distributions but are computed when they are read. Reading a slice
+        does not compute the rest of its tensor. Operations that need complete tensors, such as an
+        orthogonal initialization, are an exception. If the construction of a larger model cannot
+        be recorded, all weights are computed immediately, and ``recording_failure`` is set.
 
         Args:
             seed: Random seed.
-            max_whole_bytes: Size in bytes of the largest model whose weights are all computed at once.
-            min_recorded_elements: Number of elements of the smallest tensor that is computed in slices in a
-                larger model.
+            max_whole_bytes: Maximum size in bytes of a model whose weights are all computed
+                immediately.
+            min_recorded_elements: Minimum number of elements of a tensor that is computed when it
+                is read. Smaller tensors are computed immediately, even in a larger model.
 
         Returns:
             Tensors, keyed by name.
@@ -105,11 +107,13 @@ class InitialWeights:
     ) -> PreTrainedModel:
         """Build the model with transformers' initialization, and apply ``model.function``.
 
-        Values that the architecture does not initialize become 0. Torch's random state is preserved.
+        The model is built in fp32. Parameter values that the architecture does not initialize
+        become 0. Buffers are not changed. Torch's random state on the CPU is preserved.
 
         Args:
             seed: Random seed.
-            recording: Active recording. Its tensors have no values yet. None if all tensors have values.
+            recording: Recording that is active during this call. The large tensors that it records
+                have no values yet. None if nothing is recorded, so that all tensors have values.
         """
         with torch.random.fork_rng(devices=[]), _fill_uninitialized_with_nan():
             torch.default_generator.manual_seed(seed)

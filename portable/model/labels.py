@@ -1,6 +1,6 @@
 """Read and set the classes and the problem type of sequence classifiers in a model config.
 
-Helpers determine which token a classifier reads.
+Also determine which token a classifier reads.
 """
 
 from __future__ import annotations
@@ -22,7 +22,14 @@ if TYPE_CHECKING:
 def find_known_classes(config: PretrainedConfig, settings: ModelConfig) -> ModelClasses | None:
     """Find the classes that are fixed by a pretrained head or by ``model.config``.
 
-    The outputs of a regression count as classes.
+    A pretrained model has such a head if ``architectures`` in its config contains a class whose
+    name ends with ``ForSequenceClassification``. Without ``architectures``, a pretrained head is
+    assumed if a class name in the config does not begin with ``LABEL_``. With ``model.init:
+    scratch``, there is no pretrained head.
+
+    ``model.config`` fixes the classes only if it contains ``num_labels``, ``id2label`` or
+    ``label2id``, and if ``model.name_or_path`` is not set. The outputs of a regression count as
+    classes.
 
     Args:
         config: Transformers config of the model.
@@ -51,8 +58,8 @@ def read_problem_type(config: PretrainedConfig, settings: ModelConfig) -> Proble
         settings: The ``model`` section of the config.
 
     Returns:
-        The problem type. None for other tasks. Also None if the config has no problem type; the labels
-        in the data then determine it.
+        The problem type. None for other tasks, or if the config has no problem type. In the latter
+        case, the labels in the data determine the problem type.
 
     Raises:
         UserError: If transformers does not support this problem type.
@@ -70,9 +77,10 @@ def read_problem_type(config: PretrainedConfig, settings: ModelConfig) -> Proble
 
 
 def _list_class_names(config: PretrainedConfig) -> list[str]:
-    """List the class names in the order of their ids, from ``id2label`` or, if it is missing, ``label2id``.
+    """List the class names in the order of their ids.
 
-    Classes without a name are called ``LABEL_<id>``, as in transformers.
+    The names come from ``id2label``. If it is missing or contains only default names, they come
+    from ``label2id``. Classes without a name are called ``LABEL_<id>``, as in transformers.
     """
     count = int(config.num_labels or 0)
     by_id = {int(index): str(name) for index, name in (config.id2label or {}).items()}
@@ -84,14 +92,21 @@ def _list_class_names(config: PretrainedConfig) -> list[str]:
 
 
 def classifies_at_last_position(config: PretrainedConfig) -> bool:
-    """Return whether a classifier reads the last position, which requires padding on the left."""
+    """Return whether a classifier reads the last position, which requires padding on the left.
+
+    This applies to models with ``summary_type: last`` in their config, such as XLNet. It does not
+    apply to classifiers that search for the last token before the padding, such as Llama.
+    """
     return getattr(config, "summary_type", None) == "last"
 
 
 def classifies_at_end_token(config: PretrainedConfig) -> bool:
     """Return whether a classifier reads the hidden state of the end token, as in BART and T5.
 
-    The forward pass of such a classifier fails for a text without an end token.
+    The forward pass of such a classifier fails for a text without an end token. The classifier is
+    recognized by the name ``eos_token_id`` in the bytecode of its forward method. The result is
+    False for custom code from the Hub, and for models that transformers does not support as
+    classifiers.
     """
     from transformers import AutoModelForSequenceClassification
 

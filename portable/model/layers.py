@@ -21,11 +21,19 @@ if TYPE_CHECKING:
 
 
 def find_layers_without_hooks(model: nn.Module) -> set[str]:
-    """Find the layers whose forward hooks never run. FSDP2 cannot shard such layers as separate units.
+    """Find the layers whose forward hooks never run.
 
-    There are two causes. The parent of a layer may call ``layer.forward`` directly, which is detected
-    by a trial forward pass on the meta device. In Reformer, a custom autograd function calls the layers
-    and computes their gradients.
+    FSDP2 cannot shard a layer as a separate unit if the layer runs without its hooks. There are two
+    such cases:
+
+    * The parent of a layer calls ``layer.forward`` directly. A trial forward pass on the meta
+      device detects this.
+    * A custom autograd function calls the layers and computes their gradients, as in Reformer. Such
+      layers are recognized by their method ``backward_pass``.
+
+    The result also contains layers that do not run on text, such as the layers of a vision tower.
+    FSDP2 can shard these layers, so the caller must exclude them (see
+    :func:`portable.engines.fsdp.units.find_unreached_layers`).
 
     Args:
         model: The model, on the meta device. It is not modified.
@@ -83,8 +91,8 @@ def run_trial_forward(
 ) -> Any:
     """Run a reduced copy of a model on two tokens on the meta device.
 
-    The copy has one layer of each kind (see :data:`LayerKinds`). It is in evaluation mode, unless
-    ``prepare`` changes the mode.
+    The copy has one layer of each kind (see :data:`LayerKinds`). It is in evaluation mode,
+    unless ``prepare`` changes the mode.
 
     Args:
         model: The model, on the meta device, with buffers on any device. It is not modified.
@@ -93,6 +101,10 @@ def run_trial_forward(
 
     Returns:
         The output of the copy.
+
+    Raises:
+        Exception: Any error that the model raises, for example because its control flow depends
+            on tensor values.
     """
     trial = copy_one_layer_per_kind(model)
     trial.to("meta").eval()
@@ -134,9 +146,9 @@ def find_modules_called_repeatedly(model: nn.Module, modules: Collection[nn.Modu
 def find_transformer_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Find the transformer layers, which are the units of sharding, recomputation and initialization.
 
-    The layers are the members of module lists whose class is in the model's ``_no_split_modules``.
-    Layers inside other layers are omitted. If no class matches, the members of the module list with the
-    most parameters are returned.
+    The layers are those entries of ``nn.ModuleList`` objects whose class is in the model's
+    ``_no_split_modules``. Layers inside other layers are omitted. If no entry has such a class, the
+    layers are all entries of one ``nn.ModuleList``: the list that has the most parameters.
 
     Args:
         model: A transformers model.
@@ -197,6 +209,9 @@ def copy_one_layer_per_kind(model: nn.Module) -> Any:
 
 def copy_with_only_layers(model: nn.Module, layer_names: Collection[str]) -> Any:
     """Copy a model with only some of its layers, renumbered from 0.
+
+    Only the names of the layers are renumbered. The config, such as ``num_hidden_layers``, and the
+    attribute ``layer_idx`` of the layers do not change.
 
     Args:
         model: The model, on the meta device. It is not modified.

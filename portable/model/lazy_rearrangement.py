@@ -1,7 +1,8 @@
-"""Lazy tensors that rearrange the elements of other tensors, such as stacked experts.
+"""Lazy tensors whose elements come from other tensors, for example a stack of expert weights.
 
-:func:`trace_element_moves` runs a conversion once on the meta device and records its operations.
-Afterwards, any slice of a result can be read, and only the source elements in the slice are loaded.
+:func:`trace_element_moves` runs a weight conversion once on the meta device and records its
+operations. Afterwards, any slice of a result can be read, and only the source elements that are
+needed for the slice are loaded.
 """
 
 from __future__ import annotations
@@ -39,7 +40,11 @@ class LazyTensor:
 
 
 class NotTraceableError(Exception):
-    """Error raised if a conversion uses an operation that changes values or is not supported."""
+    """Error raised if the results of a conversion cannot be read lazily.
+
+    This is the case if the conversion uses an operation that changes values or is not supported, or
+    if a tensor of the conversion is not computed from its source tensors.
+    """
 
 
 def trace_element_moves(
@@ -48,15 +53,16 @@ def trace_element_moves(
     """Trace a conversion that only moves elements, so that its results can be read lazily.
 
     Args:
-        convert: Function that computes the results, keyed by name, from a list of tensors. It is called
-            once, with meta tensors that have the shapes of ``sources``.
+        convert: Function that computes the results, keyed by name, from a list of tensors. It
+            is called once, with meta tensors that have the shapes of ``sources``.
         sources: Tensors to convert.
 
     Returns:
         Lazy results, with the keys that ``convert`` returns.
 
     Raises:
-        NotTraceableError: If the conversion uses an operation that changes values or is not supported.
+        NotTraceableError: If the conversion uses an operation that changes values or is not
+            supported, or if a tensor of the conversion is not computed from ``sources``.
     """
     trace = _MoveTrace()
     inputs = []
@@ -72,19 +78,25 @@ def trace_element_moves(
 
 
 class _MoveTrace:
-    """Trace of a conversion. For each tensor of the conversion, it stores a function that reads slices."""
+    """Trace of a conversion that only moves elements between tensors.
+
+    The trace stores a reader for each source of the conversion and for each result of an operation.
+    A reader is a function that returns a slice of its tensor. It loads only the source elements
+    that it needs for the slice. If the conversion changes shapes, as ``view`` does, the reader may
+    load more elements than the slice contains.
+    """
 
     def __init__(self) -> None:
         self._readers: dict[
             int, tuple[Tensor, ReadSlice]
-        ] = {}  # by id, with the tensor to keep the id in use
+        ] = {}  # keyed by id; the tensor is kept so that its id is not reused
 
     def add_reader(self, tensor: Tensor, reader: ReadSlice) -> None:
         self._readers[id(tensor)] = (tensor, reader)
 
     def get_reader(self, tensor: Tensor) -> ReadSlice:
         if id(tensor) not in self._readers:
-            raise NotTraceableError("a tensor is not computed from the sources")
+            raise NotTraceableError("a converted tensor is not computed from the stored tensors")
         return self._readers[id(tensor)][1]
 
     def trace_operation(self, operation: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
@@ -93,14 +105,15 @@ class _MoveTrace:
         Args:
             operation: ATen operation.
             arguments: Positional arguments. The first is a tensor or a list of tensors.
-            keywords: Keyword arguments.
+            keywords: Keyword arguments. Only ``memory_format`` is supported.
 
         Returns:
             The result of the operation, on the meta device.
 
         Raises:
-            NotTraceableError: If the operation is not in :data:`_READER_BUILDERS`, or if its tensors are not
-                computed from the sources.
+            NotTraceableError: If the operation is not in :data:`_READER_BUILDERS`, if its arguments
+                are not supported, or if an input tensor is not computed from the source tensors of
+                the conversion.
         """
         make_readers = _READER_BUILDERS.get(str(operation).removeprefix("aten."))
         if make_readers is None or set(keywords) - {"memory_format"}:
@@ -119,10 +132,14 @@ class _MoveTrace:
 def _build_stack_readers(
     sources: list[LazyTensor], shapes: list[tuple[int, ...]], dim: int = 0
 ) -> list[ReadSlice]:
-    """Return one reader for the result of ``torch.stack``. It reads only the tensors in the slice.
+    """Build a reader for the result of ``torch.stack``, and return it in a list.
 
-    Like every function in :data:`_READER_BUILDERS`, it receives the input tensors, the shapes of the
-    results, and the other arguments of the operation.
+    A reader is a function that reads a slice of a result. To read a slice, this reader reads only
+    the input tensors that overlap the slice.
+
+    All functions in :data:`_READER_BUILDERS` have the same form. They receive the input tensors,
+    the shapes of the results, and the other arguments of the operation. They return a list of
+    readers, one for each result of the operation.
     """
     dim %= len(shapes[0])
 
@@ -136,7 +153,11 @@ def _build_stack_readers(
 def _build_cat_readers(
     sources: list[LazyTensor], shapes: list[tuple[int, ...]], dim: int = 0
 ) -> list[ReadSlice]:
-    """Return one reader for the result of ``torch.cat``. It reads only the tensors that overlap the slice."""
+    """Return a list with a single reader, which reads slices of the result of ``torch.cat``.
+
+    The reader reads only the source tensors that overlap the requested slice. The result is a list,
+    because some operations, such as ``torch.split``, have several results.
+    """
     dim %= len(shapes[0])
 
     def read(index: Index) -> Tensor:
@@ -153,7 +174,10 @@ def _build_cat_readers(
 
 
 def _build_permute_readers(sources: list[LazyTensor], _: object, order: list[int]) -> list[ReadSlice]:
-    """Return one reader for the result of ``torch.permute`` with the dimensions ``order``."""
+    """Return a list with a single reader, which reads slices of ``torch.permute(source, order)``.
+
+    ``source`` is the only tensor in ``sources``.
+    """
     (source,) = sources
     order = [dim % len(source.shape) for dim in order]
 
@@ -167,7 +191,11 @@ def _build_permute_readers(sources: list[LazyTensor], _: object, order: list[int
 def _build_transpose_readers(
     sources: list[LazyTensor], shapes: object, first: int, second: int
 ) -> list[ReadSlice]:
-    """Return one reader for the result of transposing the dimensions ``first`` and ``second``."""
+    """Build a reader for the result of ``torch.transpose``, and return it in a list.
+
+    The operation swaps the dimensions ``first`` and ``second`` of the source. ``shapes`` is not
+    used. Every builder returns a list, because some operations have several results.
+    """
     order = list(range(len(sources[0].shape)))
     order[first], order[second] = order[second], order[first]
     return _build_permute_readers(sources, shapes, order)
@@ -179,8 +207,8 @@ def _read_narrowed(source: LazyTensor, dim: int, offset: int, index: Index) -> T
     Args:
         source: The tensor before narrowing.
         dim: Narrowed dimension.
-        offset: Index in ``source`` of the first element along ``dim``.
-        index: Slices of the narrowed tensor.
+        offset: Index along ``dim`` in ``source`` at which the narrowed tensor begins.
+        index: Slices to read, one per dimension. They are relative to the narrowed tensor.
     """
     shifted = slice(index[dim].start + offset, index[dim].stop + offset)
     return source.read_slice((*index[:dim], shifted, *index[dim + 1 :]))
@@ -189,7 +217,10 @@ def _read_narrowed(source: LazyTensor, dim: int, offset: int, index: Index) -> T
 def _build_split_readers(
     sources: list[LazyTensor], shapes: list[tuple[int, ...]], _: object, dim: int = 0
 ) -> list[ReadSlice]:
-    """Return one reader for each result of ``torch.split`` along ``dim``. ``shapes`` contains the sizes."""
+    """Return one reader for each result of ``torch.split`` along ``dim``.
+
+    ``shapes`` contains the shapes of the results, which determine where each result begins.
+    """
     dim %= len(shapes[0])
     offsets = [sum(shape[dim] for shape in shapes[:i]) for i in range(len(shapes))]
     return [partial(_read_narrowed, sources[0], dim, offset) for offset in offsets]
@@ -203,7 +234,12 @@ def _build_slice_readers(
     stop: int | None = None,
     step: int = 1,
 ) -> list[ReadSlice]:
-    """Return one reader for ``source[start:stop]`` along ``dim``.
+    """Return a list with a single reader, which reads from a slice of the input tensor.
+
+    The slice contains the elements ``start:stop`` of the input tensor along ``dim``. The reader is
+    a function that reads any part of this slice. ``sources`` must contain exactly one tensor. The
+    argument and the return value are lists, because all functions that build readers have the same
+    interface.
 
     Raises:
         NotTraceableError: If ``step`` is not 1.
@@ -211,7 +247,7 @@ def _build_slice_readers(
     (source,) = sources
     dim %= len(source.shape)
     if step != 1:
-        raise NotTraceableError("a slice has a step")
+        raise NotTraceableError("the conversion uses a slice with a step other than 1")
     return [partial(_read_narrowed, source, dim, slice(start, stop).indices(source.shape[dim])[0])]
 
 
@@ -241,7 +277,11 @@ def _build_view_readers(
 
 
 def _build_select_readers(sources: list[LazyTensor], _: object, dim: int, position: int) -> list[ReadSlice]:
-    """Return one reader for the result of ``torch.select``, which drops ``dim`` at index ``position``."""
+    """Return a list with a single reader, which reads slices of the result of ``torch.select``.
+
+    The operation is ``torch.select(source, dim, position)``, where ``source`` is the only tensor in
+    ``sources``.
+    """
     (source,) = sources
     dim, position = dim % len(source.shape), position % source.shape[dim]
 
@@ -254,12 +294,20 @@ def _build_select_readers(sources: list[LazyTensor], _: object, dim: int, positi
 def _build_unbind_readers(
     sources: list[LazyTensor], shapes: list[tuple[int, ...]], dim: int = 0
 ) -> list[ReadSlice]:
-    """Return one reader for each result of ``torch.unbind`` along ``dim``."""
+    """Build one reader for each result of ``torch.unbind(source, dim)``.
+
+    The source is the only tensor in ``sources``. A reader is a function that reads a slice of a
+    result.
+    """
     return [_build_select_readers(sources, None, dim, position)[0] for position in range(len(shapes))]
 
 
 def _build_identity_readers(sources: list[LazyTensor], *_: object) -> list[ReadSlice]:
-    """Return the reader of the source, because operations such as ``clone`` do not move elements."""
+    """Return the reader of the input tensor, in a list.
+
+    This function is used for operations that do not move elements, such as ``clone``. The reader, a
+    function that reads a slice of a tensor, then applies to the result as well.
+    """
     return [sources[0].read_slice]
 
 
@@ -282,4 +330,4 @@ _READER_BUILDERS: dict[str, Callable[..., list[ReadSlice]]] = {
     "alias.default": _build_identity_readers,
     "detach.default": _build_identity_readers,
 }
-"""Functions that return readers for the results of an operation, by the names of the supported operations."""
+"""Functions that build the readers for the results of an operation, keyed by the name of the operation."""

@@ -1,15 +1,17 @@
 """Compute the loss of a micro-batch, for every task and engine.
 
-:func:`forward_loss` runs the model on a micro-batch and returns the summed loss: the cross-entropy,
-the loss of a classifier's ``problem_type``, or the loss in ``train.loss``. A step minimizes the
-mean over all labels of the global batch. Therefore, :func:`scale_loss_by_global_weight` divides the
-sum by the number of valid labels in the global batch, not in the micro-batch.
+:func:`forward_loss` runs the model on a micro-batch and returns the summed loss: the
+cross-entropy, the loss of a classifier's ``problem_type``, or the loss in ``train.loss``. A
+step minimizes the mean over all labels of the global batch. Therefore,
+:func:`scale_loss_by_global_weight` divides the sum by the number of valid labels in the
+global batch, not in the micro-batch. If a custom loss defines weights, the divisor is the
+sum of the weights in the global batch instead.
 
-transformers defines auxiliary losses, such as the load-balancing loss of a mixture of experts, only
-for a single forward pass (:mod:`portable.model.auxiliary_losses`). The auxiliary loss of a global
-batch is the mean over its micro-batches, each weighted by its share of the sequences. This mean
-equals transformers' loss if the global batch is one micro-batch, and does not grow with the number
-of micro-batches or ranks.
+transformers defines auxiliary losses, such as the load-balancing loss of a mixture of
+experts, only for a single forward pass (:mod:`portable.model.auxiliary_losses`). The
+auxiliary loss of a global batch is the mean over its micro-batches, each weighted by its
+share of the sequences. This mean equals transformers' loss if the global batch is one
+micro-batch, and does not grow with the number of micro-batches or ranks.
 """
 
 from __future__ import annotations
@@ -54,8 +56,8 @@ class MicroBatchMeasure(Protocol):
     :class:`portable.evaluation.metrics.MetricSet` implements it.
 
     Attributes:
-        needs: Output of the model that the function reads. None if it reads neither logits nor
-            predictions.
+        needs: Model output that the function reads: ``"logits"``, ``"predictions"``, or None for
+            neither.
     """
 
     needs: MetricNeeds
@@ -63,10 +65,11 @@ class MicroBatchMeasure(Protocol):
     """Name of the pass over the data, used in messages."""
 
     def __call__(self, outputs: Outputs, batch: Batch) -> dict[str, Tensor]:
-        """Compute the sums of a micro-batch.
+        """Compute the sums from which the metrics of an evaluation are calculated.
 
         Args:
-            outputs: Outputs of the model. Only the output that ``needs`` specifies is guaranteed.
+            outputs: Outputs of the model. Only the output named by the attribute ``needs``,
+                ``"logits"`` or ``"predictions"``, is certain to be present.
             batch: Micro-batch on the device.
 
         Returns:
@@ -75,10 +78,11 @@ class MicroBatchMeasure(Protocol):
 
 
 class PrecomputePass(MicroBatchMeasure):
-    """Marker that requests the precompute pass over all samples instead of an evaluation.
+    """Marker for the precompute pass, which calls a custom loss's ``once`` method for all samples.
 
-    With this marker, :meth:`TrainingObjective.measure_micro_batch` calls ``once`` of a custom loss, and
-    returns the columns that it computes.
+    Pass this marker to :meth:`TrainingObjective.measure_micro_batch` instead of evaluation metrics.
+    The method then calls ``once`` for the micro-batch, and returns the columns that ``once``
+    computes. A column is a tensor with one row per sample.
     """
 
     needs = None
@@ -90,9 +94,10 @@ class PrecomputePass(MicroBatchMeasure):
 
 
 def count_valid_labels(labels: Tensor) -> int:
-    """Count the valid labels, and return the count to the host.
+    """Count the valid labels, and return the count as a Python int.
 
-    An integer label is valid unless it is -100. A float label is valid unless it is NaN.
+    An integer label is valid unless it is -100. A float label is valid unless it is NaN. If the
+    labels are on an accelerator, the host waits for the count.
     """
     valid = ~labels.isnan() if labels.is_floating_point() else labels != IGNORED_LABEL
     return int(torch.count_nonzero(valid))
@@ -107,14 +112,18 @@ class LossOutput:
 
     Attributes:
         loss_sum: Loss summed over the labels of the micro-batch, an fp32 scalar.
-        num_sequences: Number of samples in the micro-batch. With SPMD on XLA, a micro-batch contains
-            the samples of all devices.
-        weight: Weight returned by a :class:`TrainingLoss`. None for the task loss, whose weight is the
-            number of valid labels.
-        auxiliary_loss: Sum of the model's auxiliary losses, an fp32 scalar. None if there are none.
+        num_sequences: Number of samples in the micro-batch. With SPMD on XLA, a micro-batch
+            contains the samples of all devices.
+        weight: Weight returned by a :class:`TrainingLoss`. None for the task loss, whose weight
+            is the number of valid labels.
+        auxiliary_loss: Sum of the model's auxiliary losses, an fp32 scalar. None if there are
+            none, and in evaluations.
         metrics: Sums to log. They are divided by the same global weight as the loss.
-        predictions: Most likely class of each position. None unless a metric of an evaluation needs it.
-        logits: Logits of all positions. None in training, or if they are computed in chunks.
+        predictions: Most likely class of each position. None in training, for float labels, or if
+            no metric needs the logits or the predictions.
+        logits: Logits of all positions. None in training, or if they are computed in chunks. Also
+            None if a custom loss reads only per-token statistics and no metric needs the model's
+            outputs.
     """
 
     loss_sum: Tensor
@@ -155,15 +164,16 @@ def sum_micro_batches(sums: Sequence[StepSums]) -> StepSums:
     for micro_batch_sums in sums:
         if micro_batch_sums.names != names:
             raise UserError(
-                f"train.loss: logs {', '.join(names)} for one micro-batch and "
-                f"{', '.join(micro_batch_sums.names)} for another; return the same names for every "
-                "micro-batch"
+                f"train.loss: logs {', '.join(names) or 'nothing'} for one micro-batch and "
+                f"{', '.join(micro_batch_sums.names) or 'nothing'} for another; return the same names for "
+                "every micro-batch"
             )
     return StepSums(torch.stack([micro_batch.values for micro_batch in sums]).sum(dim=0), names)
 
 
 RETURNED_WEIGHT = "returned weight"
-"""Name in :class:`StepSums` of the weights that a custom loss returns, divided by the global weight."""
+"""Name of the entry in :class:`StepSums` for the weight that a custom loss returns, divided by the
+global weight."""
 
 
 class StepContribution(NamedTuple):
@@ -181,17 +191,22 @@ class StepContribution(NamedTuple):
 def scale_loss_by_global_weight(
     output: LossOutput, global_weight: Tensor, global_batch_size: int
 ) -> StepContribution:
-    """Divide a micro-batch's summed loss by the weight of the global batch, and add the auxiliary losses.
+    """Divide a micro-batch's loss by the weight of the global batch, and add auxiliary losses.
+
+    The auxiliary losses are multiplied by the micro-batch's share of the sequences in the global
+    batch. The logged sums are divided by the weight of the global batch, like the loss. If a custom
+    loss returned a weight, the weight is one of these sums (:data:`RETURNED_WEIGHT`).
 
     Args:
         output: Result of the micro-batch.
-        global_weight: Weight of the global batch, a scalar on the device: the number of valid labels,
-            or the sum of a custom loss's weights. A weight of 0 is replaced by 1.
+        global_weight: Weight of the global batch, a scalar on the device. It is the number of valid
+            labels, or the sum of a custom loss's weights. A weight of 0 is replaced by 1.
         global_batch_size: Number of sequences in an optimizer step, over all ranks.
 
     Returns:
-        Contribution of the micro-batch to the mean loss, with and without a gradient. The contributions
-        of all micro-batches and ranks add up to the loss and the logged values of the step.
+        Contribution of the micro-batch to the mean loss: a scalar for the backward pass, and
+        detached values for logging. The contributions of all micro-batches and ranks add up to the
+        loss and the logged values of the step.
     """
     divisor = torch.where(global_weight > 0, global_weight, 1).float()
     loss = output.loss_sum / divisor
@@ -200,7 +215,9 @@ def scale_loss_by_global_weight(
     values = loss.detach()[None]
     metrics = dict(output.metrics)
     if output.weight is not None:
-        metrics[RETURNED_WEIGHT] = output.weight
+        # The values of a step add up to 1 if the loss returns the declared weights, also if these are 0.
+        share_without_labels = output.num_sequences / global_batch_size
+        metrics[RETURNED_WEIGHT] = output.weight + torch.where(global_weight > 0, 0, share_without_labels)
     if metrics:
         values = torch.cat([values, torch.stack(list(metrics.values())) / divisor])
     return StepContribution(loss, StepSums(values, tuple(metrics)))
@@ -211,12 +228,14 @@ def scale_loss_by_global_weight(
 
 @dataclass(frozen=True)
 class LossRequest:
-    """Argument of :class:`LossForward` that specifies which parts of a loss to compute.
+    """Argument of :class:`LossForward` that selects the outputs from which a loss is computed.
 
     Attributes:
-        labels: Labels that align with the logits, int64 ``[sequences, tokens]`` for a language model.
-        statistics: Names of the per-token statistics that ``head`` computes instead of the logits. See
-            :meth:`ChunkedHead.forward_with_statistics`. Empty to get the logits.
+        labels: Labels that align with the logits, int64 ``[sequences, tokens]`` for a language
+            model.
+        statistics: Names of the per-token statistics to compute with ``head``, such as
+            ``log_probs``. See :meth:`ChunkedHead.forward_with_statistics`. If empty, the logits are
+            computed instead.
         head: The model's chunked head. None if ``statistics`` is empty.
         with_auxiliary_losses: Whether to compute the model's auxiliary losses.
     """
@@ -242,12 +261,13 @@ class RequestedOutput(TypedDict):
 
 
 class LossForward(ForwardWrapper):
-    """Forward method that also accepts a :class:`LossRequest`, and then returns a :class:`RequestedOutput`.
+    """Forward method that returns a :class:`RequestedOutput` if it receives a :class:`LossRequest`.
 
     Training and evaluation always pass a request. Without a request, as in ``model.generate``, the
-    original forward method of the transformers model runs without any replacement. The replacements
-    would interpret ``position_ids`` as boundaries of packed documents, but generation passes positions
-    that continue after the cached tokens.
+    original forward method of the transformers model runs. All other methods with which this
+    project has wrapped the model's own forward method are then skipped. They would interpret
+    ``position_ids`` as boundaries of packed documents, but generation passes positions that
+    continue after the cached tokens. Replaced forward methods of submodules are not skipped.
 
     Args:
         model: A transformers model, not wrapped.
@@ -261,7 +281,7 @@ class LossForward(ForwardWrapper):
         """Run the forward pass.
 
         Args:
-            arguments: Positional arguments of the model.
+            arguments: Positional arguments of the model. Ignored if there is a request.
             request: Parts of the loss to compute.
             inputs: Keyword arguments of the model.
 
@@ -292,11 +312,12 @@ class LossForward(ForwardWrapper):
 def install_loss_forward(model: Model) -> Model:
     """Make the model's forward method accept a :class:`LossRequest`.
 
-    Call this function after installing all other forward methods. The forward method that is installed
-    last receives all columns of a batch, and the auxiliary losses need some of them.
+    Call this function after all other functions that replace the forward method. The method that is
+    installed last runs first, so it receives all columns of a batch. The loss needs some of these
+    columns to compute the auxiliary losses.
 
     Args:
-        model: A transformers model, not wrapped.
+        model: A transformers model, not wrapped by another module such as DDP.
 
     Returns:
         The same model.
@@ -310,11 +331,12 @@ def install_loss_forward(model: Model) -> Model:
 class TaskLoss:
     """Summed loss of the task: cross-entropy, or a regression or multi-label loss for float labels.
 
-    It is used if the run does not define a :class:`TrainingLoss`.
+    It is used if the run does not define a :class:`TrainingLoss`. It is also used in
+    evaluations if the :class:`TrainingLoss` is used only in training.
 
     Args:
-        problem_type: ``problem_type`` of the model config, or None. It selects the loss for float
-            labels.
+        problem_type: ``problem_type`` of the model config, or None. It selects the loss for
+            float labels.
     """
 
     needs: frozenset[str] = frozenset({"log_probs"})
@@ -331,12 +353,14 @@ class TaskLoss:
             batch: Micro-batch on the device.
 
         Returns:
-            The loss, without a weight and without metrics.
+            The summed loss. ``weight`` is None, so the sum is divided by the number of valid
+            labels. ``metrics`` is empty.
         """
         if outputs.log_probs is not None:
             return LossSums(-outputs.log_probs.sum(), None, {})
         labels = batch["labels"]
-        # Ignore problem_type here, because the config may keep the value of a previous classification task.
+        # Ignore problem_type for integer labels, because the config may keep the value of a previous
+        # classification task.
         criterion = self._criterion if labels.is_floating_point() else _compute_cross_entropy
         assert outputs.logits is not None
         return LossSums(criterion(outputs.logits, labels), None, {})
@@ -352,16 +376,25 @@ def forward_loss(
 ) -> LossOutput:
     """Run a model on a micro-batch and compute its loss.
 
+    If a custom loss has a method ``before``, this method first computes additional columns for the
+    loss. ``batch`` is not modified.
+
     Args:
         model: The model of ``objective``, or a wrapper around it.
         batch: Micro-batch on the device.
         objective: The objective of the run.
-        with_token_metrics: Whether to also compute the token accuracy and the entropy, in training.
-        evaluation: Metrics of an evaluation. Auxiliary losses and token metrics are then not computed.
-            None in training.
+        with_token_metrics: Whether to also compute the token accuracy and, if all logits are
+            available, the entropy. Ignored in an evaluation. Also ignored on XLA, where training
+            always computes the token accuracy and never the entropy.
+        evaluation: Metrics to compute in an evaluation. None in training. An evaluation does not
+            compute auxiliary losses or token metrics.
 
     Returns:
-        The summed loss, its weight, the auxiliary losses, the sums to log, and the predictions.
+        The summed loss, its weight, the auxiliary losses, the sums to log, and the predictions. In
+        an evaluation, also the logits (see :class:`LossOutput`).
+
+    Raises:
+        UserError: If a custom loss fails, or if its result is invalid.
     """
     training = evaluation is None
     metric_needs = None if evaluation is None else evaluation.needs
@@ -375,7 +408,7 @@ def forward_loss(
     elif metric_needs is not None:
         statistics.append("predictions")
     wants_token_metrics = labels.dim() > 1 and not labels.is_floating_point()
-    # On XLA, steps with and without token metrics would be two graphs.
+    # Always compute token metrics on XLA, because steps with and without them would be two graphs.
     wants_token_metrics = (
         wants_token_metrics and training and (with_token_metrics or labels.device.type == "xla")
     )
@@ -393,7 +426,7 @@ def forward_loss(
     )
     loss_sum, weight, metrics = loss(outputs, batch)
     logits = outputs.model.logits
-    # The logits of a sequence classifier have two dimensions.
+    # Skip sequence classifiers, whose logits have two dimensions.
     if wants_token_metrics and (hits is not None or logits.dim() > 2):
         metrics = compute_token_metric_sums(logits, hits, labels) | metrics
     predictions = outputs.predictions
@@ -417,8 +450,9 @@ class LossInputs(NamedTuple):
     Attributes:
         outputs: Outputs that are passed to the loss.
         auxiliary_loss: Sum of the model's auxiliary losses, an fp32 scalar. None if there are none.
-        hits: 1 for each token whose label is the most likely token, otherwise 0, fp32 ``[sequences,
-            tokens]``. None if all logits are computed, or if the caller did not request ``hits``.
+        hits: 1 for each token whose label has the highest logit, otherwise 0, fp32
+            ``[sequences, tokens]``. None if the caller did not request ``hits``. Also None if all
+            logits were computed, because the caller can then compute the hits from the logits.
     """
 
     outputs: Outputs
@@ -439,25 +473,33 @@ def run_model_for_loss(
 ) -> LossInputs:
     """Run a model on a micro-batch and return the inputs of its loss.
 
-    If a sample consists of several sequences, such as a pair, ``input_ids`` have the shape ``[batch,
-    sequences, tokens]``. The model receives them as ``[batch * sequences, tokens]``, and the returned
-    outputs have the original dimensions.
+    The model's chunked head computes statistics without keeping all logits. It is used if the
+    micro-batch has more than one chunk of tokens and ``needs`` contains statistics but not
+    ``logits``. The outputs then contain the statistics in ``needs`` and ``statistics``, except
+    ``hits``, which are returned separately. They do not contain the logits. Without the chunked
+    head, the outputs contain the logits if ``needs`` contains ``logits`` or ``logits_suffice`` is
+    True. They contain the statistics in ``needs`` unless ``logits_suffice`` is True.
+
+    If a sample consists of several sequences, such as a pair, ``input_ids`` have the shape
+    ``[batch, sequences, tokens]``. The model receives them as ``[batch * sequences, tokens]``, and
+    the returned outputs have the original dimensions.
 
     Args:
-        model: A model with :func:`install_loss_forward`, or a wrapper around it.
+        model: A model that :func:`install_loss_forward` has changed, or a wrapper around it.
         inputs: Arguments of the model, on the device.
         labels: Labels of the micro-batch.
-        needs: Outputs that the loss reads: ``logits``, or names of per-token statistics.
-        statistics: Names of additional statistics. They are computed only if the chunked head is used;
-            otherwise, the caller can compute them from the logits.
-        head: The model's chunked head. It is used if the micro-batch has more than one chunk of tokens
-            and ``needs`` does not contain ``logits``.
+        needs: Outputs that the loss reads: ``logits``, or names of per-token statistics, such as
+            ``log_probs``.
+        statistics: Names of additional statistics, such as ``hits``. They are computed only by the
+            chunked head. Without it, the caller can compute them from the logits.
+        head: The model's chunked head. None if the model does not have one.
         with_auxiliary_losses: Whether to compute the model's auxiliary losses.
-        logits_suffice: Whether the loss accepts logits instead of the statistics in ``needs``. If so,
-            and the chunked head is not used, the outputs contain only the logits.
+        logits_suffice: Whether the loss can use logits instead of the statistics in ``needs``.
 
     Returns:
-        The outputs for the loss, the auxiliary loss, and the hits.
+        The outputs for the loss, the auxiliary loss, and the hits. The hits mark the tokens whose
+        label has the highest logit. They are None unless the chunked head is used and
+        ``statistics`` contains ``hits``.
     """
     shape = inputs["input_ids"].shape
     is_split = len(shape) == 3
@@ -491,17 +533,19 @@ def run_model_for_loss(
 class TrainingObjective:
     """Training objective of a run: its losses in training and evaluation, and their weights.
 
-    It also calls the reference models and teachers that a custom loss uses.
+    The objective also calls the reference models and teachers that a custom loss uses.
 
     Args:
-        model: A transformers model, not wrapped. Its forward method is replaced. See
-            :func:`install_loss_forward`.
+        model: A transformers model, before it is wrapped, for example by DDP. Its forward method is
+            replaced. See :func:`install_loss_forward`.
         global_batch_size: Number of sequences in an optimizer step, over all ranks.
-        head: The chunked head of the model. None if all logits are always computed.
-        custom_loss: The loss of ``train.loss``, or a built-in loss with label smoothing, a z-loss, or
-            metrics per source of a mixture. None to use the task loss.
-        compute_dtype: Compute dtype of an engine without autocast. None for the dtype of the
-            parameters.
+        head: Output head of the model that computes the logits in chunks, so that they need less
+            memory. None if the model always computes its logits as one tensor.
+        custom_loss: Loss that replaces the task loss. This is either the loss of ``train.loss`` or
+            a built-in cross-entropy. The cross-entropy is used for label smoothing, for a z-loss,
+            and to log a separate loss for each source of a data mixture. None to use the task loss.
+        compute_dtype: Dtype to which reference models and teachers are cast if the engine does not
+            use autocast. None for the dtype of the trained model's token embedding.
     """
 
     def __init__(
@@ -525,16 +569,20 @@ class TrainingObjective:
         self._input_names = None if custom_loss is None else _list_input_names(model)
 
     def compute_weight(self, batch: Batch) -> float:
-        """Compute the weight of a micro-batch on the host: its number of valid labels, or a custom weight.
+        """Compute the weight of a micro-batch on the host.
 
-        A custom loss must be a sum over rows. If the model outputs cannot be used to check this, the first
-        call checks it with random outputs.
+        The weight is the number of valid labels, unless a custom loss defines a different weight.
+
+        A custom loss must be a sum over rows. The first step normally checks this with the outputs
+        of the model. This is not possible if the batch has a single row, or if the model is on an
+        XLA device. In these cases, the first call of this method checks the loss with random
+        outputs.
 
         Args:
             batch: Micro-batch on the host.
 
         Raises:
-            UserError: If the check fails, or if ``weight`` of a custom loss fails.
+            UserError: If the check fails, or if the ``weight`` function of a custom loss fails.
         """
         loss, labels = self._custom_loss, batch["labels"]
         if loss is None:
@@ -558,18 +606,20 @@ class TrainingObjective:
         """Convert the sums of a step to the values to log in addition to the loss.
 
         Args:
-            sums: Values of :class:`StepSums`, keyed by name, added up over the micro-batches and ranks of a
-                step.
+            sums: Values of :class:`StepSums`, keyed by name, added up over the micro-batches and
+                ranks of a step.
 
         Returns:
             Values to log, keyed by name, such as ``mean_token_accuracy``.
 
         Raises:
-            UserError: If the weights that a custom loss returned differ from the weights that it declared.
+            UserError: If the sum of the weights that a custom loss returned differs by more than
+                0.01 % from the sum of the weights that it declared. The declared weights are the
+                results of its ``weight`` method or, without this method, the numbers of labels.
         """
         values = dict(sums)
         share = values.pop(RETURNED_WEIGHT, 1.0)
-        if self._custom_loss is not None and abs(share - 1) > 1e-4:  # also if it is not finite
+        if self._custom_loss is not None and not abs(share - 1) <= 1e-4:  # also if it is NaN
             raise UserError(self._custom_loss.explain_unequal_weights(share))
         token_metrics = {
             name: values.pop(name)
@@ -587,16 +637,21 @@ class TrainingObjective:
     def measure_micro_batch(
         self, model: nn.Module, batch: Batch, measure: MicroBatchMeasure
     ) -> dict[str, Tensor]:
-        """Compute the evaluation sums of a micro-batch.
+        """Compute the evaluation sums or the precomputed columns of a micro-batch.
+
+        The caller must disable gradients and switch the model to eval mode.
 
         Args:
-            model: The model of the objective, or a wrapper around it.
+            model: The model of the objective, or a wrapper around it. Not used for a
+                :class:`PrecomputePass`.
             batch: Micro-batch on the device.
             measure: Metrics of the evaluation, or a :class:`PrecomputePass`.
 
         Returns:
-            The summed ``loss``, the sums of a custom loss and the sums of the metrics, keyed by name. For a
-            :class:`PrecomputePass`, the columns that ``once`` returns.
+            The summed ``loss``, the sums of a custom loss and the sums of the metrics, keyed by
+            name. The names of a custom loss's sums get the prefix :data:`LOSS_SUM_PREFIX`. For
+            a :class:`PrecomputePass`, the columns that the custom loss computes in its ``once``
+            method.
         """
         if isinstance(measure, PrecomputePass):
             assert self._custom_loss is not None and self._custom_loss.once is not None
@@ -612,10 +667,11 @@ class TrainingObjective:
         return self.task_loss if loss is None or not (training or loss.in_evaluation) else loss
 
     def select_model_inputs(self, batch: Batch) -> dict[str, Tensor]:
-        """Return the columns of a batch that are arguments of the model, without the labels.
+        """Return the columns of a batch that are passed to the model.
 
-        Without a custom loss, all other columns are returned. With a custom loss, columns that the model
-        does not accept are also removed.
+        Without a custom loss, these are all columns except the labels. With a custom loss, columns
+        that the model does not accept are also left out, because only the loss reads them.
+        Columns whose names begin with :data:`BLANK_PREFIX` are always passed.
         """
         names = batch if self._input_names is None else self._input_names
         return {
@@ -625,25 +681,32 @@ class TrainingObjective:
         }
 
     def add_reference_columns(self, loss: TrainingLoss | TaskLoss, batch: Batch) -> Batch:
-        """Add the columns that ``before`` of a custom loss computes, such as reference log-probabilities.
+        """Add the columns that the ``before`` method of a custom loss computes.
+
+        For example, the method may compute the log-probabilities of a reference model.
 
         Args:
             loss: Result of :meth:`get_loss`.
             batch: Micro-batch on the device.
 
         Returns:
-            A new batch, or ``batch`` itself if the loss has no ``before``.
+            A new batch, or ``batch`` itself if the loss has no ``before`` method.
         """
         return batch if loss.before is None else {**batch, **self._call_without_gradients(loss.before, batch)}
 
     def _call_without_gradients(
         self, function: Callable[..., Mapping[str, Tensor]], batch: Batch
     ) -> dict[str, Tensor]:
-        """Call ``before`` or ``once`` of a custom loss without gradients and with the model in eval mode.
+        """Call a method of the custom loss without gradients, with the model in eval mode.
+
+        The method is ``before`` or ``once``. It runs models on the batch to compute additional
+        columns for the loss.
 
         Args:
-            function: ``before`` or ``once``. It is called with a function that runs forward passes, and
-                with the batch.
+            function: The method, called as ``function(forward, batch)``. Its argument ``forward``
+                is a function. ``forward(other)`` runs the model ``other`` on the batch, and
+                ``forward()`` runs the trained model. ``forward(adapter=False)`` runs the trained
+                model without its adapter.
             batch: Micro-batch on the device.
 
         Returns:
@@ -671,12 +734,14 @@ class TrainingObjective:
             self._model.train(training)
 
     def _prepare_reference(self, reference: nn.Module) -> nn.Module:
-        """Install the forward methods of a run in a reference model or teacher, and cast its parameters.
+        """Prepare a reference model or teacher for the forward passes of a run.
 
-        The parameters are loaded in the dtype of their files. They are cast so that the reference
-        computes in the same precision as the trained model. Under autocast, this is the dtype of the
-        trained parameters. Otherwise, it is the compute dtype of the engine. Further calls for the same
-        reference do nothing.
+        The first call for a model wraps its forward method like the forward method of the trained
+        model, and casts its parameters. Further calls for the same model do nothing.
+
+        The parameters are loaded in the dtype of their files, but the reference must compute in the
+        same precision as the trained model. Under autocast, the new dtype is the dtype of the
+        trained parameters. Otherwise, it is the compute dtype of the engine.
 
         Args:
             reference: The reference model or teacher. Modified in place.
@@ -700,7 +765,12 @@ class TrainingObjective:
 
 
 def _install_forwards(model: Model) -> Model:
-    """Install the forward methods that process the columns of a batch."""
+    """Replace forward methods in a model so that it accepts the columns of a batch.
+
+    The new methods keep packed documents separate, pass the length of each text to rotary
+    embeddings, and compute the statistics that a loss requests. The model is modified in place and
+    returned.
+    """
     model = install_document_states(install_document_forward(model))
     return install_loss_forward(install_text_length_forward(model))
 
@@ -709,7 +779,8 @@ def compute_summed_cross_entropy(model: nn.Module, batch: Batch, head: ChunkedHe
     """Run a model on a micro-batch and return the summed cross-entropy, without auxiliary losses.
 
     Args:
-        model: A transformers model. Its forward method is replaced, as in a run.
+        model: A transformers model. This function wraps its forward method in the same way as a
+            training run does. The wrappers remain after the call.
         batch: Micro-batch on the device. ``labels[b, t]`` is the target of ``logits[b, t]``. For
             classification, ``labels[b]`` is the target of ``logits[b]``.
         head: The model's chunked head, to avoid computing all logits at once.
@@ -725,9 +796,8 @@ def compute_summed_cross_entropy(model: nn.Module, batch: Batch, head: ChunkedHe
 
 
 _METRIC_COUNT_NAMES = {"mean_token_accuracy": "first labels", "entropy": "all labels"}
-"""Means that are logged in addition to the loss, with the names of TRL. Each is mapped to the name of the
-count by which its sum is divided.
-"""
+"""Names, as in TRL, of the means that are logged in addition to the loss. Each is mapped to the name
+of the count by which its sum is divided."""
 _MAX_ENTROPY_LOGITS = 1 << 24
 
 
@@ -735,21 +805,24 @@ _MAX_ENTROPY_LOGITS = 1 << 24
 def compute_token_metric_sums(
     logits: Tensor | None, hits: Tensor | None, labels: Tensor
 ) -> dict[str, Tensor]:
-    """Compute the sums of the token accuracy and the entropy, together with their label counts.
+    """Compute the number of hits, the summed entropy, and the label counts of a micro-batch.
 
-    A hit is a label that is the most likely token. As in TRL, hits are counted only in the first
-    sequence of each sample, which is the chosen answer of a pair. The entropy, in nats, is computed
-    only from logits, and not on XLA.
+    The mean token accuracy and the mean entropy are computed from these sums later. A hit is a
+    label that has the highest logit. As in TRL, hits are counted only in the first sequence of each
+    sample, which is the chosen answer of a pair. The entropy, in nats, is computed only from
+    logits, and not on XLA.
 
     Args:
-        logits: Logits of all tokens, ``[sequences, tokens, vocabulary]``. None if the head computes
-            ``hits``.
-        hits: 1 for each token whose label is the most likely token, otherwise 0, fp32 ``[sequences,
+        logits: Logits of all tokens, ``[sequences, tokens, vocabulary]``. None if the chunked head
+            has computed ``hits`` instead.
+        hits: 1 for each token whose label has the highest logit, otherwise 0, fp32 ``[sequences,
             tokens]``. None to compute the hits from the logits.
         labels: Labels, ``[batch, tokens]`` or ``[batch, sequences, tokens]``.
 
     Returns:
-        The sums, fp32 scalars, keyed by name. See :data:`_METRIC_COUNT_NAMES` for the names.
+        Sums and counts, fp32 scalars, keyed by name. ``mean_token_accuracy`` is the number of hits,
+        to be divided by ``first labels``. ``entropy`` is the summed entropy, to be divided by ``all
+        labels``. ``entropy`` and ``all labels`` are missing if the entropy is not computed.
     """
     valid = labels != IGNORED_LABEL
     targets = labels.flatten(0, -2)
@@ -769,7 +842,8 @@ def compute_token_metric_sums(
     first_sequences = slice(None, None, labels.shape[1] if labels.dim() == 3 else 1)
     counted = valid.flatten(0, -2)[first_sequences].sum().float()
     sums = {"first labels": counted, "mean_token_accuracy": is_hit[first_sequences].sum().float()}
-    if logits is None or on_xla:  # on XLA, the entropy would need more copies of the logits, as argmax does
+    # On XLA, the entropy would need further copies of the logits, as argmax does.
+    if logits is None or on_xla:
         return sums
     rows, row_is_valid = logits.flatten(0, -2), valid.flatten()
     step = max(1, _MAX_ENTROPY_LOGITS // rows.shape[-1])
@@ -781,7 +855,7 @@ def compute_token_metric_sums(
 
 
 def _compute_token_statistics(logits: Tensor, labels: Tensor, names: Sequence[str]) -> dict[str, Tensor]:
-    """Compute per-token statistics from all logits.
+    """Compute per-token statistics from complete logits, without splitting them into chunks.
 
     Args:
         logits: Logits, ``[..., classes]``.
@@ -810,7 +884,10 @@ def _compute_token_statistics(logits: Tensor, labels: Tensor, names: Sequence[st
 
 @contextmanager
 def disable_adapter(model: nn.Module) -> Iterator[None]:
-    """Disable the adapter of a model within this context, without changing parameters.
+    """Disable the adapter of a model within this context.
+
+    Unlike peft's ``disable_adapter``, this function does not change which parameters require a
+    gradient. Contexts for the same model must not be nested.
 
     Args:
         model: The model.
@@ -819,8 +896,12 @@ def disable_adapter(model: nn.Module) -> Iterator[None]:
         UserError: If the model has no adapter.
     """
     if not has_peft_adapter(model):
-        raise UserError("the model has no adapter to disable; set adapter.type, or use another reference")
-    from portable.private.peft_internals import disable_adapters  # the module imports peft
+        raise UserError(
+            "the model has no adapter to disable; set adapter.type, or choose another reference "
+            "model for the loss"
+        )
+    # Imported here, because the module imports peft.
+    from portable.private.peft_internals import disable_adapters
 
     with disable_adapters(model):
         yield

@@ -1,4 +1,7 @@
-"""Log the mean cross-entropy and the label share of each source of a data mixture in every step."""
+"""Log the mean cross-entropy of each source of a data mixture in every step.
+
+The share of each source in the labels of the step is also logged.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +23,16 @@ LOSS_PREFIX, SHARE_PREFIX = "loss/", "share/"
 
 
 class LossBySource:
-    """Accumulator of the cross-entropy and the number of labels of each source of a mixture.
+    """Computation of the mean cross-entropy and the share of labels per source of a data mixture.
 
-    The column ``source`` of a batch contains the index of each sample's source. Evaluation batches do
-    not have this column, so nothing is logged for them.
+    The object does not store sums. The caller adds them up over the micro-batches of a step.
+    The column ``source`` of a batch contains the index of each sample's source. Evaluation
+    batches do not have this column, so nothing is logged for them.
 
     Args:
         sources: Names of the sources.
-        with_losses: Whether the log-probabilities of the labels are available. If not, only the number
-            of labels is computed for each source.
+        with_losses: Whether the log-probabilities of the labels are available. If not, only the
+            number of labels is computed for each source.
     """
 
     def __init__(self, sources: Sequence[str], *, with_losses: bool) -> None:
@@ -39,12 +43,15 @@ class LossBySource:
         """Compute the number of labels and the summed cross-entropy of each source.
 
         Args:
-            log_probs: Log-probabilities of the labels, with the shape of the labels. None if
-                ``with_losses`` is False.
+            log_probs: Log-probabilities of the labels, with the shape of the labels. None if this
+                object was created with ``with_losses=False``.
             batch: Micro-batch on the device.
 
         Returns:
-            Scalar tensors, keyed by a prefix followed by the source. Empty in evaluations.
+            Two scalar tensors per source: the number of labels under the key ``share/NAME``, and
+            the summed cross-entropy under the key ``loss/NAME``, where ``NAME`` is the name of the
+            source. With ``with_losses=False``, only the numbers of labels are returned. In
+            evaluations, the result is empty.
         """
         if SOURCE_COLUMN not in batch:
             return {}
@@ -60,15 +67,17 @@ class LossBySource:
         return sums
 
     def compute_logged_values(self, sums: dict[str, float]) -> dict[str, float]:
-        """Compute the mean loss and the label share of each source from the sums of a step.
+        """Replace each source's sums over a step by its mean loss and its share of the labels.
 
         Args:
-            sums: Results of :meth:`compute_sums` for a step, all divided by the same weight, and other
-                values to log.
+            sums: Values to log, keyed by name. They include the results of :meth:`compute_sums`,
+                summed over a step. The sums of all sources may be divided by a common factor,
+                because only ratios of the sums are used.
 
         Returns:
-            Values to log, keyed by name. Values that do not belong to a source are returned unchanged. A
-            source without labels in the step has no loss.
+            Values to log, keyed by name. Values that do not belong to a source are returned
+            unchanged. For a source without labels in the step, the share is 0 and no loss is
+            returned.
         """
         metrics = dict(sums)
         counts = {source: metrics.pop(SHARE_PREFIX + source) for source in self._sources}

@@ -16,19 +16,21 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _MIN_RECORDED_ELEMENTS = 1 << 22
-"""Number of elements of the smallest tensor that is recorded instead of allocated in host memory."""
+"""Minimum number of elements of a tensor that is recorded instead of allocated in host memory."""
 
 
 @contextmanager
 def create_parameters_on_meta() -> Iterator[InitializationRecording]:
-    """Move each parameter to the meta device as soon as a module registers it, until the context ends.
+    """Move each parameter to the meta device when a module registers it in this context.
 
-    A constructor has to create a parameter before it registers it, and the stacked experts of one layer
-    can take up tens of gigabytes. Large tensors are therefore created as fake tensors, without values.
-    The operations on them are recorded, because a buffer may be computed from them.
+    A constructor creates a parameter before a module can register it, so the hook comes too late to
+    save memory. The stacked experts of one layer can take up tens of gigabytes. Tensors with at
+    least 4 million elements (:data:`_MIN_RECORDED_ELEMENTS`) are therefore created as fake tensors,
+    without values. The operations on the fake tensors are recorded, because a buffer may be
+    computed from them.
 
     Yields:
-        The recording, for :func:`assign_recorded_values`.
+        The recorded operations, to be passed to :func:`assign_recorded_values`.
     """
     recording = InitializationRecording(0, min_elements=_MIN_RECORDED_ELEMENTS)
     hook = register_module_parameter_registration_hook(_move_to_meta)  # type: ignore[arg-type]
@@ -40,14 +42,22 @@ def create_parameters_on_meta() -> Iterator[InitializationRecording]:
 
 
 def _move_to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
-    """Replace a parameter by a copy on the meta device, as a parameter registration hook of torch.
+    """Move a parameter to the meta device when a module registers it.
+
+    torch calls this function as a parameter registration hook. A returned parameter is registered
+    instead of the original one. If the function returns None, the original one is registered.
+
+    Args:
+        module: Module that registers the parameter. Not used.
+        name: Name of the parameter in the module. Not used.
+        parameter: The parameter. May be None.
 
     Returns:
-        The copy, with the attributes that the model has set on the parameter. None to keep the
-        parameter, if it is None or already on the meta device.
+        A copy on the meta device, with the attributes that the model has set on the parameter. None
+        if ``parameter`` is None or already on the meta device.
     """
     if parameter is None or parameter.is_meta:
-        return None  # unchanged
+        return None  # keeps the parameter unchanged
     moved = nn.Parameter(
         torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"),
         requires_grad=parameter.requires_grad,
@@ -60,14 +70,17 @@ def _move_to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) 
 
 
 def assign_recorded_values(model: nn.Module, recording: InitializationRecording) -> None:
-    """Replace all fake tensors of a model, except its parameters, by tensors with the recorded values.
+    """Replace a model's fake tensors, except its parameters, with tensors that have values.
 
-    The replaced tensors are buffers and plain attributes of modules. Buffers on the meta device are
-    filled with zeros.
+    The replaced tensors are buffers and plain attributes of modules. They receive the values that
+    the recorded operations compute. A buffer that is on the meta device was created as a parameter
+    and became a buffer later, so its values were not recorded. Such a buffer is replaced with zeros
+    on the CPU.
 
     Args:
         model: A model that was built within :func:`create_parameters_on_meta`. Modified in place.
-        recording: The recording of this context.
+        recording: Recording that :func:`create_parameters_on_meta` yielded when the model was
+            built.
     """
     for module in model.modules():
         for name, buffer in list(module.named_buffers(recurse=False)):

@@ -1,4 +1,4 @@
-"""Warn about models whose output for a text depends on the padding of its sample."""
+"""Warn about models whose output for a text changes if the text is padded."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _ANY_TASK = frozenset(
         "bigbird_pegasus",
         "canine",  # pools blocks of characters
         "convbert",  # convolutions
-        "cpmant",  # counts the tokens other than 0
+        "cpmant",  # counts the token ids other than 0
         "fnet",  # Fourier transforms over the sample
         "funnel",  # pools pairs of tokens
         "mobilebert",  # embeds each token with its neighbors
         "prophetnet",  # relative positions
-        "yoso",  # hashes
+        "yoso",  # hashing attention
     }
 )
 _CLASSIFICATION = frozenset({"t5gemma", "t5gemma2"})
@@ -28,10 +28,10 @@ _CLASSIFICATION = frozenset({"t5gemma", "t5gemma2"})
 
 
 def explain_padding_dependence(config: PretrainedConfig, run: RunConfig) -> str | None:
-    """Build a warning if padding changes the output of the model for a text.
+    """Return a warning if the model's output for a text depends on the padding.
 
-    The list of such model types comes from ``python -m tests.alone``, which compares each model type of
-    transformers with and without padding.
+    The list of affected model types comes from ``python -m tests.alone``, which compares the
+    outputs of each model type of transformers with and without padding.
 
     Args:
         config: Transformers config of the model.
@@ -46,7 +46,7 @@ def explain_padding_dependence(config: PretrainedConfig, run: RunConfig) -> str 
     if packs or not depends:
         return None
     return (
-        f"data.seq_len: transformers computes {config.model_type} with the padding of a sample, so the "
+        f"data.seq_len: padding changes the output of {config.model_type} models in transformers, so the "
         "result for a text depends on data.seq_len; set data.seq_len to the length with which the model "
         "will be used"
     )

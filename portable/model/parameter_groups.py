@@ -41,11 +41,12 @@ CONVOLUTION_CLASSES = (
 
 
 def list_layer_matrix_names(model: nn.Module) -> set[str]:
-    """List the names of the matrices in the layers of a model, which the Muon optimizer updates.
+    """List the names of the layer matrices that the Muon optimizer updates.
 
-    Only parameters inside module lists count. 3D parameters, which are stacked expert matrices, are
-    included. Embeddings, convolutions, norms, biases and matrices with a single row or column are
-    excluded.
+    Only parameters inside an ``nn.ModuleList`` are considered. 3D parameters, which are stacked
+    expert matrices, are included. Embeddings, convolutions, norms, biases and matrices with a
+    single row or column are excluded. Frozen matrices are included, although Muon does not
+    update them.
     """
     decays = list_decayed_names(model)
     lists = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, nn.ModuleList))
@@ -62,19 +63,25 @@ def list_layer_matrix_names(model: nn.Module) -> set[str]:
 def assign_parameter_groups(model: nn.Module, settings: TrainConfig) -> dict[str, OptimizerGroup]:
     """Assign each trained parameter of a model to a group of the optimizer.
 
-    A parameter belongs to the first group in ``train.parameter_groups`` whose pattern matches one of
-    its names. Without a match, it belongs to the default group.
+    A parameter belongs to the first group in ``train.parameter_groups`` whose pattern matches its
+    name. The pattern may match any name of a tied parameter, which has several names. Without a
+    match, the parameter belongs to the default group.
+
+    A group may override the learning rate and the weight decay of the ``train`` section. The weight
+    decay is always 0 for norms, for biases, and for parameters that never receive a gradient.
 
     Args:
         model: The model. Its frozen parameters do not require gradients.
         settings: The ``train`` section.
 
     Returns:
-        The group of each trained parameter, keyed by its first name.
+        The group of each trained parameter. The keys are the names in ``model.named_parameters()``,
+        which lists only the first name of a tied parameter.
 
     Raises:
         UserError: If a pattern is not a regular expression, if a group would contain no trained
-            parameter, if nothing is trained, or if Muon is used and no trained parameter is a matrix.
+            parameter, if nothing is trained, or if Muon is used and no trained parameter is a
+            matrix.
     """
     decays = list_decayed_names(model)
     names: dict[nn.Parameter, list[str]] = {}
@@ -102,8 +109,8 @@ def assign_parameter_groups(model: nn.Module, settings: TrainConfig) -> dict[str
     matrices = list_layer_matrix_names(model) if settings.optimizer == "muon" else set()
     require(
         settings.optimizer != "muon" or bool(matrices & trained),
-        "train.optimizer: muon is for the matrices of transformer layers, but none of them is "
-        "trained; use adamw",
+        "train.optimizer: muon needs a trained weight matrix in the transformer layers, but all of these "
+        "matrices are frozen; set train.optimizer to adamw",
     )
     groups, unreached = {}, get_unreached_names(model)
     for name in aliases:

@@ -1,4 +1,8 @@
-"""Access the parameters and buffers of a model: names, patterns, ties, embeddings and allocation."""
+"""Utilities for the parameters and buffers of a model.
+
+They allocate or replace tensors, list embeddings and checkpointed tensors, find the names of tied
+parameters, and match parameter names against patterns.
+"""
 
 from __future__ import annotations
 
@@ -21,15 +25,16 @@ if TYPE_CHECKING:
 def materialize_model(
     model: nn.Module, device: torch.device, *, storage_device: torch.device | None = None
 ) -> None:
-    """Allocate the parameters of a model without initializing them, and move its buffers to ``device``.
+    """Allocate a model's parameters without initializing them, and move its buffers to ``device``.
 
     Tied weights stay tied.
 
     Args:
         model: Model whose parameters are on the meta device.
         device: Device on which the model computes.
-        storage_device: Device on which to allocate the parameters, for offloading engines that copy
-            them to ``device`` only when they are used. None for ``device``.
+        storage_device: Device on which to allocate the parameters. None for ``device``. An engine
+            with offloading sets another device, because it copies parameters to ``device`` only
+            when they are used.
     """
 
     def allocate_parameter(_: str, meta: nn.Parameter) -> nn.Parameter:
@@ -46,10 +51,13 @@ def replace_tensors(
 ) -> None:
     """Replace the parameters and buffers of a model. Tied weights stay tied.
 
+    A buffer that several modules share is replaced separately in each module.
+
     Args:
         model: The model. Modified in place.
-        replace_parameter: Function that receives a parameter's first name and the parameter, and
-            returns its replacement. It is called only once for tied parameters.
+        replace_parameter: Function that receives a parameter's name and the parameter, and returns
+            its replacement. For tied parameters, it is called only once, with the first of their
+            names.
         replace_buffer: Function that receives a buffer's name and the buffer, and returns its
             replacement.
     """
@@ -68,8 +76,8 @@ def replace_by_fake_tensors(model: nn.Module, dtype: torch.dtype | None) -> None
     """Replace all parameters and buffers by fake tensors. Must be called in a fake tensor mode.
 
     Args:
-        model: Model on the meta device, which is changed in place.
-        dtype: Dtype for the floating-point parameters. None to keep their dtypes.
+        model: The model, on the meta device. Modified in place.
+        dtype: Dtype of the new floating-point parameters. None to keep the dtypes of the old ones.
     """
 
     def make_parameter(_: str, meta: nn.Parameter) -> nn.Parameter:
@@ -82,8 +90,7 @@ def replace_by_fake_tensors(model: nn.Module, dtype: torch.dtype | None) -> None
 def list_embedding_weights(model: nn.Module) -> list[nn.Parameter]:
     """List the weights of all ``nn.Embedding`` modules.
 
-    If the output head is tied to the token embedding, the list therefore also contains the weight of
-    the head.
+    The list includes the weight of the output head if that weight is tied to the token embedding.
     """
     tables = [m for m in model.modules() if isinstance(m, nn.Embedding)]
     return [parameter for table in tables for parameter in table.parameters(recurse=False)]
@@ -121,7 +128,7 @@ def get_state_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def has_peft_adapter(model: nn.Module) -> bool:
-    """Return whether ``model`` has a peft adapter, so that its base weights are frozen."""
+    """Return whether ``model`` has a peft adapter. If it has one, its base weights are frozen."""
     return hasattr(model, "peft_config")
 
 
@@ -154,15 +161,16 @@ def compile_pattern(key: str, pattern: str) -> re.Pattern[str]:
 
 
 def match_parameters(key: str, pattern: str, aliases_by_name: Mapping[str, Sequence[str]]) -> set[str]:
-    """Find the parameters with a name that matches the pattern of a setting.
+    """Find the parameters whose names match the pattern of a setting.
 
     Args:
         key: Name of the setting, used in error messages.
         pattern: Regular expression that may match anywhere in a name.
-        aliases_by_name: All names of each parameter, including the first name, keyed by first name.
+        aliases_by_name: All names of each parameter, keyed by the first of these names. Only tied
+            parameters have more than one name.
 
     Returns:
-        First names of the matching parameters.
+        First name of each parameter that has a matching name.
 
     Raises:
         UserError: If ``pattern`` is not a regular expression or matches no parameter.
@@ -179,15 +187,16 @@ def match_parameters(key: str, pattern: str, aliases_by_name: Mapping[str, Seque
 
 
 def _suggest_parameter_names(pattern: str, names: Collection[str]) -> str:
-    """Build the end of an error message about a pattern without matches, with suggestions of names.
+    """Build the end of the error message for a pattern that matches no parameter.
 
     Args:
         pattern: The regular expression.
         names: Names of the model's parameters, at least one.
 
     Returns:
-        The components of parameter names that are most similar to the words of the pattern. If no
-        component is similar, one parameter name as an example.
+        Text such as ``; did you mean q_proj or k_proj?``. It suggests the components of parameter
+        names that are most similar to the words of the pattern. If no component is similar, the
+        text contains one parameter name as an example.
     """
     words = dict.fromkeys(word for name in names for word in name.split(".") if not word.isdigit())
     pattern_words = re.findall(r"\w*[a-z]\w*", pattern, re.IGNORECASE)
@@ -200,4 +209,4 @@ def _suggest_parameter_names(pattern: str, names: Collection[str]) -> str:
     if similar_words:
         return f"; did you mean {' or '.join(dict.fromkeys(similar_words))}?"
     similar_names = [name for name in names if set(pattern_words) & set(name.split("."))]
-    return f"; parameters are named like {(similar_names or list(names))[-1]}"
+    return f"; use a pattern that matches a parameter, such as {(similar_names or list(names))[-1]}"

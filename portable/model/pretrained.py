@@ -1,10 +1,11 @@
 """Map the tensors of a pretrained checkpoint to the names and shapes of a model.
 
-transformers renames and reshapes tensors when it loads them. For example, it renames output heads
-and stacks expert matrices. This module applies transformers' conversion table to every tensor.
-Stacked or split tensors are computed when they are read, one group at a time, so the complete model
-is never in memory. If the table cannot be applied lazily, transformers loads the complete model
-into host memory instead.
+transformers renames and reshapes tensors when it loads them. For example, it renames output
+heads and stacks expert matrices. This module applies transformers' conversion table to
+every tensor. Stacked or split tensors are computed when they are read, one group at a time,
+so the complete model is never in memory. In two cases, transformers loads the complete
+model into host memory instead: if the table cannot be applied lazily, or if only
+transformers can dequantize the checkpoint.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import numpy as np
 import torch
 
 from portable import converters
-from portable.converters import CheckpointError, open_checkpoint
+from portable.converters import open_checkpoint
 from portable.converters.storage.path_or_url import format_path_suggestion
 from portable.errors import UserError, to_one_line
 from portable.hub_requests import read_hub_once_per_node
@@ -30,6 +31,7 @@ from portable.model.build import pop_quantization_config
 from portable.model.lazy_rearrangement import LazyTensor, NotTraceableError, trace_element_moves
 from portable.model.parameters import get_state_tensors, list_embedding_weights, map_tied_names
 from portable.model.weight_sources import ComputedTensor, ReadableTensor, SlicedTensor, to_torch
+from portable.paths import convert_checkpoint_errors
 from portable.private import transformers_internals
 from portable.untrusted_settings import convert_library_errors, describe_download_error
 
@@ -64,7 +66,8 @@ class PretrainedWeights:
     """Weights of a checkpoint, mapped to a model.
 
     Attributes:
-        tensors: Lazily read tensors, keyed by the model's names.
+        tensors: Readable tensors, keyed by the model's names. They are read lazily from the
+            files, unless transformers has loaded the complete model into host memory.
         missing: Names of model tensors that the checkpoint does not contain.
         unexpected: Names of checkpoint tensors that the model does not have.
     """
@@ -74,10 +77,10 @@ class PretrainedWeights:
     unexpected: list[str] = field(default_factory=list)
 
     def build_notes(self) -> list[str]:
-        """Build the notes for the user.
+        """Build notes for the user about missing and unexpected tensors.
 
         Returns:
-            At most two notes: one about missing tensors, and one about unexpected tensors.
+            At most two notes: one about the missing tensors, and one about the unexpected tensors.
         """
         notes = []
         if self.missing:
@@ -92,21 +95,22 @@ def load_pretrained_weights(
 ) -> PretrainedWeights:
     """Map the tensors of the checkpoint ``model.name_or_path`` to a model, lazily if possible.
 
-    As with ``from_pretrained``, the checkpoint may contain the base model without a head, or a model
-    with a different head.
+    As with ``from_pretrained``, the checkpoint may contain the base model without a head, or a
+    model with a different head.
 
     Args:
         settings: The ``model`` section of the config.
         model: The model on the meta device.
-        base_vocabulary_size: Vocabulary size before ``data.added_tokens`` enlarged it. None if it did
-            not change.
+        base_vocabulary_size: Vocabulary size before ``data.added_tokens`` enlarged it. None if
+            it did not change. Ignored if transformers loads the complete model.
 
     Returns:
         The weights, and the names that only the model or only the checkpoint has.
 
     Raises:
-        UserError: If the checkpoint cannot be read or dequantized, if its architecture or shapes do not
-            match the model, or if it lacks the output head of a language model.
+        UserError: If the checkpoint cannot be read or dequantized, if its architecture or
+            shapes do not match the model, if tied tensors are stored with different values, or
+            if it lacks the output head of a language model.
     """
     assert settings.name_or_path is not None
     quantization_config = pop_quantization_config(_load_base_config(settings))
@@ -132,14 +136,16 @@ def _match_tensors(
 ) -> PretrainedWeights:
     """Select the checkpoint tensors that belong to the model, and check their shapes and dtypes.
 
-    If the names cannot be translated tensor by tensor, transformers loads the complete model instead.
+    The tensors are read lazily. If transformers' conversion of a tensor to the model's names and
+    shapes cannot be lazy, transformers loads the complete model instead.
 
     Args:
         settings: The ``model`` section of the config.
         model: The model on the meta device.
         tensors: Tensors of the checkpoint, keyed by their names in its files.
-        base_vocabulary_size: Vocabulary size before ``data.added_tokens`` enlarged it. Tables with this
-            number of rows are enlarged. None if the vocabulary size did not change.
+        base_vocabulary_size: Vocabulary size before ``data.added_tokens`` enlarged it. Embedding
+            tables and output biases with this number of rows are enlarged. None if the vocabulary
+            size did not change.
 
     Raises:
         UserError: If no tensor belongs to the model, if a shape or dtype does not match, or if tied
@@ -187,7 +193,7 @@ def _match_tensors(
 
 
 Sources = dict[str, ReadableTensor]
-"""Converted tensors of a checkpoint by the model's names."""
+"""Type of the converted tensors of a checkpoint, keyed by the model's names."""
 
 
 class _TranslatedTensors(NamedTuple):
@@ -210,8 +216,11 @@ def _translate_names(
     This follows ``convert_and_load_state_dict_in_model`` of transformers.
 
     Returns:
-        The converted tensors and the unused names. None if a conversion depends on tensor values and
-        therefore cannot be lazy.
+        The converted tensors and the unused names. None if a conversion depends on tensor
+        values and therefore cannot be lazy.
+
+    Raises:
+        UserError: If a tensor to convert has a quantized dtype.
     """
     renamed, converters = transformers_internals.map_checkpoint_names(model, tensors)
     names = model.state_dict()
@@ -251,9 +260,12 @@ class _ConversionMember(NamedTuple):
 class _ConversionGroup:
     """Checkpoint tensors that are converted together, such as the experts of a layer.
 
+    Add the tensors with :meth:`add_member`, then call :meth:`build_lazy_results`. The tensors are
+    converted in fp32.
+
     Args:
-        name: Model name of the first result of the conversion.
-        converter: Conversion of transformers. It is copied before each use.
+        name: Name of the first resulting tensor in the model.
+        converter: Converter object of transformers. It is copied before each use.
         model: The model on the meta device.
     """
 
@@ -275,10 +287,16 @@ class _ConversionGroup:
         return dtypes.pop() if len(dtypes) == 1 else "F32"
 
     def build_lazy_results(self) -> dict[str, ReadableTensor]:
-        """Return the results of the conversion as lazily read tensors, keyed by name.
+        """Return the results as lazily read tensors, keyed by their names in the model.
 
-        If the conversion only moves elements, reading a slice reads only the elements in the slice.
-        Otherwise, reading a slice reads and converts the complete group.
+        If the conversion only moves elements, reading a slice reads only the stored elements that
+        the slice needs. Otherwise, reading a slice reads and converts all checkpoint tensors of
+        this group.
+
+        Raises:
+            UserError: If a checkpoint tensor has a quantized dtype.
+            AttributeError, TypeError, NotImplementedError: If the conversion needs the values of
+                the tensors, so that it cannot be lazy.
         """
         for member in self._members:
             _check_not_quantized(member.key, member.tensor)
@@ -296,13 +314,17 @@ class _ConversionGroup:
         }
 
     def _compute_result(self, name: str) -> torch.Tensor:
-        """Read and convert the complete group, and return the result named ``name``.
+        """Convert the checkpoint tensors of this group, and return one of the results.
 
-        The results of the most recently converted group are cached for further calls. They are freed before
-        another group is converted.
+        A group consists of checkpoint tensors that are converted together, such as the experts of a
+        layer. The results of the group that was converted last are cached for further calls. They
+        are freed before a different group is converted.
+
+        Args:
+            name: Name of the result in the model.
         """
         if _ConversionGroup._latest_result is None or _ConversionGroup._latest_result[0] is not self:
-            _ConversionGroup._latest_result = None  # free its memory first
+            _ConversionGroup._latest_result = None  # frees its memory before the next conversion
             _ConversionGroup._latest_result = (
                 self,
                 self._convert_members([_read_floats(m.tensor) for m in self._members]),
@@ -310,14 +332,14 @@ class _ConversionGroup:
         return _ConversionGroup._latest_result[1][name]
 
     def _convert_members(self, tensors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Apply transformers' conversion to tensors.
+        """Convert the checkpoint tensors of this group to tensors of the model.
 
         Args:
-            tensors: One tensor per member of the group, in the same order. To compute only shapes, pass
-                meta or lazy tensors.
+            tensors: One tensor per member of the group, in the same order. To compute only shapes,
+                pass meta or lazy tensors.
 
         Returns:
-            Results, keyed by the model's names.
+            Converted tensors, keyed by their names in the model.
         """
         converter = copy.deepcopy(self._converter)
         for member, tensor in zip(self._members, tensors, strict=True):
@@ -352,12 +374,13 @@ def _summarize_names(names: list[str]) -> str:
 
 
 def _check_shape_and_dtype(name: str, source: ReadableTensor, target: torch.Tensor) -> None:
-    """Raise UserError if a stored tensor is quantized or does not have the shape of the model's tensor.
+    """Raise UserError if a checkpoint tensor has the wrong shape or a quantized dtype.
 
     Args:
         name: Name of the tensor, used in error messages.
         source: Tensor of the checkpoint.
-        target: Tensor of the model. The dtype is checked only if this is a float tensor.
+        target: Tensor of the model, which must have the same shape. If its dtype is not a float
+            dtype, the dtype of ``source`` is not checked.
     """
     if tuple(source.shape) != tuple(target.shape):
         raise UserError(
@@ -369,12 +392,16 @@ def _check_shape_and_dtype(name: str, source: ReadableTensor, target: torch.Tens
 
 
 def _check_not_quantized(name: str, source: ReadableTensor) -> None:
-    """Raise UserError if a tensor has a quantized dtype that config.json does not describe."""
+    """Raise UserError if the stored dtype of a tensor is not F64, F32, F16 or BF16.
+
+    Any other dtype counts as quantized. If ``config.json`` described the quantization, the tensor
+    would already have been dequantized.
+    """
     dtype = getattr(source, "dtype", None)
     if isinstance(dtype, str) and dtype not in PLAIN_FLOATS:
         raise UserError(
-            f"model.name_or_path: {name} is stored as {dtype}, which is quantized, but config.json does "
-            "not describe the quantization; use a checkpoint in float32, bfloat16 or float16"
+            f"model.name_or_path: {name} is stored in the quantized dtype {dtype}, but config.json does not "
+            "describe the quantization; use a checkpoint in float32, bfloat16 or float16"
         )
 
 
@@ -398,7 +425,9 @@ def _check_tied_equal(
 
 
 def _check_output_head_present(model: PreTrainedModel, weights: PretrainedWeights) -> None:
-    """Raise UserError if a language model's checkpoint lacks the output head, which would then be random.
+    """Raise UserError if a language model's checkpoint does not contain the output head.
+
+    The head would otherwise be randomly initialized.
 
     Args:
         model: The model on the meta device.
@@ -418,15 +447,19 @@ def _check_output_head_present(model: PreTrainedModel, weights: PretrainedWeight
         )
     ]
     if missing_heads:
-        unused = f" (it has {_summarize_names(weights.unexpected)}, not used)" if weights.unexpected else ""
+        unused = f" (unused tensors: {_summarize_names(weights.unexpected)})" if weights.unexpected else ""
         raise UserError(
-            f"model.name_or_path: the checkpoint has no output head {missing_heads[0]}{unused}, which would "
-            "be randomly initialized; use a checkpoint of a language model, or set model.init: scratch"
+            f"model.name_or_path: the checkpoint does not contain the output head {missing_heads[0]}, so the "
+            f"head would be randomly initialized{unused}; use a checkpoint of a language model, or set "
+            "model.init: scratch"
         )
 
 
 def open_pretrained_checkpoint(settings: ModelConfig, dtype: str) -> Checkpoint:
     """Open the checkpoint ``model.name_or_path``. Quantized weights are dequantized to floats.
+
+    The files of a Hub model are downloaded if they are not cached. Weights are read and dequantized
+    only when they are accessed.
 
     Args:
         settings: The ``model`` section of the config.
@@ -435,12 +468,10 @@ def open_pretrained_checkpoint(settings: ModelConfig, dtype: str) -> Checkpoint:
     Raises:
         UserError: If the checkpoint cannot be read or dequantized.
     """
-    try:
+    with convert_checkpoint_errors("model.name_or_path"):
         checkpoint = open_checkpoint(fetch_model_folder(str(settings.name_or_path)))
         plain = converters.read_quantization_config(checkpoint) is None
         return checkpoint if plain else converters.dequantize_checkpoint(checkpoint, dtype)
-    except CheckpointError as error:
-        raise UserError(f"model.name_or_path: {error}") from error
 
 
 def open_quantized_base(settings: ModelConfig) -> Checkpoint:
@@ -452,14 +483,12 @@ def open_quantized_base(settings: ModelConfig) -> Checkpoint:
         settings: The ``model`` section of the config.
 
     Raises:
-        UserError: If the checkpoint is not quantized, or if the export cannot write its quantization
-            format.
+        UserError: If the checkpoint cannot be read, if it is not quantized, or if the export
+            cannot write its quantization format.
     """
-    try:
+    with convert_checkpoint_errors("checkpoint.export: like_base"):
         checkpoint = open_checkpoint(fetch_model_folder(str(settings.name_or_path)))
         converters.read_writable_config(checkpoint)
-    except CheckpointError as error:
-        raise UserError(f"checkpoint.export: like_base: {error}") from error
     return checkpoint
 
 
@@ -490,8 +519,8 @@ def _load_dequantized(
         quantization_config: The ``quantization_config`` of the checkpoint.
 
     Raises:
-        UserError: If transformers cannot dequantize the checkpoint on this machine, for example because
-            a package is missing.
+        UserError: If transformers cannot dequantize the checkpoint on this machine, for example
+            because a package is missing, or if a dequantized tensor does not fit the model.
     """
     method, changed_quantization = (
         quantization_config.get("quant_method", "unknown method"),
@@ -501,7 +530,7 @@ def _load_dequantized(
     try:
         config = copy.deepcopy(model.config)
         if transformers_internals.can_dequantize_on_loading(changed_quantization):
-            changed_quantization["dequantize"] = True  # during loading
+            changed_quantization["dequantize"] = True  # dequantizes while loading
         config.quantization_config = changed_quantization
         loaded, info = _load_with_report(settings, model, config)
         if getattr(loaded, "hf_quantizer", None) is not None:
@@ -526,11 +555,14 @@ def _load_dequantized(
 def _check_dequantized(name: str, source: torch.Tensor, target: torch.Tensor) -> None:
     """Raise ValueError if a dequantized tensor is not a float tensor with the shape of ``target``."""
     if source.dtype not in (torch.float32, torch.bfloat16, torch.float16) or source.shape != target.shape:
-        raise ValueError(f"{name} is dequantized to dtype {source.dtype} and shape {list(source.shape)}")
+        raise ValueError(
+            f"{name} has dtype {source.dtype} and shape {list(source.shape)} after dequantization, but the "
+            f"model needs floating-point values of shape {list(target.shape)}"
+        )
 
 
 def _load_with_transformers(settings: ModelConfig, model: PreTrainedModel) -> PretrainedWeights:
-    """Load the weights into host memory with ``from_pretrained``, because they cannot be mapped lazily."""
+    """Load weights that cannot be mapped lazily into host memory, with ``from_pretrained``."""
     with convert_library_errors("model.name_or_path"):
         loaded, info = _load_with_report(settings, model, model.config)
     return _collect_loaded_weights(loaded, info)
@@ -557,6 +589,10 @@ def _load_with_report(
         settings: The ``model`` section of the config.
         model: The model on the meta device. Only its class is used.
         config: Transformers config for the loaded model.
+
+    Returns:
+        The loaded model, and the report of ``from_pretrained`` about missing and unexpected
+        tensors.
     """
     load = partial(
         type(model).from_pretrained,
@@ -588,7 +624,9 @@ def _collect_loaded_weights(loaded: nn.Module, info: Mapping[str, Any]) -> Pretr
 def fetch_model_folder(name_or_path: str, key: str = "model.name_or_path") -> Path:
     """Return the local folder of a pretrained model.
 
-    If the files of a Hub model are not cached, one process per node downloads them.
+    If the files of a Hub model are not cached, one process per node downloads them. Only the
+    files in :data:`_HUB_FILES` are downloaded: weights in safetensors format, configs and
+    tokenizers, but no ``*.bin`` files and no Python code.
 
     Args:
         name_or_path: Local folder, or name of a model on the Hub.

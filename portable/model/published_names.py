@@ -1,9 +1,11 @@
-"""Convert a model to its published names and shapes, and copy tensors and files of the base model.
+"""Conversion of a model to the names, shapes and files with which it is published.
 
-transformers renames and rearranges many tensors while it loads a checkpoint. An export undoes this.
-It has the names and shapes of the base model's files. Without a base model, it has the names and
-shapes that transformers writes by default for the model type. Each checkpoint of the run records
-the rules for this conversion. It can therefore be exported on a machine without the base model.
+transformers renames and rearranges many tensors when it loads a checkpoint. An export reverses
+these changes, so that the exported tensors have the names and shapes in the base model's files. The
+export also copies the base model's tensors that transformers does not load, and further files of
+the base model. Without a base model, the exported tensors have the names and shapes that
+transformers writes by default for the model type. Each checkpoint of the run records the rules for
+this conversion, so the checkpoint can be exported on a machine without the base model.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ if TYPE_CHECKING:
 
 _ELEMENTS_PER_COMPARISON = 1 << 20
 _SHARD = re.compile(r"model-\d{5}-of-\d{5,6}\.safetensors")
-# These files are not copied: the run writes its own, or the file describes the quantization of the base.
+# Do not copy these files, because the run writes its own, or they describe the quantization of the base.
 _FILES_NOT_COPIED = {
     "README.md",
     "config.json",
@@ -70,8 +72,10 @@ class PublishedModel(NamedTuple):
 
     Attributes:
         checkpoint: The model to export, with published names and shapes.
-        names_equal_to_base: Published names of tensors that have the same values as in the base model.
-            Empty if the base model is not available.
+        names_equal_to_base: Published names of the tensors that are taken from the base model:
+            frozen tensors whose values have not changed, and tensors that transformers does not
+            load. Trained tensors are not included, even if their values have not changed. Empty
+            if the base model is not available.
     """
 
     checkpoint: Checkpoint
@@ -79,10 +83,10 @@ class PublishedModel(NamedTuple):
 
 
 class PublishedNames:
-    """Mapping from a run's model to the tensor names, shapes and files with which it is published.
+    """Names, shapes and files under which the tensors of a run's model are published.
 
-    These are taken from the files of the base model. Without a base model, they are the names and
-    shapes that ``save_pretrained`` writes.
+    They are taken from the base model. Without a base model, the tensors have the same names and
+    shapes as in the output of ``save_pretrained``.
 
     Args:
         settings: The ``model`` section of the config.
@@ -106,7 +110,8 @@ class PublishedNames:
     def base_checkpoint(self) -> Checkpoint | None:
         """Checkpoint that the run started from, dequantized to floats.
 
-        None if the run starts from scratch or the base model is not available on this machine.
+        The files of a Hub model are downloaded if they are not cached. None if the run starts from
+        scratch, or if the base model cannot be found, downloaded, opened or dequantized lazily.
         """
         if self._settings.from_scratch:
             return None
@@ -119,9 +124,11 @@ class PublishedNames:
     def name_rules(self) -> NameRules:
         """Rules that map the model's tensors to the published names and shapes.
 
-        If the base model is available, the rules match the names in its files. Otherwise, they are read
-        from the checkpoint that the run resumes from. If the checkpoint has no record of them, they are the
-        default rules of the model type.
+        If the base model is available, the result contains the rules that apply to at least one
+        name in its files (see :func:`select_used_rules`). Otherwise, the rules are read from the
+        checkpoint that the run resumes from. The default rules of the model type are used if this
+        checkpoint does not record any rules, if the run does not resume, or if it trains from
+        scratch. The result is cached.
         """
         if self.base_checkpoint is not None:
             shapes = {name: tensor.shape for name, tensor in self.base_checkpoint.tensors.items()}
@@ -129,13 +136,17 @@ class PublishedNames:
         return self._default_rules if self._recorded_rules is None else self._recorded_rules.rules
 
     def adopt_recorded_rules(self, checkpoint: Checkpoint) -> None:
-        """Read the name rules recorded in the checkpoint that the run resumes from.
+        """Read the rules for published names from the checkpoint that the run resumes from.
 
-        The recorded rules are used only if the base model is not available on this machine. Does nothing if
-        the run trains from scratch.
+        The rules map the model's tensors to their published names and shapes. They are used only if
+        the base model is not available. Does nothing if the run trains from scratch. Must be called
+        before :attr:`name_rules` is read, because that property is cached.
 
         Args:
-            checkpoint: The checkpoint that the run resumes from.
+            checkpoint: The checkpoint from which the run resumes.
+
+        Raises:
+            CheckpointError: If the record of the rules is damaged or not supported.
         """
         if not self._settings.from_scratch:
             self._recorded_rules = read_recorded_rules(checkpoint)
@@ -153,10 +164,11 @@ class PublishedNames:
 
     @cached_property
     def dropped_base_names(self) -> list[str]:
-        """Names of base tensors that the export lacks because the run's model has a different class.
+        """Names of the base model's tensors that the export lacks because the model class differs.
 
-        Examples are multi-token prediction layers, and the vision tower if only the language model is
-        trained. Empty if the base model is not available, or if the classes match.
+        The class of the run's model then differs from the class in the base model's config.
+        Examples are multi-token prediction layers, and the vision tower if only the language model
+        is trained. Empty if the base model is not available, or if the classes match.
         """
         if self.base_checkpoint is None or self._has_base_class:
             return []
@@ -164,10 +176,11 @@ class PublishedNames:
 
     @property
     def _has_base_class(self) -> bool:
-        """Whether the class of the run's model is the first one in the base model's ``config.json``.
+        """Whether the run's model class is the first entry of the base model's ``architectures``.
 
-        If so, the export also contains the base tensors that transformers does not load. The base model
-        must be available.
+        ``architectures`` is a list in the base model's ``config.json``. If the class is the first
+        entry, the export also contains the base model's tensors that transformers does not load.
+        This property can be read only if the base model is available.
         """
         assert self.base_checkpoint is not None
         architectures = read_json_object_or_empty(self.base_checkpoint.companions.get("config.json")).get(
@@ -176,20 +189,22 @@ class PublishedNames:
         return isinstance(architectures, list) and architectures[:1] == [self._architecture]
 
     def build_base_tensor_notes(self, reported: Collection[str] = ()) -> list[str]:
-        """Build the notes about base tensors that the run does not load. They are shown at its start.
+        """Build notes about tensors of the base model that the run does not load.
+
+        The notes are shown when the run starts.
 
         Args:
-            reported: Names of base tensors that another note already lists as unused.
+            reported: Names of base model tensors that another note already lists as unused.
 
         Returns:
-            At most two notes: one about tensors that the export copies from the base model, and one about
-            tensors that the export lacks.
+            At most two notes: one about tensors that the export copies from the base model, and one
+            about tensors that the export lacks.
         """
         notes = []
         if names := ", ".join(collapse_layer_numbers(self.unloaded_base_names)):
             notes.append(
-                "note: transformers does not load these tensors of the base model, so the run does not train "
-                f"them and copies them into the export: {names}"
+                "note: transformers does not load these tensors of the base model, so the run does not "
+                f"train them, but copies them into the export: {names}"
             )
         if names := ", ".join(
             collapse_layer_numbers(name for name in self.dropped_base_names if name not in reported)
@@ -216,15 +231,20 @@ class PublishedNames:
         )
         if lacking:
             raise UserError(
-                f"checkpoint.export: like_base: {self.base_checkpoint.root} does not contain {lacking[0]}, "
-                "which the model has; set checkpoint.export: true"
+                f"checkpoint.export: like_base: {self.base_checkpoint.root} does not contain the tensor "
+                f"{lacking[0]} of the model; set checkpoint.export: true"
             )
 
     def write_name_record(self, folder: Path) -> None:
-        """Write the name rules into a checkpoint, so that it can be exported without the base model.
+        """Write the rules for published names into a checkpoint.
 
-        Writes nothing if the run started from a base model but neither its files nor a record of its names
-        is available.
+        The rules map the model's tensors to their published names and shapes. With the rules, the
+        checkpoint can be exported without the base model. The file :data:`NAME_RULES_FILE` contains
+        the rules and, as patterns, the names of the base model's tensors that transformers does not
+        load. After a resume without the base model, :attr:`unavailable_base_names` returns them.
+
+        Nothing is written if the run started from a base model whose files are not available, and
+        the checkpoint from which the run resumed does not contain the rules either.
 
         Args:
             folder: Folder of the checkpoint.
@@ -257,9 +277,11 @@ class PublishedNames:
 
     @cached_property
     def _copyable_base_files(self) -> dict[str, AnyPath]:
-        """Paths of the base model's small files that are copied into checkpoints, keyed by file name.
+        """Paths of the base model's small files that are copied into checkpoints.
 
-        Custom code is included if ``model.trust_remote_code`` is set. Empty without a base model.
+        The keys are file names. Custom code is included if ``model.trust_remote_code`` is set.
+        Files that the run itself writes, such as ``config.json``, and files that describe a
+        quantization are excluded. Empty without a base model.
         """
         folder = self._base_folder
         if folder is None:
@@ -271,10 +293,10 @@ class PublishedNames:
 
     @cached_property
     def skipped_base_files(self) -> dict[str, str]:
-        """Reasons why files of the base model are not exported, keyed by file name.
+        """Reasons why files of the base model are not copied to the export, keyed by file name.
 
-        Weights, training state, logs, and hidden files are omitted, because users do not expect them in an
-        export.
+        Weights, training state, logs and hidden files are not listed, because users do not expect
+        them to be copied.
         """
         reasons = {} if self._base_folder is None else find_excluded_files(self._base_folder)
         expected = ("weights", "training state", "a log", "hidden")
@@ -295,10 +317,13 @@ class PublishedNames:
             return None
 
     def convert_to_published(self, checkpoint: Checkpoint) -> PublishedModel:
-        """Convert a checkpoint of this run to the published names and shapes.
+        """Convert a checkpoint of this run to the published tensor names and shapes.
 
-        Two kinds of tensors are taken from the base model's files, so that the export keeps their dtype:
-        frozen tensors whose values have not changed, and tensors that transformers does not load.
+        These are the names and shapes in the base model's files or, without a base model, in the
+        output of ``save_pretrained``. Two kinds of tensors are taken from the base model's files,
+        so that the export keeps their dtype: frozen tensors whose values have not changed, and
+        tensors that transformers does not load. If the base model consists of several shard files,
+        the export uses the same shard files.
 
         Args:
             checkpoint: The checkpoint, without an adapter.
@@ -319,7 +344,11 @@ class PublishedNames:
         return PublishedModel(published, unchanged_names)
 
     def _remove_unsaved_tensors(self, written: Checkpoint) -> Checkpoint:
-        """Drop tensors that ``save_pretrained`` does not write, unless the base model's files have them."""
+        """Drop tensors that ``save_pretrained`` does not write.
+
+        Their names match the patterns in ``_keys_to_ignore_on_save`` of the model. Tensors that the
+        base model's files contain are kept.
+        """
         base = {} if self.base_checkpoint is None else self.base_checkpoint.tensors
         tensors = {
             name: tensor
@@ -367,6 +396,7 @@ class PublishedNames:
     def _base_shard_files(self) -> dict[str, str]:
         """Mapping from base tensor names to shard files, as listed in the base model's index.
 
+        Only files with the usual names, such as ``model-00001-of-00002.safetensors``, are included.
         Empty if the base model is not available or consists of one file.
         """
         table = (
@@ -379,9 +409,12 @@ class PublishedNames:
 
     @property
     def unavailable_base_names(self) -> list[str]:
-        """Names of base tensors that the export lacks because the base model is not available.
+        """Names of base model tensors that the export lacks because the base model is not available.
 
-        Empty if the base model is available, or if the checkpoint does not record such names.
+        The export would otherwise copy these tensors from the base model. The names are read from the
+        checkpoint from which the run resumes, which records them as patterns. See
+        :func:`collapse_layer_numbers`. Empty if the base model is available, or if the checkpoint does
+        not record such names.
         """
         return (
             self._recorded_rules.not_loaded
@@ -391,7 +424,11 @@ class PublishedNames:
 
     @cached_property
     def _frozen_published_names(self) -> set[str]:
-        """Published names of tensors that are built only from frozen parameters and buffers."""
+        """Names in the published checkpoint of the tensors that the optimizer does not update.
+
+        These tensors are built only from frozen parameters and buffers. Their values may still change,
+        because forward passes update some buffers, such as the running means of batch norms.
+        """
         files = arrange_for_files(self._model_shapes, self.name_rules)
         return {
             name for name, values in files.items() if self._untrained_names.issuperset(values.list_sources())
@@ -415,8 +452,8 @@ def collapse_layer_numbers(names: Iterable[str]) -> list[str]:
 def _have_same_values(ours: Tensor, theirs: Tensor) -> bool:
     """Return whether two tensors have the same shape and values, regardless of their dtypes.
 
-    NaN counts as equal to NaN. Returns False if a dtype is not numeric. At most about a million
-    elements are read at a time.
+    NaN counts as equal to NaN. Returns False if a dtype is not numeric. About a million
+    elements are read at a time, or one row if a row is larger.
     """
     if ours.shape != theirs.shape:
         return False

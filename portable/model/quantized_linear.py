@@ -25,24 +25,24 @@ if TYPE_CHECKING:
 
 QUANTIZATION_KINDS = ("nf4", "int8")
 BLOCK_ELEMENTS, OUTER_BLOCK_SCALES = 64, 256
-"""Number of weights that share a scale, and number of scales that share a second-level scale. The values are
-taken from the QLoRA paper.
-"""
-_ELEMENTS_QUANTIZED_AT_ONCE = 1 << 20  # elements that are quantized at a time, a multiple of BLOCK_ELEMENTS
+"""Number of weights that share a scale, and number of scales that share a second-level scale, as in
+the QLoRA paper."""
+_ELEMENTS_QUANTIZED_AT_ONCE = 1 << 20  # elements per quantization call, a multiple of BLOCK_ELEMENTS
 _ALIGNMENT_BYTES = 16
 
 
 class QuantizedLinear(nn.Module):
-    """Linear layer with a quantized, frozen weight. Gradients flow only to the input.
+    """Linear layer with a quantized, frozen weight.
 
-    The bits of a new layer are uninitialized. :func:`build_lazy_quantized_weight` computes them from a
-    float weight.
+    Gradients flow only to the input and, if it is trained, to the bias. The bits of a new layer
+    are uninitialized. :func:`build_lazy_quantized_weight` computes them from a float weight.
 
     Args:
         linear: Layer to replace. Its bias is kept.
-        kind: ``nf4`` (normal floats in blocks, with double quantization) or ``int8`` (one scale per
-            row). With ``int8``, the inputs are also rounded to 8 bits. Unlike in ``LLM.int8()``,
-            outliers are not computed separately, because the host would have to wait for the device.
+        kind: ``nf4`` (normal floats in blocks, with double quantization) or ``int8`` (one scale
+            per row). With ``int8``, the inputs are also rounded to 8 bits. Unlike in
+            ``LLM.int8()``, outliers are not computed separately, because the host would have to
+            wait for the device.
         dtype: Compute dtype.
 
     Attributes:
@@ -67,13 +67,16 @@ class QuantizedLinear(nn.Module):
         return self.in_features * self.out_features
 
     def _compute_part_sizes(self) -> list[int]:
-        """Return the size of each section of ``bits``.
+        """Return the sizes of the sections of ``bits``, which stores the quantized weight.
 
-        The size of the first section is its number of fp32 values. The other sizes are in bytes.
+        The first section contains fp32 values, and its size is the number of values. The other
+        sections contain bytes, and their sizes are in bytes. The codes are the quantized weight
+        elements.
 
         Returns:
-            For ``int8``, the number of scales and the bytes of the codes. For ``nf4``, the number of
-            second-level scales including their offset, the bytes of the scales, and the bytes of the codes.
+            For ``int8``, two sizes: scales (fp32) and codes. For ``nf4``, three sizes: second-level
+            quantization of the scales (fp32, one offset and the second-level scales), quantized
+            scales, and codes.
         """
         if self.kind == "int8":
             return [self.out_features, self.num_elements]
@@ -93,8 +96,8 @@ class QuantizedLinear(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         """Compute the output of the layer in the compute dtype.
 
-        For meta and fake inputs, as in trial passes and the planner, only the output shape is computed,
-        without bitsandbytes.
+        For meta and fake inputs, as in trial passes and the planner, only the output shape is
+        computed, without bitsandbytes. The output for meta inputs has the dtype of the inputs.
 
         Args:
             inputs: Inputs of any float dtype, ``[..., in_features]``.
@@ -120,9 +123,10 @@ class QuantizedLinear(nn.Module):
         return output
 
     def _build_quant_state(self, package: Any) -> Any:
-        """Build the ``QuantState`` that describes the nf4 weight to bitsandbytes.
+        """Build the ``QuantState`` with which bitsandbytes dequantizes the nf4 weight.
 
-        It shares memory with ``bits``.
+        The result shares memory with ``bits``, the layer's parameter that stores the scales and the
+        quantized weight.
 
         Args:
             package: The module ``bitsandbytes``.
@@ -145,14 +149,16 @@ class QuantizedLinear(nn.Module):
         )
 
     def quantize_weight(self, weight: Tensor) -> Tensor:
-        """Quantize a weight into the format of ``bits``. The layer itself does not change.
+        """Quantize a weight to the format of :attr:`bits`, the parameter with this layer's weight.
+
+        The layer itself is not modified.
 
         Args:
-            weight: Weight, fp32 ``[out_features, in_features]``, on the device that computes the
-                quantization.
+            weight: Weight, fp32 ``[out_features, in_features]``. It is quantized on its own device.
 
         Returns:
-            The raw bytes, viewed in the compute dtype, on the device of ``weight``.
+            The scales and the quantized weight as bytes, viewed in the compute dtype, on the device
+            of ``weight``.
         """
         kernels = import_bitsandbytes().functional
         if self.kind == "int8":
@@ -178,10 +184,11 @@ class QuantizedLinear(nn.Module):
 
 
 class _PlannedMatmul(torch.autograd.Function):
-    """Substitute for the bitsandbytes matrix product that runs on fake tensors, for memory planning.
+    """Substitute for bitsandbytes' matrix product, used for memory planning with fake tensors.
 
-    It allocates the same memory: the forward and the backward pass each create the dequantized weight
-    in the compute dtype, and ``int8`` also saves the inputs.
+    It allocates the same memory as the original. The forward pass and the backward pass each create
+    the dequantized weight in the compute dtype. With ``int8``, the inputs are also saved for the
+    backward pass.
     """
 
     @staticmethod
@@ -196,17 +203,22 @@ class _PlannedMatmul(torch.autograd.Function):
         return gradients[0] @ gradients[0].new_empty(ctx.shape), None
 
 
-@cache  # otherwise, a copy from the host in every layer would be a host sync
+@cache  # cached, because a copy from the host in every layer would be a host sync
 def _build_scale_levels(device: torch.device) -> Tensor:
-    """Return a lookup table with the fp32 value of each 8-bit code of a scale. Cached per device."""
+    """Return the lookup table from 8-bit codes of quantization scales to fp32. Cached per device.
+
+    With nf4, the scales of a weight are themselves quantized to 8 bits.
+    """
     levels: Tensor = import_bitsandbytes().functional.create_dynamic_map().to(device)
     return levels
 
 
 def build_lazy_quantized_weight(source: ReadableTensor, layer: QuantizedLinear) -> ReadableTensor:
-    """Return the ``bits`` of a quantized layer as a lazy tensor that is computed from a float weight.
+    """Build a layer's quantized weight as a lazy tensor, which is computed from a float weight.
 
-    Each read quantizes the complete weight, on the current GPU if CUDA is initialized in this process.
+    The lazy tensor contains the values of the layer's parameter ``bits``: the scales and the
+    quantized weight as raw bytes. Each read quantizes the complete weight, on the current GPU if
+    CUDA is initialized in this process.
 
     Args:
         source: Float weight, ``[out_features, in_features]``.
@@ -223,10 +235,12 @@ def build_lazy_quantized_weight(source: ReadableTensor, layer: QuantizedLinear) 
 
 
 def quantize_linear_layers(model: nn.Module, kind: str, dtype: torch.dtype) -> dict[str, QuantizedLinear]:
-    """Replace the frozen linear layers of a model, except the output head, by quantized layers.
+    """Replace a model's frozen linear layers, except the output head, with quantized layers.
 
-    Layers whose weights are tied or trained are not replaced. Neither are layers whose weights do not
-    have ``dtype``, because transformers keeps them in fp32.
+    A layer is not replaced if its weight is tied or trained, if its class is a subclass of
+    ``nn.Linear``, or if peft trains a copy of the layer (``modules_to_save``). Weights with a dtype
+    other than ``dtype`` are not quantized either. For example, transformers keeps some weights in
+    fp32, because their layers need this precision.
 
     Args:
         model: The model, on the meta device. Modified in place.

@@ -15,17 +15,18 @@ if TYPE_CHECKING:
 
 
 def install_embedding_noise(model: Model, alpha: float, *, extra_tokens: int = 0) -> Model:
-    """Install hooks that add noise to the embeddings of a model in training (Jain et al., "NEFTune", 2023).
+    """Install hooks that add noise to a model's embeddings in training (Jain et al., "NEFTune", 2023).
 
-    The noise is uniform in ±alpha / sqrt(tokens * hidden size). Like dropout, it is drawn from torch's
-    default generator. ``tokens`` is the length of the document that contains the token, so the scale
-    does not depend on padding or on other documents in the sample.
+    The noise is uniform in ±alpha / sqrt(tokens * hidden size). Like dropout, it is drawn from
+    torch's default generator. ``tokens`` is the length of the document that contains the token,
+    so the scale does not depend on padding or on other documents in the sample. In the decoder
+    of an encoder-decoder model, ``tokens`` is the padded length instead.
 
     Args:
         model: A transformers model, not wrapped.
         alpha: Scale of the noise.
-        extra_tokens: Number of tokens per document that are not inputs: 1 if the last token is only a
-            label. It is added to the document length.
+        extra_tokens: Number of tokens per document that are not inputs: 1 if the last token is
+            only a label. It is added to the document length.
 
     Returns:
         The same model.
@@ -38,7 +39,8 @@ def install_embedding_noise(model: Model, alpha: float, *, extra_tokens: int = 0
     def add_noise_to_embeddings(module: Any, _: Any, embedded: Tensor) -> Tensor:
         if not module.training:
             return embedded
-        # The embeddings of a decoder are computed second, and its inputs have no mask.
+        # Use the document lengths only for the first embedding lookup. In an encoder-decoder, the second
+        # lookup is the decoder's, whose inputs have no mask.
         tokens = document_lengths.pop().unsqueeze(-1) if document_lengths else embedded.shape[1]
         bound = alpha * ((tokens + extra_tokens) * embedded.shape[2]) ** -0.5
         return embedded + (torch.zeros_like(embedded).uniform_(-1, 1) * bound).to(embedded.dtype)
@@ -62,8 +64,12 @@ _DROPOUT_CLASSES = (
 def remove_dropout(model: Model) -> Model:
     """Set all dropout probabilities to 0, in modules (including adapters) and in configs.
 
+    These are the probabilities of torch's dropout modules, and all float attributes of a module or
+    its config whose name contains ``drop``.
+
     Args:
-        model: A transformers model, not wrapped. Modified in place.
+        model: A transformers model, not wrapped. The model and the configs of its modules are
+            modified in place.
 
     Returns:
         The same model.

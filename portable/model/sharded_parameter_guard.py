@@ -21,7 +21,8 @@ _READING_FUNCTIONS = {
     torch.Tensor.__int__,
 }
 
-_IN_FORWARD = "compute the value in the forward pass (model.function), or use strategy no_shard"
+_IN_FORWARD = "compute the value in the forward pass (see model.function), or set strategy to no_shard"
+_CALL_FULL_TENSOR = "call full_tensor() on the parameter first, on all ranks"
 
 
 def is_shard(value: Any) -> bool:
@@ -30,16 +31,18 @@ def is_shard(value: Any) -> bool:
 
 
 class ShardReadGuard(TorchFunctionMode):
-    """Context that raises UserError if code reads a sharded parameter outside of the forward pass.
+    """Context that raises UserError if custom code reads a sharded parameter.
 
-    Outside of the forward pass, FSDP2 parameters are DTensors. Operations on them compute complete
-    results, but functions that read a value, such as ``item()``, see only the shard of this rank.
-    ZeRO-3 parameters are empty outside of the forward pass, so every operation on them is an error.
+    The context is used outside of the model's forward pass. There, FSDP2 parameters are DTensors.
+    An operation on DTensors returns the result for the complete tensors, so it is an error only if
+    ``in_loss`` is True. However, a function that reads a value, such as ``item()``, sees only the
+    shard of this rank, so it is always an error. ZeRO-3 parameters are empty outside of the forward
+    pass, so every operation that computes a tensor from a parameter is an error.
 
     Args:
         key: Setting that specifies the custom code, used at the beginning of error messages.
-        in_loss: Whether the code is a custom loss. A loss may not use DTensors at all, because it is
-            combined with ordinary tensors.
+        in_loss: Whether the custom code is a loss. A loss may not use DTensors at all, because it
+            is combined with ordinary tensors.
     """
 
     def __init__(self, key: str, *, in_loss: bool) -> None:
@@ -54,7 +57,7 @@ class ShardReadGuard(TorchFunctionMode):
         if self._in_loss and any(isinstance(value, DTensor) for value in tensors):
             raise self._build_error(_IN_FORWARD)
         if func in _READING_FUNCTIONS and any(map(is_shard, tensors)):
-            raise self._build_error("call full_tensor() first, on all ranks")
+            raise self._build_error(_CALL_FULL_TENSOR)
         result = func(*args, **(kwargs or {}))
         if any(isinstance(value, nn.Parameter) and not value.numel() for value in tensors) and isinstance(
             result, torch.Tensor

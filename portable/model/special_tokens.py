@@ -32,16 +32,22 @@ _GENERATION_TOKEN_KEYS = ("decoder_start_token_id", "forced_bos_token_id", "forc
 
 @dataclass
 class ModelSpecialTokens:
-    """Special token ids of a run's model: in its config, its generation config, and the saved config.
+    """Special token ids of a run's model, and the configs that contain them.
 
-    As in transformers, the model is built with the ids in its config. The padding id matters at this
-    point: it becomes the embedding's ``padding_idx``, whose row gets no gradient. Afterwards,
-    :meth:`align_token_ids` sets the ids of the tokenizer, like transformers' Trainer.
+    The ids are stored in three configs: the model's own config, its generation config and the
+    config that is saved with the weights. The model's own config is a copy of the saved config, and
+    the model is built with the ids in this copy, as in transformers. The padding id then becomes
+    the ``padding_idx`` of the embedding, so the row of this id gets no gradient. Later,
+    :meth:`align_token_ids` receives the model and sets the tokenizer's ids in all three configs, as
+    transformers' Trainer does. For encoder-decoder models, the class also determines the decoder
+    start id and builds the label shift.
 
     Attributes:
         saved_config: Config that is saved with the weights.
         settings: The ``model`` section of the config.
-        generation_config: Generation config of the pretrained model. None if there is none.
+        generation_config: Generation config of the pretrained model. It is loaded when the object
+            is created, which may raise :class:`UserError`. None if the run trains from scratch or
+            trains a classifier.
     """
 
     saved_config: PretrainedConfig
@@ -52,11 +58,13 @@ class ModelSpecialTokens:
         self.generation_config = _load_generation_config(self.settings)
 
     def replace_default_ids(self, tokenizer: Any) -> None:
-        """Replace the default ids in the saved config of a model that is built from ``model.config``.
+        """Replace the default special token ids in the saved config with the ids of the tokenizer.
 
-        The defaults of a config class are ids of another tokenizer, so generation would start and stop at
-        arbitrary tokens. Ids that the user sets do not change. Does nothing for ``model.name_or_path``,
-        because a pretrained config already has the correct ids. Call this method before the model is built.
+        The saved config is the model config that is saved with the weights. The defaults of its
+        class are ids of another tokenizer, so generation would start and stop at arbitrary tokens.
+        Ids that the user sets in ``model.config`` do not change. Does nothing if
+        ``model.name_or_path`` is set, because a pretrained config already has the correct ids. Call
+        this method before the model is built.
 
         Args:
             tokenizer: Tokenizer of the run.
@@ -65,16 +73,19 @@ class ModelSpecialTokens:
             _replace_default_ids(self.saved_config, self.settings.config or {}, tokenizer)
 
     def compute_decoder_start(self, tokenizer: Any) -> int:
-        """Determine the id of the decoder's first token by running the model's label shift on test labels.
+        """Determine the id of the decoder's first token.
 
-        If the label shift cannot be run, the id is the start id in the config or the generation config. If
-        neither has one, it is the padding id.
+        The id is found by running the model's label shift, the method that computes decoder inputs
+        from labels, on a few made-up labels. If this does not give a result, the id is
+        ``decoder_start_token_id`` of the config or the generation config. If neither has one, it is
+        the padding id.
 
         Args:
             tokenizer: Tokenizer of the run.
 
         Returns:
-            The id. ``LAST_LABEL`` if the decoder starts with the last label of the row, as in mBART.
+            The id. ``LAST_LABEL`` if the decoder starts with the last label of the row, as in
+            mBART.
         """
         config = self._copy_config_with_start(tokenizer)
         start = _find_shifted_start(config)
@@ -102,6 +113,8 @@ class ModelSpecialTokens:
         """Copy the saved config, and set missing decoder start and padding ids in the copy.
 
         The start id comes from the generation config, and the padding id from the tokenizer.
+        Without ``model.name_or_path``, the default token ids are first replaced with the
+        tokenizer's ids. The start id may still be None.
         """
         config = copy.deepcopy(self.saved_config)
         if self.settings.name_or_path is None:
@@ -119,17 +132,23 @@ class ModelSpecialTokens:
         target: Frame | None = None,
         end_of_turn: int | None = None,
     ) -> list[str]:
-        """Set the tokenizer's special token ids in the model, its generation config and the saved config.
+        """Copy the tokenizer's beginning, end and padding ids to the configs of the model.
 
-        This follows transformers' Trainer. For an encoder-decoder model, the decoder start token is also
-        set.
+        The configs are the model's config, its generation config, and the config that is saved
+        with the weights. This follows transformers' Trainer. Ids that the tokenizer does not have
+        do not change, except the padding id of a classifier. For an encoder-decoder model, the
+        decoder start token is also set.
+
+        Before the ids are copied, :attr:`generation_config` replaces the generation config of the
+        model, unless one of the two configs is None.
 
         Args:
             model: The built model.
-            tokenizer: Tokenizer of the run. For a classifier, the end token becomes the padding token if
-                the tokenizer has none.
+            tokenizer: Tokenizer of the run. For a classifier, the end token becomes the tokenizer's
+                padding token if it has none.
             target: Special tokens around a target text. None if there are no targets.
-            end_of_turn: Token that ends the answers of a chat model, at which generation also stops.
+            end_of_turn: Token that ends the answers of a chat model. Generation also stops at this
+                token.
 
         Returns:
             Descriptions of the changes, for the user.
@@ -157,12 +176,16 @@ class ModelSpecialTokens:
         return notes
 
     def _align_padding_id(self, text: Any, tokenizer: Any, notes: list[str]) -> None:
-        """Set the padding id of a classifier. A decoder uses it to find the last token of a text.
+        """Set the padding id of a classifier.
+
+        A decoder uses this id to find the last token of a text. The id is the tokenizer's
+        padding token. If the tokenizer has none, the id is the end token, the separator or 0, in
+        this order. See :class:`Vocabulary`.
 
         Args:
             text: Text config of the model. Modified in place.
-            tokenizer: Tokenizer of the run. If it lacks a padding token, its end token becomes the padding
-                token.
+            tokenizer: Tokenizer of the run. If it lacks a padding token but has an end-of-sequence
+                token, this token becomes its padding token.
             notes: List to which a note is appended if the id changes.
         """
         fill = Vocabulary.from_tokenizer(tokenizer).pad_token
@@ -177,9 +200,13 @@ class ModelSpecialTokens:
     ) -> None:
         """Make generation start with the same decoder token as training.
 
-        An existing decoder start token in the config is kept, unless a multilingual tokenizer puts a
-        language token at the end of labels. If it puts a language token at the start of labels instead,
-        generation is forced to begin with this token.
+        A decoder start token that the config already has is kept, with one exception for
+        multilingual tokenizers. These tokenizers add a language token to the labels:
+
+        - If the language token is at the end of the labels, the decoder start token in the config
+          is set to the first decoder token in training, even if the config already has one.
+        - If the language token is at the start of the labels, it is forced as the first generated
+          token.
 
         Args:
             config: Config of the model. Modified in place.
@@ -204,10 +231,13 @@ class ModelSpecialTokens:
 
 
 class LabelShift:
-    """Function that shifts labels to decoder inputs, like the model's ``forward(labels=...)``.
+    """Function that shifts labels to the right to get decoder inputs.
+
+    The result is the same as in the model's ``forward(labels=...)``.
 
     Args:
-        config: Config of an encoder-decoder model, with its final special token ids.
+        config: Config of an encoder-decoder model. Its ``decoder_start_token_id`` and
+            ``pad_token_id`` must already have the values that the run uses.
     """
 
     def __init__(self, config: PretrainedConfig) -> None:
@@ -225,7 +255,8 @@ class LabelShift:
 def _build_model_without_layers(auto_class: Any, config: Any) -> Any:
     """Create a model object that has only a config, without running its constructor.
 
-    This is sufficient for the label shift, which only needs the config.
+    The object is sufficient for the label shift: the model's method that computes decoder inputs
+    from labels needs only the config.
 
     Args:
         auto_class: Auto class in transformers that selects the model class.
@@ -243,6 +274,9 @@ def _load_generation_config(settings: ModelConfig) -> Any:
 
     Returns:
         The generation config. None if the run trains from scratch or trains a classifier.
+
+    Raises:
+        UserError: If the generation config cannot be loaded.
     """
     name = settings.name_or_path
     if name is None or settings.from_scratch or settings.task == "sequence-classification":
@@ -260,11 +294,11 @@ def _load_generation_config(settings: ModelConfig) -> Any:
 
 
 def _replace_default_ids(config: Any, values: dict[str, Any], tokenizer: Any) -> None:
-    """Replace the default token ids of a config and of its text configs by ids of the tokenizer.
+    """Replace the default token ids in a config and its text configs with the tokenizer's ids.
 
     Args:
         config: Transformers config. Modified in place.
-        values: Value of ``model.config``. Ids that it contains do not change.
+        values: Value of ``model.config``. Token ids that the user has set there are kept.
         tokenizer: Tokenizer of the run.
     """
     parts = [("", config), *((name, getattr(config, name, None)) for name in config.sub_configs)]
@@ -277,14 +311,20 @@ def _replace_default_ids(config: Any, values: dict[str, Any], tokenizer: Any) ->
 
 
 def _replace_text_default_ids(config: Any, values: dict[str, Any], tokenizer: Any) -> None:
-    """Replace the default token ids of one text config by ids of the tokenizer.
+    """Replace the default token ids in one text config with the tokenizer's ids.
 
-    The padding id is replaced only if the config has one. Generation ids, such as the decoder start,
-    are replaced by the tokenizer's id with the same role, or removed if they exceed the vocabulary.
+    The padding id is replaced only if the config has one. If the tokenizer has no separate padding
+    token, the padding id is kept. However, it is removed if it exceeds the vocabulary.
+
+    The config may also contain ids for the decoder start token, and for the tokens that generation
+    must produce first and last. If such an id equals the config's default end, padding or beginning
+    id, it is assumed to have the same role. It is then replaced with the tokenizer's id for this
+    role. For example, a decoder start id that equals the padding id becomes the tokenizer's padding
+    id. Any other id is kept, or removed if it exceeds the vocabulary.
 
     Args:
         config: Text config. Modified in place.
-        values: User settings for this config. Ids that they contain do not change.
+        values: User settings for this config. Token ids that are set there are kept.
         tokenizer: Tokenizer of the run.
     """
     defaults = {name: getattr(config, name, None) for name in _TOKEN_ID_KEYS}
@@ -314,13 +354,16 @@ def _replace_text_default_ids(config: Any, values: dict[str, Any], tokenizer: An
 
 
 def _find_shifted_start(config: Any) -> int | None:
-    """Find the token that a model's label shift puts before the labels, by shifting two test sequences.
+    """Find the first decoder input token that a model's label shift produces.
 
-    The sequences differ only in their last label, which shows whether the shift moves it to the start.
+    The label shift is the model's method that computes decoder inputs from labels. It runs on two
+    test sequences that differ only in their last label. If both results start with the same token,
+    this token is the start token. If each result starts with the last label of the corresponding
+    sequence, the label shift moves the last label to the front, as in mBART.
 
     Returns:
-        The id, or ``LAST_LABEL`` if the shift moves the last label to the start. None if the label
-        shift cannot be run on test labels, or if its result depends on them in another way.
+        The id of the start token, or ``LAST_LABEL`` if the label shift moves the last label to the
+        front. None in all other cases, for example if the label shift cannot be run on test labels.
     """
     from transformers import AutoModelForSeq2SeqLM
 
@@ -349,14 +392,18 @@ def _add_stop_token(token: int, generation: Any) -> list[str]:
     if token in stops:
         return []
     generation.eos_token_id = [token, *stops] if stops else token
-    return [f"eos_token_id of generation {before} -> {generation.eos_token_id}, the end of a turn"]
+    return [
+        f"eos_token_id of the generation config {before} -> {generation.eos_token_id}, to stop at the end "
+        "of a turn"
+    ]
 
 
 def _align_token_id(name: str, token: int | None, config: Any, generation: Any) -> str | None:
-    """Set a special token id in the model config and the generation config, like transformers' Trainer.
+    """Set a special token id in the model config and generation config, like transformers' Trainer.
 
-    If a config has several end tokens, the tokenizer's end token becomes the first, and the others are
-    kept.
+    If the id is already among the ids in both configs, nothing changes. Otherwise, the
+    tokenizer's end token becomes the first end token. The other end tokens are kept in the
+    generation config, and also in the model config if it has a list of end tokens.
 
     Args:
         name: Name of the id, such as ``eos_token_id``.
@@ -365,8 +412,8 @@ def _align_token_id(name: str, token: int | None, config: Any, generation: Any) 
         generation: Generation config. Modified in place. May be None.
 
     Returns:
-        A note for the user. None if neither config changes, or if only the generation config changes
-        and had no such id before.
+        A note for the user. None if neither config changes, or if only the generation config
+        changes and had no such id before.
     """
     if token is None:
         return None
@@ -391,5 +438,5 @@ def _align_token_id(name: str, token: int | None, config: Any, generation: Any) 
         ]
         setattr(generation, name, end_tokens if allows_several and len(end_tokens) > 1 else token)
         if note is None and generation_value is not None:
-            note = f"{name} of generation {generation_value} -> {getattr(generation, name)}"
+            note = f"{name} of the generation config {generation_value} -> {getattr(generation, name)}"
     return note

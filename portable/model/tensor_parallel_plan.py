@@ -32,9 +32,8 @@ TENSOR_PARALLEL_TYPES = frozenset(_COMPARED.split())
 """Model types for which a test has shown that tensor parallelism preserves the loss and the gradients."""
 
 PARTLY_USED_STYLE = "replicated_with_grad_allreduce"
-"""Style of a replicated parameter that each rank uses only partly or only for its heads, such as the norms of
-heads. Its gradients must be all-reduced.
-"""
+"""Style of a replicated parameter that a rank uses only in part or only for its own heads, such as a
+norm of heads. Its gradients must be all-reduced."""
 _COLUMN_STYLES = ("colwise", "colwise_gather_output")
 _ROW_STYLES = ("rowwise", "rowwise_split_input")
 _EXPERT_STYLE = "grouped_gemm"
@@ -50,20 +49,23 @@ transformers omit such norms if they exist only with a certain model setting, so
 def check_tensor_parallel_support(model: Any, num_ranks: int) -> None:
     """Check that the layers of a model can be sharded over tensor-parallel ranks.
 
+    The model type must be in :data:`TENSOR_PARALLEL_TYPES`. Models whose config contains a separate
+    text config, such as multimodal models, are not supported.
+
     Args:
         model: The model, on the meta device.
-        num_ranks: Number of tensor-parallel ranks.
+        num_ranks: Number of tensor-parallel ranks, at least 2.
 
     Raises:
-        UserError: If the model type is not supported, or if a sharded dimension is not divisible by
-            ``num_ranks``.
+        UserError: If the model type or its tensor-parallel plan is not supported, if no layer
+            can be sharded, if an adapter trains parameters other than LoRA matrices, or if a
+            sharded dimension or a number of heads is not divisible by ``num_ranks``.
     """
     config, name = model.config, type(model).__name__
     text = config.get_text_config()
     require(
         text is config and config.model_type in TENSOR_PARALLEL_TYPES,
-        f"{KEY}: {name} is not among the models that are known to give the same results with "
-        f"tensor-parallel ranks; set {KEY} to 1",
+        f"{KEY}: {name} has not been tested with tensor parallelism; set {KEY} to 1",
     )
     for parameter, value in model.named_parameters() if has_peft_adapter(model) else ():
         require(
@@ -73,10 +75,10 @@ def check_tensor_parallel_support(model: Any, num_ranks: int) -> None:
         )
     sharded_dims = map_sharded_dims(model, num_ranks)
     require(bool(sharded_dims), f"{KEY}: {name} has no layers that can be sharded; set {KEY} to 1")
-    head_counts = {"heads": text.num_attention_heads}
+    head_counts = {"attention heads": text.num_attention_heads}
     if any(part in _KEY_PROJECTIONS for parameter in sharded_dims for part in parameter.split(".")):
         for config_key in ("num_key_value_heads", "num_global_key_value_heads"):
-            head_counts[f"heads of keys ({config_key})"] = getattr(text, config_key, None) or num_ranks
+            head_counts[f"key-value heads ({config_key})"] = getattr(text, config_key, None) or num_ranks
     shapes = {parameter: tuple(model.get_parameter(parameter).shape) for parameter in sharded_dims}
     sizes = head_counts | {
         f"rows or columns of {parameter}": shapes[parameter][dim] for parameter, dim in sharded_dims.items()
@@ -84,7 +86,7 @@ def check_tensor_parallel_support(model: Any, num_ranks: int) -> None:
     for description, number in sizes.items():
         require(
             number % num_ranks == 0,
-            f"{KEY}: the {number} {description} of {name} cannot be divided evenly among {num_ranks} "
+            f"{KEY}: the {number} {description} in {name} cannot be divided evenly among {num_ranks} "
             f"ranks; set {KEY} to a divisor of {number}",
         )
 
@@ -100,7 +102,8 @@ def map_sharded_dims(model: Any, num_ranks: int) -> dict[str, int]:
         Dimensions, keyed by parameter name. Empty for one rank.
 
     Raises:
-        UserError: If the model has no plan, or if its plan contains a style that is not supported.
+        UserError: If the model has no tensor-parallel plan, if the plan contains a style that is
+            not supported, or if the model has a separate norm for each head.
     """
     plan, dims = map_parallel_styles(model, num_ranks), {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -115,14 +118,20 @@ def map_sharded_dims(model: Any, num_ranks: int) -> dict[str, int]:
 
 
 def shrink_to_one_rank(model: Any, num_ranks: int) -> None:
-    """Shrink a model to the shards of one tensor-parallel rank, to measure its memory in a single process.
+    """Shrink a model to the shards of one tensor-parallel rank.
 
-    Parameters with the styles ``colwise_gather_output`` and ``rowwise_split_input`` keep their shapes,
-    because the neighboring modules expect complete outputs or pass complete inputs.
+    This makes it possible to measure the memory of a rank in a single process. Parameters with the
+    styles ``colwise_gather_output`` and ``rowwise_split_input`` keep their shapes, because the
+    neighboring modules expect complete outputs or pass complete inputs. The attribute
+    ``num_experts`` of sharded experts is also divided. The sharded sizes must be divisible by
+    ``num_ranks``. This function does not check them. See :func:`check_tensor_parallel_support`.
 
     Args:
         model: The model, on the meta device. Modified in place.
         num_ranks: Number of tensor-parallel ranks.
+
+    Raises:
+        UserError: If the model has no tensor-parallel plan, or if the plan is not supported.
     """
     plan, sharded_dims = map_parallel_styles(model, num_ranks), map_sharded_dims(model, num_ranks)
 
@@ -141,11 +150,17 @@ def shrink_to_one_rank(model: Any, num_ranks: int) -> None:
 
 
 def map_parallel_styles(model: Any, num_ranks: int) -> dict[str, str]:
-    """Build the complete tensor-parallel plan of a model: the style of each module and parameter.
+    """Build the complete tensor-parallel plan of a model.
 
-    The plan is transformers' plan with three changes. The token embedding and the output head are
-    removed. Head norms that the plan omits are added. The style of a module with LoRA is moved to its
-    base layer and to one of its LoRA matrices.
+    The plan contains the style of each module and parameter. A style, such as ``colwise``, defines
+    how a module or parameter is sharded. The plan is transformers' plan with the following changes:
+
+    - The token embedding and the output head are removed.
+    - Styles of query and key norms, such as ``q_norm``, are added if transformers' plan lacks them.
+    - The style of the query projection is added for models with latent attention if transformers'
+      plan lacks it.
+    - A style that shards a module with LoRA is moved to the base layer of the module. ``colwise``
+      is also assigned to the matrix ``lora_B``, and ``rowwise`` to the matrix ``lora_A``.
 
     Args:
         model: The model, on any device.
@@ -155,7 +170,8 @@ def map_parallel_styles(model: Any, num_ranks: int) -> dict[str, str]:
         Styles, keyed by module or parameter name. Empty for one rank.
 
     Raises:
-        UserError: If the model has no plan, or if its plan contains a style that is not supported.
+        UserError: If the model has no plan, if its plan contains a style that is not supported, or
+            if the model has a separate norm for each head.
     """
     if num_ranks == 1:
         return {}
@@ -170,22 +186,22 @@ def map_parallel_styles(model: Any, num_ranks: int) -> dict[str, str]:
     for name, style in plan.items():
         require(
             style in (*_COLUMN_STYLES, *_ROW_STYLES, _EXPERT_STYLE, *_UNSHARDED_STYLES),
-            f"{KEY}: the tensor-parallel plan of {type(model).__name__} uses style {style} for {name}, which "
-            f"is not supported; set {KEY} to 1",
+            f"{KEY}: the tensor-parallel plan of {type(model).__name__} uses the unsupported style {style} "
+            f"for {name}; set {KEY} to 1",
         )
     for name, module in modules.items():
         layer, _, child = name.rpartition(".")
         if child in _HEAD_NORMS and plan.get(f"{layer}.q_proj") == "colwise":
             require(
                 all(parameter.dim() == 1 for parameter in module.parameters()),
-                f"{KEY}: {type(model).__name__} has a norm for each head ({name}), which the plan does not "
-                f"shard; set {KEY} to 1",
+                f"{KEY}: {type(model).__name__} has a norm for each head ({name}), but the tensor-parallel "
+                f"plan does not shard these norms; set {KEY} to 1",
             )
             plan.setdefault(name, PARTLY_USED_STYLE)
-        if child == "q_proj" and plan.get(f"{layer}.kv_b_proj") == "colwise":  # without q_lora_rank
+        if child == "q_proj" and plan.get(f"{layer}.kv_b_proj") == "colwise":  # models without q_lora_rank
             plan.setdefault(name, "colwise")
     for name in [name for name in plan if hasattr(modules.get(name), "base_layer")]:
-        # Shard one of the two LoRA matrices, so that its results are sharded like the results of the module.
+        # Shard only the LoRA matrix that shards LoRA's results in the same way as the results of the module.
         if (style := plan[name]) in (*_COLUMN_STYLES, *_ROW_STYLES):
             sharded_matrix = {"colwise": "lora_B", "rowwise": "lora_A"}.get(style)
             adapters = getattr(modules[name], sharded_matrix) if sharded_matrix else ()

@@ -21,7 +21,7 @@ import torch
 from portable import plugins
 from portable.batch import IGNORED_LABEL
 from portable.config.sources import list_training_source_names
-from portable.errors import UserError, to_one_line
+from portable.errors import UserError, is_memory_error, to_one_line
 from portable.model.loss_by_source import LossBySource
 from portable.private import torch_internals
 
@@ -42,15 +42,18 @@ class Outputs:
     """Outputs of a model for a micro-batch, on the device.
 
     Attributes:
-        predictions: Most likely class at each position, with the shape of the labels. None in training,
-            for float labels, or if no metric needs them.
-        logits: Logits as returned by the model. None if they are computed in chunks because nothing
-            needs all of them.
-        log_probs: Log-probability of each label, fp32 with the shape of the labels, and 0 for positions
-            without a label. None if the loss does not need them.
-        log_z: Log-sum-exp of the logits of each position, fp32. None if the loss does not need it.
-        mean_logits: Mean of the logits of each position, fp32. None if the loss does not need it.
-        model: Complete output of the model, including the outputs of additional heads.
+        predictions: Most likely class at each position, with the shape of the labels. Passed only
+            to metrics, not to a custom loss. None for float labels, or if no metric needs outputs.
+        logits: Logits as returned by the model. They are available if a custom loss or a metric
+            needs them, or if the task loss is not computed in chunks. Otherwise None.
+        log_probs: Log-probability of each label, fp32 with the shape of the labels, and 0 for
+            positions without a label. None if the loss does not need them, or if the task loss
+            uses the logits instead.
+        log_z: Log-sum-exp of the logits of each position, fp32. None if not needed by the loss.
+        mean_logits: Mean of the logits of each position, fp32. None if not needed by the loss.
+        model: Complete output of the model, including the outputs of additional heads. If a sample
+            consists of several sequences, the first dimension of these tensors is
+            ``batch * sequences``. None for metrics.
     """
 
     predictions: Tensor | None = None
@@ -65,48 +68,56 @@ LossValue = tuple["Tensor", "Tensor | float"] | tuple["Tensor", "Tensor | float"
 
 
 class Loss(Protocol):
-    """Interface of a custom loss for ``train.loss``: a function, or an instance of a class with ``__call__``.
+    """Interface of a custom loss (``train.loss``): a function, or an object with ``__call__``.
+
+    The loss is called as ``loss(outputs, batch)``. It returns the summed loss of the micro-batch,
+    the weight by which the sum is divided, and optionally further values to log. The weight is, for
+    example, the number of labels.
 
     ``train.loss`` contains the import path of the function or class, as in
-    ``my_package.my_module:focal`` or, with arguments, ``my_package.my_module:Focal(gamma=2.0)``. A loss
-    may also have these attributes and methods:
+    ``my_package.my_module:focal`` or, with arguments, ``my_package.my_module:Focal(gamma=2.0)``. A
+    loss may also have these attributes and methods:
 
     - ``needs``: ``"logits"`` (the default), or a tuple with any of ``log_probs``, ``log_z`` and
       ``mean_logits``. These statistics are computed one chunk of tokens at a time if
       ``memory.loss_chunk_tokens`` applies. With logits, a language model keeps all logits of a
       micro-batch in memory.
-    - ``weight(batch)``: Weight of a micro-batch in the mean, a number that is computed on the host from
-      CPU tensors. The default is the number of labels.
-    - ``before(forward, batch)``: Called before each forward pass, without gradients or dropout.
-      ``forward()`` runs the trained model on the batch, ``forward(adapter=False)`` runs it without its
-      adapter, and ``forward(other)`` runs another model, whose parameters are cast to the precision of
-      the trained model. Each call returns :class:`Outputs`. ``before`` returns tensors, keyed by name,
-      which are added to the batch that is passed to the loss.
-    - ``once(forward, batch)``: Like ``before``, but called only once for every sample, with the weights
-      at the start of the run. The returned tensors ``[batch, ...]`` are cached with the data, and are
-      part of every batch.
-    - ``sequences``: Number of sequences per sample, such as 2 for pairs. By default, any number.
-    - ``whole``: Whether the last token of a sample is also an input. By default, it is only a label.
+    - ``weight(batch)``: The weight that the loss returns for a micro-batch, computed in advance. It
+      is a number that is computed on the host from CPU tensors. The default is the number of
+      labels. In each step, the sum of these weights must equal the sum of the returned weights.
+    - ``before(forward, batch)``: Called before each forward pass, without gradients or dropout. It
+      returns tensors, keyed by name, which are added to the batch that is passed to the loss. To
+      compute them, it can call ``forward``, which returns :class:`Outputs`. ``forward()`` runs the
+      trained model on the batch. ``forward(adapter=False)`` runs the trained model without its
+      adapter. ``forward(other)`` runs another model, whose parameters are cast to the precision of
+      the trained model.
+    - ``once(forward, batch)``: Like ``before``, but called only once for every sample, with the
+      weights at the start of the run. The returned tensors ``[batch, ...]`` are cached with the
+      data, and are part of every batch.
+    - ``sequences``: Minimum number of sequences per sample, such as 2 for pairs. The default is 1.
+    - ``whole``: Whether the last token of a sample is also an input. By default, it is only a
+      label.
     - ``dropout``: Whether to train with dropout. The setting ``train.dropout`` takes precedence.
-    - ``reference``: Folder or Hub name of a model whose weights ``before`` uses, or ``"adapter"``. A
-      run cannot resume with another reference.
+    - ``reference``: Folder or Hub name of a model whose weights ``before`` uses, or ``"adapter"``.
+      A run cannot resume with another reference.
     """
 
     def __call__(self, outputs: Outputs, batch: Batch) -> LossValue:
         """Compute the loss of a micro-batch, summed over its rows.
 
-        This method runs on the device, under autocast if the precision is 16 bits, and must not copy values
-        to the host. Gradients flow only through ``outputs``.
+        This method runs on the device, under autocast if the precision is 16 bits, and must not
+        copy values to the host. Gradients flow only through ``outputs``.
 
         Args:
             outputs: Model outputs that are listed in ``needs``.
-            batch: Columns of the batch, including the columns of ``data.columns``. ``labels`` are aligned
-                with the logits. A label of -100 (NaN for float labels) must be ignored.
+            batch: Columns of the batch, including the columns of ``data.columns``. ``labels`` are
+                aligned with the logits. A label of -100 (NaN for float labels) must be ignored.
 
         Returns:
-            The loss, the weight by which it is divided, and optionally a mapping from names to further
-            values to log. Each is a scalar tensor and a sum over the rows: the value of a batch equals the
-            sum of the values of its two halves.
+            The loss, the weight by which it is divided, and optionally a mapping from names to
+            further values to log. The loss, the weight and the further values are scalar tensors
+            and sums over the rows. If a batch is split into two parts, the values of the parts must
+            add up to the values of the batch.
         """
 
 
@@ -115,8 +126,9 @@ class LossSums(NamedTuple):
 
     Attributes:
         loss_sum: The summed loss, an fp32 scalar.
-        weight: Weight by which the sum is divided. None for the number of valid labels.
-        metrics: Sums to log, keyed by name. They are divided by the same weight.
+        weight: Denominator of the mean loss, an fp32 scalar. None if the denominator is the number
+            of valid labels.
+        metrics: Sums to log, keyed by name. They have the same denominator.
     """
 
     loss_sum: Tensor
@@ -125,17 +137,26 @@ class LossSums(NamedTuple):
 
 
 class TrainingLoss:
-    """Custom loss or :class:`CrossEntropy` that replaces the task loss, with validation of its results.
+    """Wrapper that validates the results of a custom loss or :class:`CrossEntropy`.
 
-    On the first training micro-batch, it checks the returned value, the backward pass, and that the
-    loss is a sum over rows.
+    The loss replaces the task loss. On the first training micro-batch, this class checks the
+    returned values and the backward pass. It also checks that the loss is a sum over the rows of
+    the batch, and not a mean. In evaluations before this micro-batch, only the returned values are
+    checked.
+
+    The attributes ``before``, ``once``, ``whole`` and ``dropout`` are copied from the loss. If the
+    loss does not have them, ``before`` and ``once`` are None, ``whole`` is False, and ``dropout``
+    is True. ``needs`` is a set. ``reference`` is None if the loss has no reference, or if its
+    reference is ``"adapter"``.
 
     Args:
         key: Name of the loss, used in error messages.
-        loss: The function or object.
+        loss: The function or object that computes the loss.
         in_evaluation: Whether ``eval_loss`` is the mean of this loss. Otherwise, it is the
             cross-entropy.
-        sources: Names of the sources of a mixture. Each step logs their losses and shares.
+        sources: Names of the data sources of a mixture. Each step logs the share of the labels that
+            belongs to each source. If the loss needs ``log_probs``, the mean cross-entropy of each
+            source is also logged.
 
     Raises:
         UserError: If the loss cannot be called, or if its attribute ``needs`` is invalid.
@@ -152,14 +173,14 @@ class TrainingLoss:
         self.needs: frozenset[str] = frozenset(names)
         if not callable(loss):
             raise UserError(
-                f"{key}: is a {type(loss).__name__}, which is not callable; use a function of outputs and "
-                "batch, or a class whose objects are such functions"
+                f"{key}: has the type {type(loss).__name__}, which is not callable; use a function with the "
+                "arguments outputs and batch, or a class whose __call__ method has these arguments"
             )
         if self.needs - {LOGITS, *STATISTICS}:
             names = ", ".join(STATISTICS)
             raise UserError(
-                f"{key}: the attribute needs is {needs!r}, which is not supported; set needs to 'logits', "
-                f"or to some of {names}"
+                f"{key}: the needs attribute has the unsupported value {needs!r}; set needs to 'logits', or "
+                f"to one or more of {names}"
             )
         self._weight: Callable[[Batch], float] | None = getattr(loss, "weight", None)
         self.before: Callable[..., Mapping[str, Tensor]] | None = getattr(loss, "before", None)
@@ -178,10 +199,12 @@ class TrainingLoss:
             batch: Micro-batch on the host.
 
         Returns:
-            The weight. None if the loss has no ``weight`` method. The weight is then the number of labels.
+            The weight. None if the loss has no ``weight`` method, in which case the caller uses the
+            number of labels.
 
         Raises:
-            UserError: If ``weight`` of the loss fails, or does not return a finite number of at least 0.
+            UserError: If the loss's ``weight`` method fails, or if it does not return a finite
+                number of at least 0.
         """
         if self._weight is None:
             return None
@@ -192,14 +215,19 @@ class TrainingLoss:
         return weight
 
     def __call__(self, outputs: Outputs, batch: Batch) -> LossSums:
-        """Compute the loss of a micro-batch. In the first training micro-batch, the result is also checked.
+        """Compute the loss of a micro-batch.
+
+        In the first training micro-batch, the loss is also checked. In evaluations before this
+        micro-batch, only the result of the loss is checked.
 
         Args:
             outputs: Model outputs that the loss needs.
             batch: Columns of the micro-batch, on the device.
 
         Returns:
-            The summed loss, the returned weight, and the sums to log, as fp32 scalars.
+            The summed loss, the weight by which it is divided, and the sums to log, as fp32
+            scalars. The sums to log include the sums for each data source. Only the summed loss
+            has a gradient.
 
         Raises:
             UserError: If the loss fails, or if its result is invalid.
@@ -218,8 +246,8 @@ class TrainingLoss:
     def _call_and_check(self, outputs: Outputs, batch: Batch) -> Any:
         """Call the loss, check its result, and return the result unchanged.
 
-        If gradients are enabled, this also checks the backward pass and the sum over rows. These checks sync
-        the host with the device, so they run only once.
+        If gradients are enabled, this method also checks that the backward pass works and that the
+        loss is a sum over rows. These checks sync the host with the device, so they run only once.
 
         Raises:
             UserError: If a check fails, or if the loss changes the batch in place.
@@ -251,13 +279,15 @@ class TrainingLoss:
         return value
 
     def compute_logged_values(self, means: dict[str, float]) -> dict[str, float]:
-        """Convert the means of a step to the values to log.
+        """Compute the values to log from the sums of a step.
 
-        The sums of each source become a mean loss and a label share. See
+        The sums of each data source become a mean loss and a share of the labels. See
         :meth:`LossBySource.compute_logged_values`. Other values do not change.
 
         Args:
-            means: Logged sums of a step, keyed by name and divided by the weight of the global batch.
+            means: Sums of a step, keyed by name. Each sum is already divided by the weight of the
+                global batch. For a value that does not belong to a data source, this quotient is
+                the mean to log.
         """
         return self._by_source.compute_logged_values(means)
 
@@ -265,18 +295,23 @@ class TrainingLoss:
         """Build the error message for a loss whose returned weights differ from its declared weights.
 
         Args:
-            weight_ratio: Sum of the weights that the loss returned, divided by the sum of the results of
-                its ``weight`` method. If it has no such method, divided by the number of labels.
+            weight_ratio: Sum of the weights that the loss returned, divided by the sum of its declared
+                weights. The declared weights are the results of its ``weight`` method or, without this
+                method, the numbers of labels.
         """
         declared = (
-            "the number of labels that are not -100" if self._weight is None else "the result of its weight()"
+            "the number of labels that are not -100"
+            if self._weight is None
+            else "the weights that its method weight() returns"
         )
         remedy = (
-            "define weight(batch), computed only from the batch"
+            "define a method weight(batch) that computes the weight only from the batch"
             if self._weight is None
-            else "correct the method"
+            else "correct the method weight()"
         )
-        return f"{self.key}: the returned weights are {weight_ratio:.6g} times {declared}; {remedy}"
+        return (
+            f"{self.key}: the weights that the loss returns are {weight_ratio:.6g} times {declared}; {remedy}"
+        )
 
     def _check_backward(self, outputs: Outputs, batch: Batch, total: Tensor) -> None:
         """Raise UserError if the backward pass of the loss fails, for example after an in-place change.
@@ -286,15 +321,20 @@ class TrainingLoss:
         """
         if total.device.type in ("meta", "xla"):
             return
-        values = [value for value in vars(outputs).values() if isinstance(value, torch.Tensor)]
-        sources = [value for value in values if value.requires_grad]
+        model_output = outputs.model.values() if isinstance(outputs.model, dict) else ()
+        values = [*vars(outputs).values(), *model_output]
+        sources = [value for value in values if isinstance(value, torch.Tensor) and value.requires_grad]
+        if not sources:
+            return
         try:
             torch.autograd.grad(total, sources, retain_graph=True, allow_unused=True)
         except RuntimeError as error:
-            if "out of memory" in str(error).lower():
+            if is_memory_error(error):
                 raise
             reason = f"{type(error).__name__}: {to_one_line(error)}{self._find_failing_line(outputs, batch)}"
-            raise UserError(f"{self.key}: the backward pass fails ({reason}); correct the loss") from error
+            raise UserError(
+                f"{self.key}: the backward pass raises an error ({reason}); correct the loss"
+            ) from error
 
     def _find_failing_line(self, outputs: Outputs, batch: Batch) -> str:
         """Run the loss in anomaly mode to find the operation whose backward pass fails.
@@ -323,7 +363,8 @@ class TrainingLoss:
     def _check_sum_over_rows(self, outputs: Outputs, batch: Batch, total: Tensor) -> None:
         """Raise UserError if the loss of a micro-batch is not the sum of the losses of its two halves.
 
-        On XLA, :meth:`check_loss_is_sum_over_rows` checks this instead.
+        A difference of up to 1 % is accepted. The check is skipped on meta devices. On XLA, and for
+        a micro-batch with one row, :meth:`check_loss_is_sum_over_rows` checks this instead.
         """
         rows = batch["labels"].shape[0]
         if rows < 2 or total.device.type in ("meta", "xla"):
@@ -331,7 +372,8 @@ class TrainingLoss:
         with torch.no_grad():
             halves = [
                 self._loss(
-                    _select_rows(outputs, half, rows), {name: tensor[half] for name, tensor in batch.items()}
+                    _select_rows(outputs, half, batch["labels"].shape),
+                    {name: tensor[half] for name, tensor in batch.items()},
                 )[0]
                 for half in (slice(0, rows // 2), slice(rows // 2, rows))
             ]
@@ -340,17 +382,22 @@ class TrainingLoss:
     def check_loss_is_sum_over_rows(self, batch: Batch, num_classes: int) -> None:
         """Check on the host, with random outputs, that the loss is a sum over rows.
 
-        This method is called once, with the first micro-batch, if the model outputs cannot be used for
-        this check. This is the case on XLA, because the check would compile another graph, and if the
-        micro-batch has only one row. The check is skipped if the loss has a ``before`` method, if labels
-        are floats, or if random logits would have more than 2**26 elements.
+        Such a loss doubles if every row of the batch is repeated. The usual check of this property
+        uses the outputs of the model. This method replaces the usual check in two cases, and is
+        called once, with the first micro-batch:
+
+        * The model is on an XLA device. The usual check would compile another graph.
+        * The micro-batch has only one row.
+
+        The check is skipped if the loss has a ``before`` method, if labels are floats, if random
+        logits would have more than 2**26 elements, or if the loss fails on random outputs.
 
         Args:
             batch: Micro-batch on the host.
             num_classes: Number of classes, or the vocabulary size of a language model.
 
         Raises:
-            UserError: If the loss of a batch that is repeated twice is not twice the loss of the batch.
+            UserError: If the loss does not double when every row of the batch is repeated.
         """
         labels = batch["labels"]
         many = LOGITS in self.needs and labels.numel() * num_classes > _MAX_CHECKED_LOGITS
@@ -386,34 +433,43 @@ class TrainingLoss:
 def _find_result_problem(value: Any, device: torch.device) -> str | None:
     """Describe the error in the result of a loss function.
 
+    A valid result is a tuple of the summed loss, the weight and, optionally, a dictionary of sums
+    to log. The weight and the sums to log are numbers or scalar tensors. The summed loss is a
+    scalar tensor on ``device``. If gradients are enabled, the summed loss requires a gradient.
+
     Args:
         value: Result of the loss function.
         device: Device of the batch.
 
     Returns:
-        The problem as a verb phrase. None if the result is valid.
+        The problem and its remedy, to append to the name of the setting in an error message.
+        None if the result is valid.
     """
     if not isinstance(value, tuple) or len(value) not in (2, 3):
         type_description = "a tensor" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
         return (
-            f"returns {type_description}; return the sum and the weight, for example with return "
+            f"returns {type_description}; return the sum and the weight, for example: return "
             "losses.sum(), counted.sum()"
         )
     total, weight, metrics = value if len(value) == 3 else (*value, {})
     if not isinstance(metrics, Mapping) or not all(isinstance(name, str) for name in metrics):
-        return f"the third value is not a mapping of names to sums: {metrics!r:.60}"
-    for name, number in {"the sum": total, "weight": weight, **metrics}.items():
+        return (
+            f"the third value is {metrics!r:.60}, not a dictionary of names and sums; return a dictionary "
+            "such as "
+            '{"correct": correct.sum()}'
+        )
+    for name, number in {"the sum": total, "the weight": weight, **metrics}.items():
         if (shape := tuple(getattr(number, "shape", ()))) != ():
             return (
                 f"{name} has shape {list(shape)}, but must be one number per micro-batch; add up its "
                 "elements with .sum()"
             )
         if not isinstance(number, torch.Tensor | float | int):
-            return f"{name} is a {type(number).__name__}, not a number"
+            return f"{name} has the type {type(number).__name__}; return a number or a scalar tensor"
     if not isinstance(total, torch.Tensor):
-        return f"the sum is a {type(total).__name__}, not a tensor"
+        return f"the sum has the type {type(total).__name__}; return a tensor that is computed from outputs"
     if total.device != device:
-        return f"the sum is on {total.device}, but the batch is on {device}"
+        return f"the sum is on {total.device}, but the batch is on {device}; return the sum on {device}"
     if torch.is_grad_enabled() and not total.requires_grad:
         return (
             "the sum has no gradient; compute the sum from outputs, without detach(), no_grad() or integers"
@@ -422,7 +478,10 @@ def _find_result_problem(value: Any, device: torch.device) -> str | None:
 
 
 def _repeat_outputs(outputs: Outputs, times: int) -> Outputs:
-    """Repeat the rows of the outputs ``times`` times."""
+    """Repeat the outputs ``times`` times along the batch dimension, like ``torch.Tensor.repeat``.
+
+    For example, two repetitions of the rows ``a, b`` give ``a, b, a, b``.
+    """
     tensors = {name: value for name, value in vars(outputs).items() if value is not None}
     return Outputs(**{name: torch.cat([value] * times) for name, value in tensors.items()})
 
@@ -439,20 +498,25 @@ def _to_scalar(value: Tensor | float, device: torch.device) -> Tensor:
     return torch.full((), value, device=device).float()
 
 
-def _select_rows(outputs: Outputs, row_slice: slice, num_rows: int) -> Outputs:
-    """Select rows of a micro-batch's outputs, to compute the loss of one half.
+def _select_rows(outputs: Outputs, row_slice: slice, label_shape: Sequence[int]) -> Outputs:
+    """Select rows of a micro-batch's outputs, to compute the loss of these rows only.
 
     Args:
-        outputs: Outputs of a micro-batch. They are not modified.
+        outputs: Outputs of a micro-batch. They are not modified. Tensors whose first dimension is
+            not the number of rows are not sliced. If a row has several sequences, the first
+            dimension of the model output is ``rows * sequences``, and all sequences of the
+            selected rows are selected.
         row_slice: Rows to select.
-        num_rows: Number of rows in the micro-batch. Tensors whose first dimension has a different size
-            are not sliced.
+        label_shape: Shape of the labels: ``[rows, ...]``, or ``[rows, sequences, tokens]``.
     """
+    num_rows, num_sequences = label_shape[0], label_shape[1] if len(label_shape) == 3 else 1
 
     def select_tensor_rows(value: Any) -> Any:
-        return (
-            value[row_slice] if isinstance(value, torch.Tensor) and value.shape[:1] == (num_rows,) else value
-        )
+        if not isinstance(value, torch.Tensor):
+            return value
+        if num_sequences > 1 and value.shape[:1] == (num_rows * num_sequences,):
+            return value.unflatten(0, (num_rows, num_sequences))[row_slice].flatten(0, 1)
+        return value[row_slice] if value.shape[:1] == (num_rows,) else value
 
     model_output = outputs.model
     if isinstance(model_output, dict):  # a ModelOutput, to which a custom model may have added entries
@@ -483,8 +547,9 @@ class CrossEntropy:
         """Compute the loss, summed over the labels of a micro-batch.
 
         Returns:
-            The summed loss and the number of labels. With label smoothing or a z-loss, the third value is
-            the plain summed cross-entropy, to be logged as ``cross_entropy``.
+            The summed loss and the number of labels. With label smoothing or a z-loss, there is a
+            third value: a dictionary that contains the plain summed cross-entropy as
+            ``cross_entropy``, to be logged.
         """
         valid = batch["labels"] != IGNORED_LABEL
         assert outputs.log_probs is not None
@@ -509,7 +574,10 @@ BUILT_IN_LOSSES = {name: f"portable.losses:{kind}" for name, kind in (
 
 
 def build_training_loss(config: RunConfig) -> TrainingLoss | None:
-    """Build the custom loss of a run, or a cross-entropy with label smoothing, z-loss or losses per source.
+    """Build the loss of a run, unless the run uses the plain task loss.
+
+    The result is the custom loss ``train.loss``, or a cross-entropy with label smoothing, a
+    z-loss or losses per source. A classifier has no losses per source.
 
     Args:
         config: The config of the run.
@@ -520,7 +588,8 @@ def build_training_loss(config: RunConfig) -> TrainingLoss | None:
     Raises:
         UserError: If ``train.loss`` does not refer to a loss, if the loss needs pairs and
             ``data.format`` does not provide them, or if it needs complete sequences and
-            ``data.packing`` is set.
+            ``data.packing`` is set. If ``data.format`` is ``auto``, the last two conditions are
+            not checked. If it is ``samples``, the need for pairs is not checked.
     """
     train, key, loss = config.train, "train.label_smoothing", None
     # Losses of sources are not available for classifiers, because their labels need not be classes.
@@ -540,9 +609,9 @@ def build_training_loss(config: RunConfig) -> TrainingLoss | None:
         "samples",
     ):
         raise UserError(
-            f'{key}: needs pairs, but data.format is {data_format}; write records like {{"prompt": ..., '
-            '"chosen": ..., "rejected": ...}, or map the fields with data.columns, such as {chosen: NAME, '
-            "rejected: NAME}"
+            f"{key}: needs preference pairs, but data.format is {data_format}; write records like "
+            '{"prompt": ..., "chosen": ..., "rejected": ...}, or map the fields with data.columns, such as '
+            "{chosen: NAME, rejected: NAME}"
         )
     if getattr(loss, "whole", False) and config.data.packing and data_format != "auto":
         raise UserError(f"{key}: needs complete sequences; set data.packing to false")

@@ -1,14 +1,14 @@
 """Detect the parameters that do not affect the training loss.
 
-Examples are the vision tower of a multimodal model that is trained on text, an indexer that only
-selects positions, and a head that the task does not use. These parameters never receive a gradient.
-They are frozen, because an optimizer with flat state, such as DeepSpeed's, would otherwise apply
-weight decay to them.
+Examples are the vision tower of a multimodal model that is trained on text, an indexer that
+only selects positions, and a head that the task does not use. These parameters never
+receive a gradient. They are frozen, because an optimizer with flat state, such as
+DeepSpeed's, would otherwise apply weight decay to them.
 
-The parameters are found in the autograd graph of a trial on the meta device. The gradients of a
-batch are not sufficient, because experts to which no token was routed have none. The result depends
-only on the model and the task, so it is identical on all ranks, in resumed runs, and on every
-engine.
+The parameters are found in the autograd graph of a trial on the meta device, or on the CPU
+if the trial fails there. The gradients of a batch are not sufficient, because experts to
+which no token was routed have none. The result depends only on the model, the task and the
+sequence length, so it is identical on all ranks, in resumed runs, and on every engine.
 """
 
 from __future__ import annotations
@@ -35,30 +35,35 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _SHORT_TRIAL_TOKENS, _LONG_TRIAL_TOKENS, _MAX_TRIAL_TOKENS = 2, 512, 8192
-"""Number of tokens of the first trial, and the smallest and largest number of tokens of the second trial."""
+"""Number of tokens of the first trial, and the minimum and maximum number of tokens of the second trial."""
 _VALUE_TRIAL_TOKENS, _MAX_VALUE_TRIAL_PARAMETERS = 128, 1 << 29
-"""Number of tokens and largest number of parameters of a trial with values. 2**29 parameters take 2 GiB."""
+"""Number of tokens of a trial with values, and maximum number of parameters for it (2 GiB in fp32)."""
 _UNREACHED_ATTRIBUTE = "unreached_parameters"
 
 
 def get_unreached_names(model: nn.Module) -> frozenset[str]:
-    """Return the parameter names that :func:`record_unreached_names` recorded on a model.
+    """Return the names of the parameters of a model that never receive a gradient.
+
+    :func:`record_unreached_names` has stored these names on the model.
 
     Args:
         model: The model.
 
     Returns:
-        The names. Empty if none were recorded.
+        The names. Empty if no names were stored.
     """
     names: frozenset[str] = vars(model).get(_UNREACHED_ATTRIBUTE, frozenset())
     return names
 
 
 def record_unreached_names(model: nn.Module, names: frozenset[str]) -> None:
-    """Store the names of the parameters that never receive a gradient in an attribute of ``model``.
+    """Record the names of the parameters that never receive a gradient.
+
+    The names are stored in an attribute of ``model``, from which :func:`get_unreached_names` reads
+    them.
 
     Args:
-        model: Model from which :func:`get_unreached_names` reads the names.
+        model: The model.
         names: Names of the parameters. For a tied parameter, only its first name.
     """
     setattr(model, _UNREACHED_ATTRIBUTE, names)
@@ -69,20 +74,25 @@ def find_unreached_names(
 ) -> frozenset[str]:
     """Find the parameters that do not affect the loss.
 
-    A first trial runs the complete model on two tokens. If it leaves parameters unreached, a second
-    trial runs one layer of each kind on a long sequence, because some models skip modules on short
-    sequences.
+    A first trial runs the complete model on two tokens. If it leaves parameters unreached, a
+    second trial runs one layer of each kind on a long sequence, because some models skip
+    modules on short sequences. The result contains the parameters that neither trial reaches. The
+    auxiliary losses of the model are part of the loss.
 
     Args:
         model: The model on the meta device, without an adapter. It is not modified.
-        seq_len: Sequence length of the run, in tokens.
-        whole_output: Whether the loss may depend on every model output instead of only the logits.
+        seq_len: Sequence length of the run, in tokens. The second trial uses this length, but at
+            least 512 and at most 8192 tokens. It may use fewer tokens if the model supports only
+            a few positions.
+        whole_output: Whether the loss may depend on every model output instead of only the
+            logits.
 
     Returns:
-        Names of the parameters. For tied parameters, only the first name. If the graph cannot be built
-        on the meta device, for example because control flow depends on tensor values, the names come
-        from a trial with random values on the CPU. Empty if the model is too large for this trial, or
-        if the trial fails.
+        Names of the parameters. For tied parameters, only the first name. If the graph cannot
+        be built on the meta device, for example because control flow depends on tensor values,
+        the names come from a trial with random values on the CPU. A large model is then reduced
+        to one layer of each kind. Empty if the reduced model is still too large, or if the
+        trial on the CPU fails.
     """
     try:
         reached_in_full_model = _trace_reached_names(
@@ -104,13 +114,22 @@ def find_unreached_names(
 def _find_unreached_names_by_values(
     model: PreTrainedModel, *, seq_len: int, whole_output: bool
 ) -> frozenset[str]:
-    """Find the parameters that do not affect the loss, by a trial with random values on the CPU.
+    """Find the parameters that do not affect the loss, by running the model on the CPU.
 
-    The trial runs the complete model if it is small, otherwise a copy with one layer of each kind.
+    The parameters get random values for this trial, with a fixed seed. The trial runs the complete
+    model if the model has at most ``_MAX_VALUE_TRIAL_PARAMETERS`` parameters, otherwise a copy with
+    one layer of each kind. If a parameter is reached, all parameters whose names differ only in
+    numbers also count as reached. The reason is that the trial may route no token to some experts.
+
+    Args:
+        model: The model. It is not modified.
+        seq_len: Number of tokens per sample in the run. The trial uses this number if it is at most
+            512, otherwise 128.
+        whole_output: Whether the loss may depend on every model output instead of only the logits.
 
     Returns:
-        Names of the parameters. For tied parameters, only the first name. Empty if both the model and
-        the copy are too large, or if the trial fails.
+        Names of the parameters. For tied parameters, only the first name. Empty if both the model
+        and the copy are too large, or if the trial fails or reaches no parameter.
     """
     trial: Any = copy.deepcopy(model)
     if (is_reduced := _count_parameters(trial) > _MAX_VALUE_TRIAL_PARAMETERS) and _count_parameters(
@@ -127,8 +146,8 @@ def _find_unreached_names_by_values(
     except Exception:  # the model may need inputs of another kind or length
         return frozenset()
     reached = _map_to_full_model(model, reached) if is_reduced else reached
-    # Experts that no token of the trial chose, and the omitted layers, count as reached if an expert or layer
-    # of the same kind was reached.
+    # Parameters of omitted layers, and of experts that no token chose, count as reached if a parameter of the
+    # same kind was reached.
     kinds = {re.sub(r"\d+", "0", name) for name in reached}
     names = {name for name, _ in model.named_parameters() if re.sub(r"\d+", "0", name) not in kinds}
     return frozenset(names) if reached else frozenset()
@@ -151,14 +170,18 @@ def _allocate_random_parameters(model: nn.Module) -> None:
 def _trace_reached_names(
     trial: Any, num_tokens: int, *, whole_output: bool, device: str = "meta"
 ) -> set[str]:
-    """Run a trial model and return the names of the parameters in the autograd graph of its loss.
+    """Run a trial model and return the names of parameters in the autograd graph of its loss.
 
-    On the CPU, a backward pass also runs, because a custom backward function may reach more parameters.
+    The loss is the sum of the logits (with ``whole_output``, of all tensors in the output) and of
+    the auxiliary losses. On the CPU, a backward pass also runs, because a custom backward function
+    may reach more parameters.
 
     Args:
-        trial: The model. Its dtype, dropout and kernels are changed in place.
+        trial: The model. It is modified in place: its dtype (only on the meta device), training
+            mode, dropout, kernels, ``requires_grad`` and (only on the CPU) gradients.
         num_tokens: Number of tokens of the single input sequence.
-        whole_output: Whether the loss may depend on every model output instead of only the logits.
+        whole_output: Whether the loss may depend on every model output instead of only the
+            logits.
         device: ``meta``, or ``cpu`` if the parameters have values.
     """
     if device == "meta":
@@ -207,10 +230,11 @@ def _find_leaves(loss: Tensor) -> set[int]:
 
 
 def _use_traceable_kernels(trial: Any) -> None:
-    """Replace attention and expert kernels that do not support the meta device by kernels that do.
+    """Switch a trial model to attention and expert kernels that run on the meta device.
 
-    The choice of kernels must not affect the set of frozen parameters, because a resumed run may use
-    other kernels.
+    The trial model is a copy whose forward pass shows which parameters receive no gradient. These
+    parameters are then frozen. The result must not depend on the kernels of the run, because a
+    resumed run may use other kernels.
     """
     if transformers_internals.get_attention_kernel(trial.config) not in ("sdpa", "eager"):
         trial.set_attn_implementation("sdpa")
@@ -232,15 +256,18 @@ def _iter_tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _map_to_full_model(model: nn.Module, names: set[str]) -> set[str]:
-    """Map parameter names of a reduced copy to the names in the complete model.
+    """Convert parameter names of a reduced copy to parameter names of the complete model.
+
+    The copy has only one layer of each kind. A parameter of this layer represents the same
+    parameter in all layers of that kind. For example, ``layers.0.norm.weight`` becomes
+    ``layers.0.norm.weight``, ``layers.1.norm.weight`` and so on.
 
     Args:
         model: The complete model.
         names: Parameter names in the result of :func:`copy_one_layer_per_kind`.
 
     Returns:
-        Names in ``model``. The name of a layer's parameter becomes one name for each layer of that
-        kind.
+        The names in ``model``. Names of parameters outside of the layers are unchanged.
     """
     kinds = list(group_layers_by_kind(model).values())
     position = {name: number for number, (name, _) in enumerate(find_transformer_layers(model))}
@@ -263,7 +290,12 @@ def _map_to_full_model(model: nn.Module, names: set[str]) -> set[str]:
 def summarize_as_outermost_modules(
     model: PreTrainedModel, names: Collection[str], *, keep_base_prefix: bool = False
 ) -> list[str]:
-    """Summarize a set of parameters by the outermost modules that contain no other parameters.
+    """Shorten a set of parameter names by replacing them with module names where possible.
+
+    If the set contains all parameters of a module, the module's name replaces their names. If this
+    applies to nested modules, the name of the outermost module is used. For example, ``encoder``
+    replaces all names that begin with ``encoder.``, if the set contains all parameters of the
+    encoder.
 
     Args:
         model: The model.
@@ -272,12 +304,14 @@ def summarize_as_outermost_modules(
             result.
 
     Returns:
-        Names of modules, and names of parameters whose module also has parameters outside the set.
-        Layer numbers are replaced by ``*``, and each resulting name appears once.
+        Names of modules, and names of parameters whose own module also has parameters outside the
+        set. Layer numbers are replaced by ``*``, and each resulting name appears once. The names have
+        the order of the model's parameters.
     """
-    others = {name for name, _ in model.named_parameters()} - set(names)
+    parameter_names = [name for name, _ in model.named_parameters()]
+    others = set(parameter_names) - set(names)
     summary: dict[str, None] = {}
-    for name in names:
+    for name in filter(set(names).__contains__, parameter_names):
         pieces = name.split(".")
         ancestors = (".".join(pieces[:depth]) for depth in range(1, len(pieces) + 1))
         module_name = next(

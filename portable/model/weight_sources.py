@@ -1,4 +1,4 @@
-"""Tensors whose slices are read from a checkpoint or computed on demand, for example as random weights."""
+"""Tensors whose slices are produced on demand, either read from a checkpoint or computed."""
 
 from __future__ import annotations
 
@@ -37,13 +37,15 @@ class ReadableTensor(Protocol):
 
 
 class ComputedTensor:
-    """:class:`ReadableTensor` that computes the complete tensor for each read of a slice.
+    """Lazily read tensor that computes all of its values on every read, even if a slice is read.
+
+    It implements :class:`ReadableTensor`.
 
     Args:
         shape: Shape of the tensor.
         compute: Function that returns the tensor, on the CPU.
-        dtype: Dtype in a checkpoint file, such as ``BF16``, if ``compute`` only moves elements of the
-            file. None otherwise.
+        dtype: Dtype in the checkpoint file, such as ``BF16``, if ``compute`` only reads and
+            rearranges the elements of stored tensors. None if ``compute`` calculates new values.
     """
 
     def __init__(
@@ -67,10 +69,10 @@ class SlicedTensor:
 
     Args:
         shape: Shape of the complete tensor.
-        compute: Function that returns the elements at an index, on the CPU. The index has one slice per
-            dimension, with a start and a stop.
-        dtype: Dtype in a checkpoint file, such as ``BF16``, if ``compute`` only moves elements of the
-            file. None otherwise.
+        compute: Function that returns the elements at an index, on the CPU. The index has one slice
+            per dimension, with a start and a stop.
+        dtype: Dtype of the elements in their checkpoint file, such as ``BF16``, if ``compute`` only
+            reads and rearranges stored elements. None if it computes new values.
     """
 
     def __init__(
@@ -79,9 +81,10 @@ class SlicedTensor:
         self.shape, self._compute, self.dtype = tuple(shape), compute, dtype
 
     def read(self, index: Index | None = None) -> NDArray[Any]:
-        """Compute the elements in ``index``. See :class:`ReadableTensor`.
+        """Compute the elements that ``index`` selects. See :class:`ReadableTensor`.
 
-        Returns zeros without computing anything if a slice is empty.
+        If ``index`` selects no elements, nothing is computed, and the result is an empty fp32
+        array.
         """
         index = tuple(
             slice(*part.indices(size)[:2])
@@ -96,8 +99,8 @@ class SlicedTensor:
 def copy_into_tensor(target: torch.Tensor, source: ReadableTensor, index: Index | None = None) -> None:
     """Copy the values of a lazily read tensor into a tensor, converting the dtype if necessary.
 
-    If ``source`` is in a file and has the dtype of ``target``, and ``target`` is on the CPU, the file
-    is read directly into the memory of ``target``.
+    If ``source`` is in a file and has the dtype of ``target``, and ``target`` is contiguous and
+    on the CPU, the file is read directly into the memory of ``target``.
 
     Args:
         target: Tensor to overwrite, on any device. It has the shape of ``source[index]``.
@@ -113,7 +116,11 @@ def copy_into_tensor(target: torch.Tensor, source: ReadableTensor, index: Index 
 
 
 def to_numpy(tensor: torch.Tensor) -> NDArray[Any]:
-    """Return a NumPy array that shares memory with a CPU tensor. bfloat16 becomes ``ml_dtypes.bfloat16``."""
+    """Return a NumPy array with the values of a CPU tensor. bfloat16 becomes ``ml_dtypes.bfloat16``.
+
+    The array shares memory with the tensor, unless the tensor is bfloat16 and not contiguous.
+    Such a tensor is copied.
+    """
     if tensor.dtype == torch.bfloat16:
         import ml_dtypes
 
@@ -122,7 +129,11 @@ def to_numpy(tensor: torch.Tensor) -> NDArray[Any]:
 
 
 def to_torch(array: NDArray[Any]) -> torch.Tensor:
-    """Convert a NumPy array to a tensor, without a copy if possible. Inverse of :func:`to_numpy`."""
+    """Convert a NumPy array to a tensor, without a copy if possible.
+
+    This function is the inverse of :func:`to_numpy`. The tensor shares memory with the array,
+    unless the array is read-only or not contiguous. Such an array is copied.
+    """
     array = np.require(array, requirements=["C", "W"])
     if array.dtype.name == "bfloat16":
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
