@@ -1,4 +1,4 @@
-"""Backend on torch.distributed, with one device per rank: a CPU or any accelerator of torch."""
+"""Backend based on torch.distributed, with one device per rank: a CPU or any torch accelerator."""
 
 from __future__ import annotations
 
@@ -35,10 +35,17 @@ COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=10)
 
 
 class TorchBackend:
-    """Backend on a torch.distributed process group. Implements :class:`portable.backend.Backend`.
+    """Backend that communicates through a torch.distributed process group.
+
+    Implements :class:`portable.backend.Backend`. The constructor opens the device, and
+    :meth:`start` joins the process group. The rank and the number of ranks are read from the
+    environment variables that torchrun sets. If they are not set, the run has a single rank.
 
     Args:
         torch_device: Description of the device type that the ranks use.
+
+    Raises:
+        UserError: If this machine has no device for the rank.
     """
 
     def __init__(self, torch_device: TorchDevice) -> None:
@@ -93,7 +100,10 @@ class TorchBackend:
     def build_engine(self, model: nn.Module, config: RunConfig) -> Engine:
         """Shard a model with the engine for ``config.strategy``, and build its optimizer.
 
-        Also sets the precision of fp32 matrix products in this process. Must be called on all ranks.
+        Must be called on all ranks. Also sets the precision of fp32 matrix products in this
+        process: TF32 if ``config.precision`` is ``tf32``, otherwise full fp32. :meth:`stop`
+        restores the previous precision. Before this call, :meth:`sum_host_numbers` and
+        :meth:`sum_tensor_over_ranks` do not take tensor-parallel groups into account.
 
         Args:
             model: The model on the meta device.
@@ -107,8 +117,8 @@ class TorchBackend:
                 torch.get_float32_matmul_precision(),
                 torch.backends.cudnn.allow_tf32,
             )
-        # Tensor-parallel ranks compute the same losses and counts, so only one rank of each group
-        # contributes.
+        # Only one rank of each tensor-parallel group contributes, because its ranks compute the same losses
+        # and counts.
         self._contributes_to_sums = self.rank % config.tensor_parallel_size == 0
         tf32 = config.precision == "tf32"
         _set_fp32_matmul_precision("high" if tf32 else "highest", tf32)
@@ -128,14 +138,18 @@ class TorchBackend:
     ) -> bool | None:
         """Run training steps on a temporary engine to check whether they fit in memory.
 
+        If the run has several ranks, this process acts as rank 0 of a fake process group, so it
+        does not communicate with the other ranks. Must be called before :meth:`start` or after
+        :meth:`abandon_process_group`.
+
         Args:
             build_meta_model: Function that builds the model on the meta device.
             config: Config of the run.
             take_steps: Function that takes training steps with the given engine.
 
         Returns:
-            Whether the steps fit. None, without running steps, if the device does not support a memory
-            limit.
+            Whether the steps fit. None, without running steps, if the device does not support a
+            memory limit.
         """
         limit = self._torch_device.build_memory_limit(self.device, self.world_size)
         if limit is None:
@@ -151,10 +165,11 @@ class TorchBackend:
         return is_out_of_memory(error)
 
     def abandon_process_group(self) -> None:
-        """Release the engine and the process groups, but keep the connections of the groups open.
+        """Stop using the engine and the process groups, without closing their connections.
 
-        Closing them would make collectives on the other ranks fail. The groups stay referenced until the
-        process exits.
+        Closing the connections would make collectives on the other ranks fail. References to the
+        groups are therefore kept until the process exits. Also runs the engine's cleanup.
+        Afterwards, :meth:`run_memory_trial` can be called.
         """
         self._engine = None
         self._detached_groups += torch_internals.detach_process_groups()
@@ -162,17 +177,21 @@ class TorchBackend:
 
     def seed_device_generator(self, value: int) -> None:
         """Seed the random number generators of the CPU and of this rank's device."""
-        # torch.manual_seed also seeds all other device types, which costs 0.2 ms per call.
+        # Do not call torch.manual_seed, which also seeds all other device types and takes 0.2 ms.
         torch.default_generator.manual_seed(value)
         if self.device.type != "cpu":
             torch.get_device_module(self.device).manual_seed(value)
 
     def copy_to_device(self, batch: Batch) -> Batch:
-        """Copy a micro-batch to the device, asynchronously if its tensors are in pinned memory."""
+        """Copy a micro-batch to the device, asynchronously if its tensors are in pinned memory.
+
+        On a CPU, returns ``batch`` itself. The copy of ``document_lengths`` keeps a reference to
+        the original tensor, so that layers can read the lengths without a host-device sync.
+        """
         if self.device.type == "cpu":
             return batch
         copied = {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()}
-        if "document_lengths" in batch:  # recurrent layers run on one document at a time
+        if "document_lengths" in batch:  # recurrent layers read them on the host to process each document
             attach_host_copy(copied["document_lengths"], batch["document_lengths"])
         return copied
 
@@ -182,19 +201,22 @@ class TorchBackend:
         return 1
 
     def sum_host_numbers(self, count: float, *, stop: bool = False) -> Tensor:
-        """Sum a number and the stop requests over all ranks, with a single all-reduce on the device.
+        """Sum a number over all ranks, and share the ranks' stop requests in the same all-reduce.
 
-        Does not trigger a host-device sync. In each tensor-parallel group, only one rank contributes its
-        number. In a single process, no collective is called and ``stop`` is ignored.
+        The all-reduce runs on the device and does not trigger a host-device sync. In each
+        tensor-parallel group, only one rank contributes its number. In a single process, no
+        collective is called and ``stop`` is ignored.
 
         Args:
             count: Number to add from this rank.
-            stop: Whether this rank requests a stop; see :meth:`is_stop_requested`.
+            stop: Whether this rank requests a stop. :meth:`is_stop_requested` returns whether any
+                rank has requested one.
 
         Returns:
-            The sum as a device scalar, int64 if ``count`` is an int, otherwise float64.
+            The sum of the numbers as a device scalar, int64 if ``count`` is an int, otherwise
+            float64.
         """
-        # Fill the tensor on the device, because a copy from the host would sync.
+        # Fill the tensor on the device, because a copy from the host would trigger a sync.
         kind = torch.int64 if isinstance(count, int) else torch.float64
         count = count if self._contributes_to_sums else 0
         if self.world_size == 1:
@@ -206,12 +228,14 @@ class TorchBackend:
         return sums[0]
 
     def is_stop_requested(self, requested_by_rank: bool) -> bool:
-        """Return whether any rank requested a stop in the latest :meth:`sum_host_numbers`.
+        """Return whether any rank requested a stop in the latest call of :meth:`sum_host_numbers`.
 
         The result is the same on all ranks. Waits for the all-reduce of that call.
 
         Args:
-            requested_by_rank: Whether this rank requests a stop. Returned directly in a single process.
+            requested_by_rank: Whether this rank requests a stop. If there is only one process, this
+                value is returned. Otherwise it is ignored, because each rank has already passed its
+                request to :meth:`sum_host_numbers`.
         """
         return requested_by_rank if self.world_size == 1 else self._stop_requests.wait_for_value() > 0
 
@@ -227,7 +251,10 @@ class TorchBackend:
         return value
 
     def read_to_host(self, values: Sequence[Tensor]) -> list[float]:
-        """Copy device tensors to the host with a single sync, and return their values as a flat list."""
+        """Copy device tensors to the host with a single sync, and return a flat list of values.
+
+        ``values`` must not be empty. All values are converted to float64.
+        """
         numbers: list[float] = torch.cat([value.detach().double().reshape(-1) for value in values]).tolist()
         return numbers
 
@@ -236,23 +263,33 @@ class TorchBackend:
         return reduce_any(flag)
 
     def gather_text(self, text: str) -> list[str]:
-        """Gather ``text`` from all ranks, in rank order. A host collective, to be called on all ranks."""
+        """Gather ``text`` from all ranks, in rank order. Host collective that all ranks must call."""
         return gather_text(text)
 
     def barrier(self) -> None:
         """Block the host until all ranks have called this method. Does not wait for device work."""
-        self.reduce_any(False)  # over the host, because dist.barrier would also wait for the GPU
+        self.reduce_any(False)  # on the host, because dist.barrier would also wait for the GPU
 
     def measure_memory(self) -> MemoryUsage:
         """Return the current and peak memory usage of this rank's device, in bytes."""
         return self._torch_device.measure_memory(self.device)
 
     def get_shape_multiple(self, precision: str) -> int | None:
-        """Return the number that matrix dimensions should be a multiple of. None if any size is efficient."""
+        """Return a number that matrix dimensions should be divisible by for full speed.
+
+        None if the device handles all matrix sizes equally well.
+
+        Args:
+            precision: Value of ``precision`` in the config.
+        """
         return self._torch_device.get_shape_multiple(self.device, precision)
 
     def get_peak_flops(self, precision: str) -> float | None:
-        """Return the peak FLOP/s of this rank's device at a precision, or None if unknown."""
+        """Return the peak FLOP/s of this rank's device in the given precision. None if unknown.
+
+        Args:
+            precision: Value of ``precision`` in the config.
+        """
         return self._torch_device.get_peak_flops(self.device, precision)
 
     def get_metrics(self) -> dict[str, float]:
@@ -268,32 +305,49 @@ class AsyncHostCopy:
         self._copy_event: torch.Event | None = None
 
     def start_copy(self, value: Tensor) -> None:
-        """Enqueue a copy of ``value`` on the device's current stream. Does not wait for it."""
+        """Start to copy ``value`` to the host, on the current stream of its device.
+
+        Does not wait for the copy. If the device does not support events, :meth:`wait_for_value`
+        makes the copy.
+        """
         if value.device.type not in _DEVICES_WITH_EVENTS:
-            self._copy = value  # `wait_for_value` copies it; it waits for the value and not for later work
+            self._copy = value  # `wait_for_value` copies it, without waiting for later work
             return
         if self._copy.dtype != value.dtype:
-            # Use pinned memory, otherwise the copy would not overlap with other work.
+            # Use pinned memory, because otherwise the copy would not overlap with other work.
             self._copy = torch.zeros((), dtype=value.dtype, pin_memory=True)
         self._copy.copy_(value, non_blocking=True)
         self._copy_event = torch.Event(value.device)
         self._copy_event.record()
 
     def wait_for_value(self) -> float:
-        """Wait for the latest copy, and return its value. Does not wait for later device work."""
+        """Wait for the copy that :meth:`start_copy` started last, and return the copied value.
+
+        If the device supports events, does not wait for device work that was enqueued after the
+        copy was started. For other devices, this method makes the copy, so it may wait for all work
+        that was enqueued before the call.
+        """
         if self._copy_event is not None:
             self._copy_event.synchronize()
         return float(self._copy)
 
 
 def _set_fp32_matmul_precision(precision: str, tf32_convolutions: bool) -> None:
-    """Set the precision of fp32 matrix products, and whether cuDNN may use TF32 in convolutions."""
+    """Set the precision of fp32 matrix products, and whether cuDNN may use TF32 in convolutions.
+
+    Args:
+        precision: Argument of ``torch.set_float32_matmul_precision``.
+        tf32_convolutions: Whether cuDNN may use TF32.
+    """
     torch.set_float32_matmul_precision(precision)
     torch.backends.cudnn.allow_tf32 = tf32_convolutions
 
 
 def _build_rendezvous_error(error: Exception) -> UserError | RunError:
-    """Build the error for ranks of an external launcher that failed to join the process group.
+    """Build the error to raise if this rank cannot join the process group.
+
+    The message is for ranks that were started by an external launcher. It names ``MASTER_ADDR`` and
+    ``MASTER_PORT``.
 
     Args:
         error: Exception of ``init_process_group`` or of the rendezvous.
@@ -304,7 +358,7 @@ def _build_rendezvous_error(error: Exception) -> UserError | RunError:
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     if "EADDRINUSE" in str(error):
         return UserError(
-            f"MASTER_PORT={port}: another program uses this port of {address}; set MASTER_PORT to a free "
+            f"MASTER_PORT={port}: another program uses this port on {address}; set MASTER_PORT to a free "
             "port on all nodes (torchrun: --master-port)"
         )
     reason = to_one_line(str(error).splitlines()[0])

@@ -31,7 +31,7 @@ class BackgroundWriteHandle:
         return self._writing is None or self._writing.done()
 
     def wait(self) -> None:
-        """Block until the write has finished. Raises its exception if it failed."""
+        """Block until the write has finished. If the write failed, raise its exception."""
         if self._writing is not None:
             self._writing.result()
 
@@ -39,8 +39,10 @@ class BackgroundWriteHandle:
 def copy_state_to_host(value: Any) -> Any:
     """Copy a nested state of dicts, lists and tuples, including all tensors, to host memory.
 
-    Tensors that share a storage share its copy, so files do not become larger. A ``DTensor`` is copied
-    to a ``DTensor`` with a copy of its local shard. Returns after all copies are complete.
+    Tensors that share a storage also share its copy, so that saved files do not become larger. The
+    copy of a ``DTensor`` is a ``DTensor`` whose local shard is on the host. Values of other types,
+    including named tuples, are deep-copied, so tensors inside them stay on their device. Returns
+    after all copies are complete.
     """
     copier = _HostCopier()
     result = copier.copy_value(value)
@@ -49,14 +51,19 @@ def copy_state_to_host(value: Any) -> Any:
 
 
 class _HostCopier:
-    """Copier of nested values to host memory. It copies each storage only once."""
+    """Helper that copies nested values, such as state dicts, to host memory.
+
+    If several tensors share a storage, this storage is copied only once.
+    """
 
     def __init__(self) -> None:
         self._storages: dict[int, torch.UntypedStorage] = {}
         self._devices: set[torch.device] = set()
 
     def copy_value(self, value: Any) -> Any:
-        """Copy a tensor, a container or any other value.
+        """Copy a value to host memory, including dicts, lists, tuples and tensors inside it.
+
+        Values of other types, including named tuples, are deep-copied with ``copy.deepcopy``.
 
         Copies of tensors may be incomplete until :meth:`wait_for_copies` returns.
         """
@@ -77,7 +84,7 @@ class _HostCopier:
 
     @torch.no_grad()
     def _copy_tensor(self, tensor: Tensor) -> Tensor:
-        """Copy a tensor's storage, unless it was copied before. Return the corresponding view of the copy."""
+        """Copy a tensor's storage unless it has already been copied, and return the same view of the copy."""
         tensor = tensor.detach()
         storage = tensor.untyped_storage()
         number = torch_internals.get_storage_id(storage)
@@ -87,10 +94,14 @@ class _HostCopier:
         return view.set_(self._storages[number], tensor.storage_offset(), tensor.shape, tensor.stride())
 
     def _copy_storage(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
-        """Start copying a storage to host memory, which is pinned if the storage is on an accelerator."""
+        """Start copying a storage to host memory, and return the copy.
+
+        If the storage is on an accelerator, the copy is in pinned memory, and is incomplete until
+        :meth:`wait_for_copies` returns.
+        """
         source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-        # Pinned memory makes the copy asynchronous, and torch caches it for reuse. Without an accelerator,
-        # pinning has no benefit.
+        # Pinned memory makes the copy asynchronous, and torch caches it for reuse. Without an accelerator, it
+        # has no benefit.
         target = torch.empty(source.shape, dtype=torch.uint8, pin_memory=storage.device.type != "cpu")
         target.copy_(source, non_blocking=True)
         self._devices.add(storage.device)

@@ -1,4 +1,4 @@
-"""Helpers for the planner: count the elements of weights, and the bytes sent between nodes."""
+"""Planner helpers that count the elements of weights and compute the traffic between nodes."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ def sum_elements(weights: Iterable[ParameterEntry]) -> int:
 
 
 def compute_internode_bytes(total_bytes: float, cluster: Cluster) -> float:
-    """Compute the bytes that each device sends to other nodes in a collective over all devices.
+    """Compute the average number of bytes that a device sends to other nodes in a collective.
 
-    A ring that visits one node after the other leaves each node only once, so the devices of a node
-    share the traffic between nodes. Returns 0 for a single node.
+    The collective is a ring over all devices, which visits all devices of a node before the next
+    node. Only one device per node therefore sends to another node. The result is this traffic,
+    divided evenly among the devices of the node. It is 0 for a single node.
 
     Args:
         total_bytes: Bytes that each device sends in the collective, within and between nodes.

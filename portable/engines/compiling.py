@@ -19,20 +19,23 @@ if TYPE_CHECKING:
     from portable.config import RunConfig
 
 CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
-"""Modes of ``torch.compile`` that capture CUDA graphs, which need parameters at fixed addresses."""
+"""Modes of ``torch.compile`` that capture CUDA graphs, which require parameters at fixed addresses."""
 
-# Maximum number of graphs per layer: for training, for evaluation, and for another batch size.
+# Maximum number of compiled graphs per layer: for training, for evaluation, and for other batch sizes.
 _GRAPHS_PER_LAYER = 4
 
 
 def check_compile_settings(config: RunConfig, world_size: int, device_compiler: str) -> None:
     """Check that the compiler and mode of ``torch.compile`` are supported.
 
+    The modes in :data:`CUDA_GRAPH_MODES` are supported by the strategy ``no_shard``. On a single
+    rank, the FSDP strategies also support these modes, unless ``memory.offload_params`` is set.
+
     Args:
         config: Config of the run.
         world_size: Number of ranks.
-        device_compiler: Default compiler of the device. Always accepted, because it may be registered
-            only after the device has been opened.
+        device_compiler: Default compiler of the device. It is always accepted, because it may not
+            be registered before the device has been opened.
 
     Raises:
         UserError: If the compiler is not registered, or if the strategy does not support the mode.
@@ -41,7 +44,7 @@ def check_compile_settings(config: RunConfig, world_size: int, device_compiler: 
         compilers = torch.compiler.list_backends(exclude_tags=())
         require(
             config.compile_backend in compilers,
-            f"compile_backend: {config.compile_backend} is unknown; use one of {', '.join(compilers)}",
+            f"compile_backend: unknown backend {config.compile_backend}; use one of {', '.join(compilers)}",
         )
     sharded = config.strategy != "no_shard" and (
         world_size > 1 or config.memory.offload_params != "none" or config.strategy.startswith("zero")
@@ -49,16 +52,18 @@ def check_compile_settings(config: RunConfig, world_size: int, device_compiler: 
     require(
         not (sharded and config.compile_mode in CUDA_GRAPH_MODES),
         f"compile_mode: {config.compile_mode} captures CUDA graphs, which need parameters at fixed "
-        f"addresses, but strategy {config.strategy} gathers parameters into new memory; use default or "
-        "max-autotune-no-cudagraphs, or strategy no_shard",
+        f"addresses, but strategy {config.strategy} gathers parameters into new memory; set compile_mode "
+        "to default or max-autotune-no-cudagraphs, or set strategy to no_shard",
     )
 
 
 def compile_layers(model: nn.Module, config: RunConfig) -> None:
     """Set up each transformer layer of a model to compile on its first call.
 
-    The chunked loss is also compiled, but without CUDA graphs, because each chunk would overwrite the
-    graph's memory.
+    The chunked loss is also compiled, but without CUDA graphs, because each chunk would overwrite
+    the graph's memory. This function also changes torch's compiler settings in this process. It
+    raises the recompile limit, which all layers of a class share, and turns on automatic dynamic
+    shapes.
 
     Args:
         model: The transformers model. Its layers are changed in place.
@@ -87,23 +92,24 @@ class CudaGraphMemory:
 
     @staticmethod
     def begin_pass() -> None:
-        """Mark the start of a pass: a forward and a backward pass.
+        """Mark the start of a new pass: a forward pass and the backward pass that follows it.
 
-        Must be called before each forward pass, so that graphs reuse only the memory of earlier passes.
+        This method must be called before each forward pass. CUDA graphs then reuse only the memory
+        of earlier passes. They do not overwrite tensors that the current pass still needs.
         """
         torch.compiler.cudagraph_mark_step_begin()
 
     def copy_gradients_out_of_graph_memory(self, parameters: Iterable[nn.Parameter], *, last: bool) -> None:
-        """Copy gradients out of the graphs' memory, so that the next pass can add to them.
+        """Copy gradients out of the memory of CUDA graphs, so that the next pass can add to them.
 
-        Must be called after each backward pass. Copies gradients only after the first of several
-        micro-batches, because autograd then adds the gradients of later micro-batches to the copies in
+        Call this method after each backward pass. It makes copies only after the first of several
+        micro-batches. Autograd then adds the gradients of later micro-batches to the copies in
         place.
 
         Args:
             parameters: Parameters whose gradients are replaced by copies.
-            last: Whether this was the last micro-batch of the step. If so, nothing is copied, because no
-                other pass runs before the optimizer step.
+            last: Whether this was the last micro-batch of the step. If so, nothing is copied,
+                because no other pass runs before the optimizer step.
         """
         if self._is_first_pass and not last:
             for parameter in parameters:

@@ -1,8 +1,10 @@
-"""Context parallelism (``context_parallel_size``): attention over sequences that are split over ranks.
+"""Context parallelism (``context_parallel_size``): attention over sequences split over ranks.
 
-Each rank holds a part of each sequence. Before the attention of every layer, an all-to-all trades
-sequence parts for heads, so that each rank attends over complete sequences with its share of the
-heads. A second all-to-all reverses this. All other operations process each token independently.
+Each rank stores a part of each sequence. Before the attention of every layer, an all-to-all
+exchanges sequence parts for heads, so that each rank attends over complete sequences with
+its share of the heads. A second all-to-all reverses this. The router loss is computed from
+the gathered router logits of all ranks in the group. All other operations process each
+token independently.
 
 Source: Jacobs et al., "DeepSpeed Ulysses", arXiv:2309.14509.
 """
@@ -35,7 +37,10 @@ if TYPE_CHECKING:
 
 
 class _ContextParallelState:
-    """Context-parallel group of this process. The patched functions of transformers read it."""
+    """State of context parallelism in this process.
+
+    The patched functions of transformers read this state.
+    """
 
     group: Any = None
     """Context-parallel process group of this rank. None if this rank has complete sequences."""
@@ -43,7 +48,11 @@ class _ContextParallelState:
 
 @contextmanager
 def use_context_parallel_group(group: Any) -> Iterator[None]:
-    """Use a context-parallel group within this context.
+    """Set the context-parallel group of this process within a ``with`` block.
+
+    The functions that :func:`enable_context_parallelism` has replaced split attention over this
+    group. The previous group is restored at the end of the block. The result also works as a
+    decorator.
 
     Args:
         group: Process group of the ranks that share each sequence. None if every rank has complete
@@ -59,20 +68,23 @@ def use_context_parallel_group(group: Any) -> Iterator[None]:
 def enable_context_parallelism(model: Any, config: RunConfig, at_stop: ExitStack) -> None:
     """Adapt the attention of a model to sequences that are split over context-parallel ranks.
 
-    Replaces the attention, mask and router loss functions of transformers in this process. Each group
-    consists of ``config.context_parallel_size`` consecutive ranks. Must be called on all ranks, because
-    it creates process groups.
+    Replaces functions of transformers in this process: the attention and mask functions of the
+    model's attention kernel, and the router loss function in the model's Python module. Creates the
+    context-parallel process groups, each of which consists of ``config.context_parallel_size``
+    consecutive ranks. Because of these groups, all ranks must call this function.
 
     Args:
         model: Transformers model that has passed
             :func:`portable.model.context_parallel_support.check_context_parallel_support`. Its
-            ``generate`` method is replaced.
+            ``generate`` method is replaced by a method without context parallelism, because every
+            rank has the complete prompt.
         config: Config of the run.
         at_stop: Exit stack that restores the replaced functions of transformers when it is closed.
     """
     at_stop.enter_context(use_context_parallel_group(dist.new_subgroups(config.context_parallel_size)[0]))
-    model.generate = use_context_parallel_group(None)(model.generate)  # every rank has the complete prompt
-    register_document_sdpa()  # before the wrapping, so that the exchanges are around it
+    # In generation, every rank has the complete prompt.
+    model.generate = use_context_parallel_group(None)(model.generate)
+    register_document_sdpa()  # must precede the wrapping, so that its attention function is also wrapped
     kernel = get_attention_kernel(model.config)
     for functions, name, wrap_function in (
         (get_attention_functions(), kernel, _wrap_attention_function),
@@ -96,7 +108,7 @@ class _AllToAll(torch.autograd.Function):
         ctx.backward_of = group, concat_dim, split_dim
         sent = torch.stack(tensor.chunk(dist.get_world_size(group), split_dim))
         received = torch.empty_like(sent)
-        # The functional collective does not work here, because torch_xla replaces it when it is imported.
+        # Do not use the functional collective, because torch_xla replaces it when torch_xla is imported.
         dist.all_to_all_single(received, sent, group=group)
         return torch.cat(received.unbind(), concat_dim)
 
@@ -107,9 +119,10 @@ class _AllToAll(torch.autograd.Function):
 
 
 class _HeadShardedLayer:
-    """Proxy for an attention layer that overrides the number of query heads per key head.
+    """Proxy for an attention layer that overrides the attribute ``num_key_value_groups``.
 
-    The attention functions of transformers read this number from the layer to repeat the keys.
+    The attribute is the number of query heads per key head. The attention functions of transformers
+    read it from the layer, in order to repeat the key heads.
 
     Args:
         layer: Attention layer that provides all other attributes.
@@ -127,8 +140,13 @@ class _HeadShardedLayer:
 def _wrap_attention_function(inner: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap an attention function of transformers with an all-to-all before and after it.
 
-    Without a context-parallel group, the wrapper only calls the function. ``torch.compile`` does not
-    trace the wrapper.
+    The first all-to-all exchanges sequence parts for heads, so that the function receives complete
+    sequences, but only this rank's share of the heads. The second all-to-all reverses the exchange.
+    The wrapper drops the argument ``position_ids``, which covers only this rank's part of the
+    sequences. It returns None instead of the attention weights.
+
+    Without a context-parallel group, the wrapper only calls the function. ``torch.compile`` does
+    not trace the wrapper.
     """
 
     def attend(
@@ -138,15 +156,18 @@ def _wrap_attention_function(inner: Callable[..., Any]) -> Callable[..., Any]:
             return inner(module, query, key, value, attention_mask, **keywords)
         key, value = (repeat_key_heads(dist.get_world_size(group), tensor) for tensor in (key, value))
         query, key, value = (_AllToAll.apply(tensor, group, 1, 2) for tensor in (query, key, value))
-        # Pass the positions of this rank's part, because a kernel infers documents from them.
+        # Drop the positions, because they cover only this rank's part and a kernel would infer documents from
+        # them.
         keywords.pop("position_ids", None)
         layer = _HeadShardedLayer(module, query.shape[1] // key.shape[1])
-        # The masks that the attention builds are for complete sequences already, so do not extend them.
+        # The masks that the attention builds here are already for complete sequences, so they must not be
+        # extended.
         with use_context_parallel_group(None):
             output = inner(layer, query, key, value, attention_mask, **keywords)[0]
         return _AllToAll.apply(output, group, 1, 2), None
 
-    # Shapes differ before and after an exchange, and the compiler would treat them as dynamic shapes.
+    # Do not compile it, because shapes change at an exchange and the compiler would treat them as dynamic
+    # shapes.
     uncompiled: Callable[..., Any] = torch.compiler.disable(attend)
     return uncompiled
 
@@ -154,14 +175,16 @@ def _wrap_attention_function(inner: Callable[..., Any]) -> Callable[..., Any]:
 def _wrap_mask_function(inner: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a mask function of transformers so that it builds masks for complete sequences.
 
-    The model computes the query and key lengths from this rank's part of the sequences, so the wrapper
-    multiplies them by the number of ranks in the group. Without a context-parallel group, the wrapper
-    only calls the function.
+    The model computes the query and key lengths from this rank's part of the sequences, so the
+    wrapper multiplies them by the number of ranks in the group. It also drops the argument
+    ``attention_mask``, which covers only this rank's part. Without a context-parallel group,
+    the wrapper only calls the function.
     """
 
     def build_mask(*, q_length: int, kv_length: int, **keywords: Any) -> Any:
         parts = 1
-        # Drop the mask of ones that some models pass, because batches have no padding.
+        # Drop the attention mask that some models pass, because batches have no padding. It covers only this
+        # rank's part.
         if _ContextParallelState.group is not None:
             parts, keywords["attention_mask"] = dist.get_world_size(_ContextParallelState.group), None
         return inner(q_length=q_length * parts, kv_length=kv_length * parts, **keywords)
@@ -170,10 +193,15 @@ def _wrap_mask_function(inner: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _wrap_router_loss(inner: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the router loss function of a model so that it computes the loss over complete sequences.
+    """Wrap the router loss function of a model to compute the loss over complete sequences.
 
-    The router logits are gathered from all ranks of the group. The loss is divided by the number of
-    ranks, so that its sum over the ranks is correct.
+    The router logits are gathered from all ranks of the context-parallel group, among which each
+    sequence is split. Every rank then computes the complete loss. Because the losses of the ranks
+    are summed later, each rank divides its loss by the number of ranks in the group.
+
+    The model passes the logits of this rank's part of the sequences. The argument
+    ``attention_mask``, if it is given, must cover the complete sequences. Without a
+    context-parallel group, the wrapper only calls the function.
     """
 
     def compute_loss(
@@ -186,7 +214,7 @@ def _wrap_router_loss(inner: Callable[..., Any]) -> Callable[..., Any]:
             _AllToAll.apply(logits.expand(parts, *logits.shape), group, 0, 1)[0] for logits in gate_logits
         ]
         if attention_mask is not None:
-            # The mask is for complete sequences, and the logits are ordered by part, then by sequence.
+            # The mask is for complete sequences, but the logits are ordered by part and then by sequence.
             by_part = attention_mask.unflatten(1, (parts, -1)).transpose(0, 1)
             attention_mask = by_part.flatten(0, 1)
         return inner(tuple(gathered), num_experts, top_k, attention_mask) / parts

@@ -23,7 +23,7 @@ COMPUTE_DTYPES = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
-"""Compute dtype for each value of ``precision``."""
+"""Compute dtype, keyed by the value of ``precision``."""
 
 
 @dataclass(frozen=True)
@@ -38,14 +38,18 @@ class RankInfo:
 
 
 class EngineWithMetrics(Engine, Protocol):
-    """Engine on torch.distributed that can report additional metrics."""
+    """Engine that is based on torch.distributed and reports engine-specific metrics.
+
+    The metrics are logged together with the usual training metrics. An example is the fp16 loss
+    scale.
+    """
 
     def get_metrics(self) -> dict[str, float]:
         """Return additional metrics to log, keyed by name, such as the fp16 loss scale."""
 
 
 class EngineModule(Protocol):
-    """Interface that ``portable/engines/fsdp/engine.py`` and ``gpu/zero/engine.py`` implement."""
+    """Interface of the modules ``portable.engines.fsdp.engine`` and ``portable.gpu.zero.engine``."""
 
     def build_engine(
         self, model: nn.Module, config: RunConfig, rank_info: RankInfo, at_stop: ExitStack
@@ -56,8 +60,8 @@ class EngineModule(Protocol):
             model: Model on the meta device.
             config: Config of the run.
             rank_info: Device, rank and world size of this process.
-            at_stop: Exit stack to which this function adds its cleanup. The backend closes it before it
-                destroys the process group.
+            at_stop: Exit stack to which this function adds its cleanup. The backend closes the stack before
+                it destroys the process group.
 
         Returns:
             The engine. Its weights are still uninitialized.

@@ -1,4 +1,4 @@
-"""Compute the memory and traffic of torch.distributed engines, for the planner.
+"""Compute the memory use and communication volume of torch.distributed engines, for the planner.
 
 This module does not import torch.
 """
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 
 def resolve_config(config: RunConfig, cluster: Cluster) -> RunConfig:
-    """Apply the settings in the run's DeepSpeed JSON to a config, replacing defaults.
+    """Replace default values in a config with the values in the run's DeepSpeed JSON.
 
-    See :class:`portable.planner.memory_model.FootprintModule`. Returns ``config`` itself if it has no
-    DeepSpeed JSON, or if its backend does not run DeepSpeed.
+    Implements :meth:`portable.planner.memory_model.FootprintModule.resolve_config`. Returns
+    ``config`` itself if it has no DeepSpeed JSON, or if its backend does not run DeepSpeed.
     """
     if config.deepspeed.config is None or not load_backend_package(config.backend).runs_zero:
         return config
@@ -36,10 +36,10 @@ def resolve_config(config: RunConfig, cluster: Cluster) -> RunConfig:
 
 
 def iter_settings(config: RunConfig, cluster: Cluster) -> Iterator[StrategySetting]:
-    """Yield the strategies, with and without offloading, that the planner compares on a cluster.
+    """Yield the combinations of strategy and offloading that the planner compares for a cluster.
 
-    See :class:`portable.planner.memory_model.FootprintModule`. Hybrid strategies are included only for
-    clusters of several full nodes.
+    Implements :meth:`portable.planner.memory_model.FootprintModule.iter_settings`. Hybrid
+    strategies are included only if the cluster consists of several full nodes.
     """
     yield StrategySetting("no_shard")
     yield from import_engine_module(ZERO_STRATEGIES[0], "footprint").iter_zero_settings(config)
@@ -53,7 +53,7 @@ def iter_settings(config: RunConfig, cluster: Cluster) -> Iterator[StrategySetti
 
 
 def find_gathered_units(model: nn.Module, config: RunConfig) -> list[nn.Module]:
-    """Return the modules whose parameters FSDP2 gathers together.
+    """Return the modules that FSDP2 treats as units. The parameters of a unit are gathered together.
 
     See :class:`portable.planner.memory_model.FootprintModule`.
     """
@@ -63,10 +63,21 @@ def find_gathered_units(model: nn.Module, config: RunConfig) -> list[nn.Module]:
 
 
 def compute_footprint(model: ModelInventory, config: RunConfig, cluster: Cluster) -> Footprint:
-    """Compute the memory and traffic of a run with the formulas for its engine.
+    """Compute the memory use and the communication volume of a run.
 
-    See :class:`portable.planner.memory_model.FootprintModule`. Without ZeRO, the formula for replicated
-    models is used for ``no_shard``, and for a single device without parameter offloading.
+    The formulas depend on the engine that the run uses:
+
+    - A ZeRO strategy uses the formulas for ZeRO.
+    - Strategy ``no_shard`` uses the formulas for replicated models. So does a run on a single
+      device, unless it offloads parameters.
+    - All other runs use the formulas for sharded models.
+
+    See :class:`portable.planner.memory_model.FootprintModule`.
+
+    Raises:
+        UserError: If the ranks cannot be divided into expert-parallel groups, if the FSDP units of
+            the model could not be determined, or if ``train.fused_backward`` is set and several
+            devices use strategy ``no_shard``.
     """
     if config.strategy in ZERO_STRATEGIES:
         zero: Any = import_engine_module(config.strategy, "footprint")

@@ -23,9 +23,11 @@ def sample_continuation(
     is_collective: bool,
     image_columns: Batch,
 ) -> Tensor:
-    """Sample up to ``max_new_tokens`` tokens after ``prompt``. All ranks return the same tokens.
+    """Sample up to ``max_new_tokens`` tokens after ``prompt``.
 
-    The seed of torch's default generators is set and not restored.
+    All ranks return the same tokens. The temperature is 0.8, and only the 50 most likely tokens are
+    considered. The model runs without ``torch.compile``. The seed of torch's default generators is
+    set and not restored.
 
     Args:
         model: The transformers model, in evaluation mode.
@@ -33,17 +35,18 @@ def sample_continuation(
         device: Device of the model.
         max_new_tokens: Maximum number of tokens to sample.
         seed: Sampling seed.
-        is_collective: Whether each forward pass gathers parameters from all ranks. If it does, a rank
-            that has finished continues to run forward passes until all ranks have finished.
+        is_collective: Value of the argument ``synced_gpus`` of ``generate``. If True, a rank that
+            has finished continues to run forward passes until all ranks have finished, so that the
+            other ranks can gather its parameters.
         image_columns: Additional model inputs for the images of the prompt, on the host, keyed by
             argument name.
 
     Returns:
         Token ids of the prompt and its continuation, int64 ``[1, length + added]``, on the host.
     """
-    torch.manual_seed(seed)  # all ranks use the same seed
+    torch.manual_seed(seed)  # all ranks must sample the same tokens
     generate: Any = model.generate
-    # Do not compile: shapes change with every token, so each token would need its own graph.
+    # Do not compile, because the shapes change with every token, so each token would need its own graph.
     with torch.compiler.set_stance("force_eager"):
         tokens: Tensor = generate(
             prompt.to(device),

@@ -1,8 +1,10 @@
-"""Dynamic loss scaling for fp16: metrics, checkpoints, and the error at the lowest scale.
+"""Dynamic loss scaling for fp16: metrics, checkpoints, and the error if the lowest scale overflows.
 
-The search for the scale follows DeepSpeed's rule under every strategy. The scale is doubled after
-``loss_scale_window`` updates without an overflow. At the start of the run and after each doubling,
-the first ``hysteresis - 1`` overflows leave the scale unchanged. Every further overflow halves it.
+All strategies change the scale by the same rule, which is DeepSpeed's. The scale is doubled after
+``loss_scale_window`` updates without an overflow. An overflow halves the scale, but the first
+``hysteresis - 1`` overflows are tolerated and leave it unchanged. For example, with a hysteresis of
+2, the first overflow changes nothing, and every further overflow halves the scale. Each doubling
+renews the number of tolerated overflows.
 """
 
 from __future__ import annotations
@@ -22,14 +24,19 @@ if TYPE_CHECKING:
 
 _FILE = "loss_scale.json"
 STATE_NAMES = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
-"""DeepSpeed's names for the values that make up the state of the search."""
+"""Names of the values of the search state. They are the names that DeepSpeed uses."""
 
 
 class LossScaleSearch(ABC):
-    """Dynamic search for the fp16 loss scale.
+    """Base class of the dynamic search for the fp16 loss scale.
 
-    An overflow skips the update and may lower the scale. It counts as a failure only at the lowest
-    scale.
+    After an overflow, the update is skipped, and the scale may be lowered. An overflow counts as a
+    failure only at the lowest scale. See :mod:`portable.engines.loss_scale` for the rule by which
+    the scale changes.
+
+    A subclass stores the state of the search, and implements :meth:`read_state` and
+    :meth:`restore_state`. This class provides the metrics, the file ``loss_scale.json`` in a
+    checkpoint, and the error for overflows at the lowest scale.
 
     Attributes:
         min_scale: Lowest scale of the search.
@@ -39,14 +46,16 @@ class LossScaleSearch(ABC):
 
     @abstractmethod
     def read_state(self) -> dict[str, float]:
-        """Return the values of :data:`STATE_NAMES`, and the number of skipped updates as ``overflows``.
+        """Return the state of dynamic loss scaling.
 
-        Triggers a host-device sync.
+        The result has one value for each name in :data:`STATE_NAMES`. Under the key ``overflows``,
+        it also contains the number of updates that were skipped because of an overflow. Reading the
+        state triggers a host-device sync.
         """
 
     @abstractmethod
     def restore_state(self, state: Mapping[str, float]) -> None:
-        """Set the state of the search to the values that :meth:`read_state` returned."""
+        """Restore the state of the search from values that :meth:`read_state` returned."""
 
     def get_metrics(self) -> dict[str, float]:
         """Return the metrics ``overflows`` and ``loss_scale``. Triggers a host-device sync."""
@@ -61,11 +70,14 @@ class LossScaleSearch(ABC):
         )
 
     def save_state(self, folder: Path) -> None:
-        """Write the state of the search into the folder of a checkpoint. Called only on rank 0."""
+        """Write the state of dynamic loss scaling to ``loss_scale.json`` of a checkpoint.
+
+        Called only on rank 0. Triggers a host-device sync.
+        """
         write_durably(folder / _FILE, json.dumps(self.read_state()) + "\n")
 
     def load_state(self, folder: AnyPath) -> None:
-        """Restore the state of the search from the folder of a checkpoint.
+        """Restore the state of dynamic loss scaling from the folder of a checkpoint.
 
         Does nothing if the checkpoint was not written by an fp16 run.
 
@@ -76,7 +88,7 @@ class LossScaleSearch(ABC):
         if not path.exists():
             return
         try:
-            stored = {"overflows": 0, **read_json_file(path)}  # files of older versions have no "overflows"
+            stored = {"overflows": 0, **read_json_file(path)}  # older versions do not write "overflows"
             state = {name: float(stored[name]) for name in (*STATE_NAMES, "overflows")}
         except (OSError, ValueError, TypeError, KeyError, OverflowError) as error:
             raise UserError(f"{path}: is damaged ({to_one_line(error)}); use an older checkpoint") from error

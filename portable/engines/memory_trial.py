@@ -9,7 +9,6 @@ other ranks waiting, because there are none.
 from __future__ import annotations
 
 import gc
-import re
 import resource
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from portable.errors import is_memory_error
 from portable.private import torch_internals
 from portable.registry import import_engine_module
 
@@ -30,29 +30,31 @@ if TYPE_CHECKING:
     from portable.config import RunConfig
     from portable.engines.engine_interface import RankInfo
 
-# Reserve for memory outside of torch's allocator: on a host, the stacks of threads and I/O buffers.
+# Memory reserved for allocations outside of torch's allocator, such as thread stacks and I/O buffers.
 _RESERVED_HOST_BYTES = 1 << 26
 _HOST_LIMITS = (resource.RLIMIT_AS, resource.RLIMIT_DATA)
 
-# Messages of out-of-memory errors that are not torch.OutOfMemoryError. The host, the driver (kernels, pinned
-# memory) and CUDA libraries raise them.
-_OUT_OF_MEMORY = re.compile(
-    r"can't allocate memory|Cannot allocate memory|not enough memory|bad_alloc|out of memory|_ALLOC_FAILED"
-)
-
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether ``error`` means that the device or the host is out of memory."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error)) is not None
+    """Return whether ``error`` means that the device or the host is out of memory.
+
+    True for :class:`torch.OutOfMemoryError`, and for the errors that
+    :func:`portable.errors.is_memory_error` recognizes. Other exceptions, such as OSErrors, are not
+    recognized.
+    """
+    return isinstance(error, torch.OutOfMemoryError) or is_memory_error(error)
 
 
 def has_host_memory_limit() -> bool:
-    """Return whether this process has a memory limit, such as ``ulimit -v``, beyond which allocations fail.
+    """Return whether a memory limit of this process makes allocations fail.
 
-    A memory trial on a CPU needs such a limit. Without one, the system overcommits memory and kills processes
-    later.
+    An example is a limit set with ``ulimit -v``. Only the soft limits ``RLIMIT_AS`` and
+    ``RLIMIT_DATA`` count. The memory limit of a container does not count, because the system kills
+    a process that exceeds the limit.
+
+    On a CPU, :func:`run_memory_trial` needs a limit, in order to find out whether a run fits in
+    memory. Without a limit, allocations succeed even if memory is insufficient, and the system
+    kills processes later.
     """
     return any(resource.getrlimit(kind)[0] != resource.RLIM_INFINITY for kind in _HOST_LIMITS)
 
@@ -66,15 +68,16 @@ def run_memory_trial(
 ) -> bool:
     """Run training steps on a temporary engine, and return whether they fit in memory.
 
-    See :meth:`portable.backend.Backend.run_memory_trial`. Afterwards, random states are restored, and
-    cached device memory is released. Errors other than out-of-memory errors are raised unchanged.
+    See :meth:`portable.backend.Backend.run_memory_trial`. Afterwards, random states are restored.
+    Errors other than out-of-memory errors are raised unchanged. If no error is raised, cached
+    device memory is released, and the peak memory statistics of the device are reset.
 
     Args:
         build_model: Function that builds the model on the meta device.
         config: Config of the run.
-        rank_info: Device of this process, rank 0, and the world size of the run.
-        memory_limit: Context manager that makes allocations fail if they exceed the memory that a run
-            can use for tensors.
+        rank_info: Rank 0 on the device of this process, with the world size of the run.
+        memory_limit: Context manager that makes allocations fail if they exceed the memory that a
+            run can use for tensors.
         run_steps: Function that takes training steps with the engine.
 
     Returns:
@@ -83,7 +86,7 @@ def run_memory_trial(
     fits = True
     device = rank_info.device
     devices = [] if device.type == "cpu" else [device.index]
-    # Start autograd's threads, so that their stacks do not count.
+    # Start autograd's threads before the limit applies, so that their stacks do not count toward it.
     torch.zeros(1, requires_grad=True).backward()
     with torch.random.fork_rng(devices=devices), memory_limit, start_fake_ranks(rank_info) as at_stop:
         try:
@@ -105,10 +108,14 @@ def run_memory_trial(
 
 @contextmanager
 def start_fake_ranks(rank_info: RankInfo) -> Iterator[ExitStack]:
-    """Start a fake process group of ``rank_info.world_size`` ranks for the duration of the context.
+    """Start a fake process group of ``rank_info.world_size`` ranks until the context ends.
+
+    This process acts as rank ``rank_info.rank``, and the other ranks do not exist. Collectives of
+    the group transfer nothing and never block. For a single rank, no group is started. At the end
+    of the context, the process group is destroyed, even if it was initialized within the context.
 
     Yields:
-        Exit stack that is closed before the fake group is destroyed.
+        Exit stack that is closed before the process group is destroyed.
     """
     if rank_info.world_size > 1:
         torch_internals.start_fake_process_group(rank_info.rank, rank_info.world_size)
@@ -122,9 +129,11 @@ def start_fake_ranks(rank_info: RankInfo) -> Iterator[ExitStack]:
 
 @contextmanager
 def limit_host_memory() -> Iterator[None]:
-    """Lower the memory limits of this process by 64 MiB, to reserve memory for non-tensor allocations.
+    """Lower the memory limits of this process by 64 MiB until the context ends.
 
-    The limits are restored when the context ends. Infinite limits are left unchanged.
+    A memory trial in this context fails if it comes within 64 MiB of the original limits. After the
+    context, these 64 MiB are a reserve for allocations outside of torch's allocator, such as thread
+    stacks and I/O buffers. Infinite limits are left unchanged.
     """
     limits = {kind: resource.getrlimit(kind) for kind in _HOST_LIMITS}
     for kind, (soft, hard) in limits.items():

@@ -1,7 +1,8 @@
-"""Device operations of a rank on torch.distributed.
+"""Device operations of a rank, for backends that use torch.distributed.
 
-This module does not import torch at module level, because backend records derive from
-:class:`TorchDevice` (see :mod:`portable.engines.package`).
+This module does not import torch at module level, because commands that do not need torch also
+import it: the package descriptions of backends are subclasses of :class:`TorchDevice`. See
+:mod:`portable.engines.package`.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ if TYPE_CHECKING:
 
 
 class TorchDevice:
-    """Device operations of a rank on torch.distributed, implemented with ``torch.accelerator``.
+    """Device operations of a rank that uses torch.distributed.
 
-    Each rank has one device. Subclasses override the operations that depend on the device type.
+    Each rank has one device. :meth:`make_current` and :meth:`measure_memory` are implemented with
+    ``torch.accelerator``. Subclasses implement :meth:`open_device`, and override the other
+    operations if the device type requires it.
     """
 
     name: str
@@ -38,7 +41,10 @@ class TorchDevice:
         raise NotImplementedError
 
     def make_current(self, device: torch.device) -> None:
-        """Make ``device`` the current device, before the process group starts."""
+        """Make ``device`` the current device of this process.
+
+        The backend calls this method before it initializes the process group.
+        """
         import torch
 
         torch.accelerator.set_device_index(device.index)
@@ -63,21 +69,23 @@ class TorchDevice:
     def build_memory_limit(
         self, device: torch.device, world_size: int
     ) -> AbstractContextManager[None] | None:
-        """Return a context that makes allocations fail if they exceed a rank's share of the memory.
+        """Return a context in which allocations fail if they exceed a rank's share of memory.
 
         Args:
             device: Device of the rank.
             world_size: Number of ranks of the run.
 
         Returns:
-            The context. None if the device does not support limits.
+            The context. None if the device does not support limits, as in the base class. Memory
+            trials are then skipped.
         """
         return None
 
     def get_shape_multiple(self, device: torch.device, precision: str) -> int | None:
-        """Return None, because the device has no preferred multiple.
+        """Return None, which means that all matrix sizes are treated as equally fast.
 
-        See :meth:`portable.backend.Backend.get_shape_multiple`.
+        Subclasses override this method for devices that prefer certain sizes. See
+        :meth:`portable.backend.Backend.get_shape_multiple`.
         """
         return None
 

@@ -1,8 +1,9 @@
 """Transforms that a run applies to its transformers model before an engine shards it.
 
-:data:`TRANSFORMS` lists all transforms, and :func:`apply_transforms` applies them in this order. Each
-transform changes a model in place. None of them changes names, shapes or values of parameters. Freezing
-parameters, quantizing them, and adding an adapter are not transforms. They are part of building the model
+:data:`TRANSFORMS` lists all transforms in the order in which :func:`apply_transforms` applies them.
+Each transform modifies the model in place, but leaves the names, shapes and values of its
+parameters unchanged. Freezing parameters, quantizing them, and adding an adapter are not
+transforms. They are part of building the model
 (:func:`portable.adapters.adapter.build_training_model`), because the planner needs their result.
 """
 
@@ -43,8 +44,9 @@ class TransformInputs:
 
     Attributes:
         config: Config of the run.
-        at_stop: Exit stack for cleanup, which the backend closes before it destroys the process group.
-        recompute_inputs_on_host: Whether activation checkpointing stores the inputs of layers in host memory.
+        at_stop: Exit stack for cleanup. The backend closes it before it destroys the process group.
+        recompute_inputs_on_host: Whether activation checkpointing stores the inputs of layers in
+            host memory. Ignored if ``memory.offload_activations`` is set.
     """
 
     config: RunConfig
@@ -58,8 +60,8 @@ class Transform:
 
     Attributes:
         name: Name that ``--dry-run`` prints.
-        is_needed: Function that returns whether a run needs the transform, given the model and the
-            config.
+        is_needed: Function that returns whether a run needs the transform. Its arguments are the model
+            and the config.
         apply: Function that changes the model in place. Its result is ignored.
     """
 
@@ -73,7 +75,7 @@ def _is_on_xla(config: RunConfig) -> bool:
 
 
 def _needs_context_parallelism(_: PreTrainedModel, config: RunConfig) -> bool:
-    # On XLA, annotations make the compiler exchange tokens for heads.
+    # On XLA, the compiler exchanges tokens for heads, because of annotations.
     return config.context_parallel_size > 1 and not _is_on_xla(config)
 
 
@@ -84,13 +86,15 @@ def _apply_context_parallelism(model: PreTrainedModel, context: TransformInputs)
 
 
 def _needs_chunked_loss(_: PreTrainedModel, config: RunConfig) -> bool:
-    # DeepSpeed would gather the head again for each use of its weight, and XLA holds the logits only once.
+    # DeepSpeed would gather the head again each time its weight is used, and XLA stores the logits only once
+    # anyway.
     gathers = config.strategy.startswith("zero")
     return config.memory.loss_chunk_tokens != 0 and not gathers and not _is_on_xla(config)
 
 
 def _needs_zero_expert_gradients(model: PreTrainedModel, config: RunConfig) -> bool:
-    # ZeRO-3 gathers the experts of a layer as one unit, and XLA computes every expert for every token.
+    # Not needed for ZeRO-3, which gathers the experts of a layer as one unit, or for XLA, which computes
+    # every expert for every token.
     return (
         config.strategy != "zero3"
         and not _is_on_xla(config)
@@ -123,7 +127,8 @@ def _needs_no_dropout(_: PreTrainedModel, config: RunConfig) -> bool:
 
 
 def _needs_document_attention(_: PreTrainedModel, config: RunConfig) -> bool:
-    # Context-parallel ranks receive the positions of their part of a sequence as an additional column.
+    # With context parallelism, a rank receives the positions of its part of a sequence as an additional
+    # column.
     return config.data.packing == "documents" or config.context_parallel_size > 1
 
 
@@ -138,7 +143,7 @@ def _apply_fp8(model: PreTrainedModel, context: TransformInputs) -> None:
 
 
 TRANSFORMS: tuple[Transform, ...] = (
-    # first, because it replaces modules
+    # Must be first, because it replaces modules.
     Transform("fp8 layers", lambda _, config: config.fp8 != "none", _apply_fp8),
     Transform("shared sequences", _needs_context_parallelism, _apply_context_parallelism),
     Transform(
@@ -162,14 +167,14 @@ TRANSFORMS: tuple[Transform, ...] = (
         lambda _, config: config.memory.offload_activations,
         lambda model, context: offload_activations(model, context.config.memory.activation_checkpointing),
     ),
-    Transform(  # after the chunked loss, because its functions are compiled as well
+    Transform(  # must follow the chunked loss, whose functions are also compiled
         "compiled layers",
         lambda _, config: config.compile,
         lambda model, context: compile_layers(model, context.config),
     ),
     Transform("noise", lambda _, config: config.train.neftune_noise_alpha > 0, _apply_noise),
     Transform("no dropout", _needs_no_dropout, lambda model, _: remove_dropout(model)),
-    # The next transforms replace model.forward, so the last one is called first.
+    # The next transforms each wrap model.forward, so the last one is called first.
     Transform(
         "blank images",
         lambda _, config: bool(config.data.images),
@@ -208,8 +213,8 @@ def describe_transforms(model: PreTrainedModel, config: RunConfig) -> list[str]:
         config: Config of the run.
 
     Returns:
-        Names of the changes in the order of application: first the changes made while the model is
-        built, then the transforms.
+        Names of the changes in the order of application: first ``frozen parameters`` and
+        ``adapter``, if they apply, then the transforms. Quantization is not listed.
     """
     built = {
         "frozen parameters": any(not parameter.requires_grad for parameter in model.parameters()),
@@ -222,13 +227,15 @@ def describe_transforms(model: PreTrainedModel, config: RunConfig) -> list[str]:
 def apply_transforms(
     model: nn.Module, config: RunConfig, at_stop: ExitStack, *, recompute_inputs_on_host: bool = False
 ) -> None:
-    """Apply the transforms of a run to its model.
+    """Apply the transforms that a run needs, such as activation checkpointing, to its model.
 
     Args:
-        model: The transformers model, on any device, not wrapped or sharded. It is changed in place.
+        model: The transformers model, on any device, not wrapped or sharded. It is changed in
+            place.
         config: Config of the run.
-        at_stop: Exit stack that the backend closes before it destroys the process group.
-        recompute_inputs_on_host: Whether activation checkpointing stores the inputs of layers in host memory.
+        at_stop: Exit stack for cleanup. The backend closes it before it destroys the process group.
+        recompute_inputs_on_host: Whether activation checkpointing stores the inputs of layers in
+            host memory. Ignored if ``memory.offload_activations`` is set.
     """
     context = TransformInputs(config, at_stop, recompute_inputs_on_host)
     for transform in list_needed_transforms(model, config):

@@ -30,9 +30,12 @@ The values are the defaults of torch and transformers.
 class AdafactorRule:
     """Formulas of Adafactor, as implemented by torch or transformers.
 
+    :data:`ADAFACTOR_RULES` contains the rule for each value of ``train.adafactor_rule``. The
+    methods accept both tensors on torch devices and lazy tensors of XLA.
+
     Attributes:
-        scales_learning_rate: Whether the learning rate is relative to the RMS of the parameter, and is
-            at most ``steps ** -0.5``.
+        scales_learning_rate: Whether the learning rate is limited to ``steps ** -0.5`` and then
+            multiplied by the RMS of the parameter.
         gradient_epsilon: Constant that is added to each squared gradient.
         min_row_mean: Lower bound on the mean of the row moments, which is used as a divisor.
         min_variance: Lower bound on the second moments, to avoid a division by 0.
@@ -44,7 +47,10 @@ class AdafactorRule:
     min_variance: float
 
     def compute_new_gradient_share(self, steps: Tensor) -> Tensor:
-        """Return the weight of the newest squared gradient in the moving average of the second moments.
+        """Return the weight of the newest squared gradient in the second moments.
+
+        The weight is ``steps ** BETA2_DECAY``. It is 1 in the first step, so the first squared
+        gradient replaces the initial zeros.
 
         Args:
             steps: Number of steps of the parameter, starting at 1.
@@ -52,11 +58,14 @@ class AdafactorRule:
         return steps**BETA2_DECAY
 
     def square_gradient(self, gradient: Tensor) -> Tensor:
-        """Return the squared gradient plus ``gradient_epsilon``, the input of the second moments."""
+        """Return the squared gradient plus ``gradient_epsilon``.
+
+        The averages of the second moments are computed from this value.
+        """
         return gradient.square().add_(self.gradient_epsilon)
 
     def limit_learning_rate(self, rate: Tensor, steps: Tensor) -> Tensor:
-        """Return the learning rate, limited to ``steps ** -0.5`` if the rule scales the learning rate.
+        """Return the learning rate, limited to ``steps ** -0.5`` if ``scales_learning_rate`` is True.
 
         Args:
             rate: Learning rate of the schedule.
@@ -65,11 +74,12 @@ class AdafactorRule:
         return torch.minimum(rate, steps**-0.5) if self.scales_learning_rate else rate
 
     def scale_learning_rate(self, rate: Tensor, parameter_rms: Tensor) -> Tensor:
-        """Return the learning rate, multiplied by the RMS of the parameter if the rule scales it.
+        """Return the learning rate, multiplied by the RMS if ``scales_learning_rate`` is True.
 
         Args:
             rate: Learning rate.
-            parameter_rms: RMS of the parameter. At least ``MIN_PARAMETER_RMS`` is used.
+            parameter_rms: RMS of the parameter. Values below ``MIN_PARAMETER_RMS`` are raised to
+                this minimum.
         """
         return rate * parameter_rms.clamp(min=MIN_PARAMETER_RMS) if self.scales_learning_rate else rate
 
@@ -125,7 +135,7 @@ ADAFACTOR_RULES = {
     "torch": AdafactorRule(
         scales_learning_rate=True, gradient_epsilon=0.0, min_row_mean=_EPS, min_variance=_EPS**2
     ),
-    # With scale_parameter and relative_step false, as in the Trainer.
+    # This rule corresponds to scale_parameter and relative_step being false, as in transformers' Trainer.
     "transformers": AdafactorRule(
         scales_learning_rate=False, gradient_epsilon=1e-30, min_row_mean=1e-30, min_variance=1e-30
     ),
@@ -137,7 +147,8 @@ class _ParameterStatistics(NamedTuple):
 
     Attributes:
         rms: Root mean square of the parameter.
-        row_mean: Mean of ``row_var`` if the parameter has two dimensions, otherwise None.
+        row_mean: Mean of the optimizer state ``row_var``, which contains the second moment of each
+            row. None if the parameter does not have two dimensions.
     """
 
     rms: Tensor
@@ -145,20 +156,22 @@ class _ParameterStatistics(NamedTuple):
 
 
 class Adafactor(torch.optim.Optimizer):
-    """Adafactor with the state of ``torch.optim.Adafactor``, and the update rule of torch or transformers.
+    """Adafactor with a choice of update rules: the rule of torch or the rule of transformers.
 
-    The state of a parameter consists of ``step`` and the second moments, in fp32. A parameter with two
-    or more dimensions has the moments ``row_var`` (``[..., rows, 1]``) and ``col_var`` (``[..., 1,
-    columns]``). Other parameters have ``variance``, with the shape of the parameter.
+    The state has the layout of ``torch.optim.Adafactor``. The state of a parameter consists of
+    ``step`` and the second moments, in fp32. A parameter with two or more dimensions has the
+    moments ``row_var`` (``[..., rows, 1]``) and ``col_var`` (``[..., 1, columns]``). Other
+    parameters have ``variance``, with the shape of the parameter.
 
-    Column sums and RMS values are computed over all shards of a parameter. Each step therefore does two
-    all-reduces for the complete model, with a few numbers per column, and no host sync. A step
-    overwrites the gradients.
+    Column sums and RMS values are computed over all shards of a parameter. For this purpose, each
+    step does two all-reduces for the entire model. They transfer only a few numbers per matrix
+    column, and need no host sync. A step overwrites the gradients.
 
     Args:
-        groups: Parameter groups, as for ``torch.optim.Optimizer``.
+        groups: Parameter groups, as for ``torch.optim.Optimizer``. Either no parameter is sharded,
+            or all parameters are sharded along dimension 0, over the same ranks.
         lr: Learning rate of groups that do not set one.
-        rule: Formulas of the update.
+        rule: Formulas of the update, from ``ADAFACTOR_RULES``.
     """
 
     found_inf: Tensor | None = None
@@ -178,7 +191,8 @@ class Adafactor(torch.optim.Optimizer):
         """
         state = {"step": torch.zeros((), device=parameter.device)}
         for name, shape in get_moment_shapes(parameter.shape).items():
-            # A scalar cannot be sharded. The column moments of a matrix are sums over its sharded dimension.
+            # A scalar cannot be sharded. The column moments of a matrix are sums over its sharded dimension,
+            # so they are replicated.
             sharded = parameter.dim() > 0 and not (name == "col_var" and parameter.dim() == 2)
             state[name] = (
                 create_sharded_zeros(parameter, shape)
@@ -189,7 +203,7 @@ class Adafactor(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update all parameters that have a gradient in place. All ranks have to call this method.
+        """Update, in place, all parameters that have a gradient. All ranks have to call this method.
 
         Gradients are overwritten. If ``found_inf`` is 1, parameters and state do not change. A parameter's
         state is created at its first step.

@@ -22,16 +22,16 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 
-@cache  # otherwise, a copy from the host in every step would be a host sync
+@cache  # cached, because a copy from the host in every step would be a host sync
 def build_quantization_levels(signed: bool, device: torch.device) -> Tensor:
     """Return the 256 levels to which scaled moments are rounded.
 
-    The levels cover [-1, 1] if ``signed``, otherwise [0, 1]. Their magnitudes span seven decades, and
-    the number of levels doubles from each decade to the next. Zero and one are included. The result
-    is cached.
+    The levels range from 0 to 1 or, if ``signed``, from about -0.993 to 1. Their magnitudes
+    span seven decades, and the number of levels doubles from each decade to the next. Zero and
+    one are included, but -1 is not. The result is cached, so it must not be modified.
 
     Args:
-        signed: Whether half of the levels are negative.
+        signed: Whether 127 of the levels are negative.
         device: Device of the result.
 
     Returns:
@@ -50,7 +50,8 @@ class BlockQuantized(NamedTuple):
     """Values quantized to 8 bits with one scale per block.
 
     Attributes:
-        codes: Indices into :func:`build_quantization_levels`, uint8, with the shape of the values.
+        codes: Index of each value's level in the result of :func:`build_quantization_levels`. A
+            uint8 tensor with the shape of the values.
         scales: Largest magnitude in each block, fp32 ``[rows, blocks]``.
     """
 
@@ -61,13 +62,14 @@ class BlockQuantized(NamedTuple):
 def quantize_in_blocks(values: Tensor, block_size: int, *, signed: bool) -> BlockQuantized:
     """Quantize values to 8 bits with one scale per block.
 
-    Unsigned values are never rounded to 0.
+    Unsigned values are never rounded to level 0. Zeros also get the smallest positive level.
 
     Args:
-        values: Values, fp32 ``[rows, ...]``.
-        block_size: Number of consecutive elements of a row that share a scale. The row size must be
-            divisible by it.
-        signed: Whether the values may be negative. True for first moments, False for second moments.
+        values: Values, fp32 ``[rows, ...]``. Must not be empty.
+        block_size: Number of consecutive elements of a row that share a scale. Must divide the
+            row size.
+        signed: Whether the values may be negative. True for first moments, False for second
+            moments.
 
     Returns:
         Codes with the shape of ``values``, and scales ``[rows, blocks]``.
@@ -104,9 +106,14 @@ def dequantize_blocks(codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
 class AdamW8bit(torch.optim.Optimizer):
     """AdamW with 8-bit moments and fp32 arithmetic.
 
-    The state of a parameter is ``exp_avg_codes`` and ``exp_avg_sq_codes`` (uint8, with its shape),
-    ``exp_avg_scales`` and ``exp_avg_sq_scales`` (fp32 ``[rows, blocks]``), and ``step``. Vectors, small
-    parameters and ``full_precision_parameters`` have AdamW's ``exp_avg`` and ``exp_avg_sq`` instead.
+    The state of a parameter consists of ``step`` and two quantized moments. The codes of the
+    moments are ``exp_avg_codes`` and ``exp_avg_sq_codes``, uint8 tensors with the shape of the
+    parameter. Their scales are ``exp_avg_scales`` and ``exp_avg_sq_scales``, fp32
+    ``[rows, blocks]``.
+
+    The moments of some parameters are not quantized. As in AdamW, these moments are ``exp_avg`` and
+    ``exp_avg_sq``. This applies to ``full_precision_parameters``, and to vectors, small parameters
+    and other parameters for which :func:`portable.optim.block_size.choose_block_size` returns None.
 
     Args:
         groups: Parameter groups, as for ``torch.optim.AdamW``.
@@ -162,10 +169,13 @@ class AdamW8bit(torch.optim.Optimizer):
                     self._update_parameter(parameter, group)
 
     def _update_parameter(self, parameter: Tensor, group: dict[str, Any]) -> None:
-        """Update the local shard of a parameter and its state in place, unless ``found_inf`` is 1.
+        """Update the local shard of a parameter and its state in place.
+
+        If ``found_inf`` is 1, because the step must be skipped, the parameter and its state do not
+        change. The gradient is then set to 0.
 
         Args:
-            parameter: Parameter, a DTensor if it is sharded. Its gradient is set to 0 if ``found_inf`` is 1.
+            parameter: Parameter, a DTensor if it is sharded. It must have a gradient.
             group: Parameter group.
         """
         assert parameter.grad is not None
@@ -190,10 +200,13 @@ class AdamW8bit(torch.optim.Optimizer):
 
         Args:
             parameter: Values, fp32.
-            gradient: Gradient, fp32.
-            state: State. Moments have the rows of ``parameter``, and ``step`` counts this update.
+            gradient: Gradient, fp32. All zeros if ``applied`` is 0.
+            state: State of these values. Its moments have the same rows as ``parameter``, and its
+                ``step`` already counts this update.
             group: Parameter group.
-            applied: 1, or 0 to change nothing.
+            applied: 1 to apply the update, or 0 to change nothing. Must be ``1 - found_inf`` if the
+                attribute ``found_inf`` is set, because this attribute determines whether 8-bit
+                moments are stored.
         """
         beta1, beta2 = group["betas"]
         step = state["step"].clamp(min=1)
@@ -208,9 +221,11 @@ class AdamW8bit(torch.optim.Optimizer):
         self._store_quantized_moment(state, "exp_avg_sq", second_moment)
 
     def _store_quantized_moment(self, state: dict[str, Tensor], name: str, value: Tensor) -> None:
-        """Quantize an updated moment and store its codes and scales in the state, unless ``found_inf`` is 1.
+        """Quantize an updated moment, and store its codes and scales in the state.
 
-        Does nothing for an fp32 moment, because it was already updated in place.
+        The state does not change if ``found_inf`` is 1. This attribute of the optimizer is 1 if the
+        step must be skipped. Does nothing for an fp32 moment, because it was already updated in
+        place.
 
         Args:
             state: Local shards of the state of a parameter.

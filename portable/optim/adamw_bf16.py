@@ -22,24 +22,31 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 MAX_CHUNK_ELEMENTS = 2**24
-"""Largest number of elements that are updated at once, unless a row has more. It limits the fp32 copies."""
+"""Maximum number of elements that are updated at once, unless a row has more. This limits the memory of the
+fp32 copies.
+"""
 
 
 class AdamWBf16(AdamW8bit):
-    """AdamW whose parameters and gradients are bf16, and whose moments are bf16 or have 8 bits.
+    """AdamW with bf16 parameters and gradients, and with bf16 or 8-bit moments.
 
-    Parameters and moments are converted to fp32, updated, and rounded stochastically, a few rows at a time.
-    The names of the state are those of :class:`AdamW8bit`. Entries that are fp32 there are bf16.
+    A step processes a few rows of a parameter at a time. It converts the parameter and the moments
+    to fp32, and updates them. Values that are stored in bf16 are then rounded stochastically, and
+    8-bit moments are quantized again. The state has the same entries as in :class:`AdamW8bit`,
+    except that moments that are not quantized have the dtype bf16.
 
     Args:
         groups: Parameter groups, as for ``torch.optim.AdamW``.
         lr: Learning rate.
         betas: Decay rates of the moments.
-        eps: Term that is added to the denominator of an update.
-        names: Name of each parameter.
-        seed: Seed of the random bits.
-        unquantized_parameters: Parameters with bf16 moments. The others have 8-bit moments, unless they are
-            small.
+        eps: Term added to the denominator of an update.
+        names: Name of each parameter in ``groups``.
+        seed: Seed of the random bits. The bits of an element depend only on the seed, the name of
+            the parameter, the step and the index of the element. The rounding is therefore the
+            same with any sharding and after a resume.
+        unquantized_parameters: Parameters with bf16 moments. Parameters for which
+            :func:`portable.optim.block_size.choose_block_size` returns None, such as vectors and
+            small parameters, also have bf16 moments. All other parameters have 8-bit moments.
     """
 
     def __init__(
@@ -64,7 +71,8 @@ class AdamWBf16(AdamW8bit):
         """Update the local shard of a parameter and its state, unless ``found_inf`` is 1.
 
         Args:
-            parameter: Parameter, a DTensor if it is sharded. Its gradient is set to 0 if ``found_inf`` is 1.
+            parameter: Parameter, a DTensor if it is sharded. It must have a gradient. A bf16
+                gradient is not modified.
             group: Parameter group.
         """
         assert parameter.grad is not None
@@ -93,7 +101,8 @@ class AdamWBf16(AdamW8bit):
             random_bits = draw_random_bits(first_indices[rows, None] + offsets, step_key)
             for key, value in {"parameter": new_parameter, **updated}.items():
                 if stored[key].dtype == torch.bfloat16:
-                    # Parameters and moments use different halves of the bits.
+                    # Use different halves of the bits for parameters and moments, so that their rounding
+                    # errors are independent.
                     bits = random_bits if key == "parameter" else random_bits >> 16
-                    # A value that does not change is a bf16 value, so it is not rounded.
+                    # Rounding keeps an unchanged value, because it is already a bf16 value.
                     stored[key].copy_(round_stochastically(value, bits.view(value.shape)))

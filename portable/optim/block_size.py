@@ -9,20 +9,22 @@ import math
 
 MAX_BLOCK_ELEMENTS, MIN_BLOCK_ELEMENTS = 256, 32
 MIN_QUANTIZED_ELEMENTS = 4096
-"""Number of elements of the smallest parameter with 8-bit moments. Smaller parameters have 32-bit moments, as
-in bitsandbytes and torchao.
-"""
+"""Minimum number of elements of a parameter with 8-bit moments. Smaller parameters have 32-bit
+moments, as in bitsandbytes and torchao."""
 
 
 def choose_block_size(shape: tuple[int, ...]) -> int | None:
-    """Choose the number of elements per block: the largest divisor of the row size up to 256.
+    """Choose the number of elements per quantization block.
+
+    The result is the largest divisor of the row size that is at most 256.
 
     Args:
         shape: Shape of the parameter. A row consists of the elements with the same first index.
 
     Returns:
-        The number of elements. None if the parameter keeps 32-bit moments, because it is a vector or
-        small, or because its row size has no divisor between 32 and 256.
+        The number of elements. None if the moments must not be quantized, because the parameter
+        has fewer than two dimensions or fewer than 4096 elements, or because its row size has no
+        divisor between 32 and 256.
     """
     if len(shape) < 2 or math.prod(shape) < MIN_QUANTIZED_ELEMENTS:
         return None

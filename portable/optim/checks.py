@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 
 
 def check_schedule(config: RunConfig) -> Iterator[SettingProblem]:
-    """Yield a problem for each setting that is incompatible with the schedule ``train.schedule``.
+    """Yield a problem for each setting that is incompatible with ``train.schedule``.
+
+    The schedules ``OneCycle`` and ``LRRangeTest`` need a ZeRO strategy. ``train.warmup_ratio`` and
+    ``train.warmup_steps`` must be null or 0 if the schedule has no warmup.
 
     Args:
         config: The config of the run.
@@ -35,7 +38,7 @@ def check_schedule(config: RunConfig) -> Iterator[SettingProblem]:
         yield SettingProblem(
             ("train.schedule",),
             f"train.schedule: {schedule} needs DeepSpeed; set strategy to zero1, zero2 or zero3, or "
-            "train.schedule to cosine or a custom function",
+            "set train.schedule to cosine or a custom function",
         )
     for key in ("train.warmup_ratio", "train.warmup_steps"):
         if config.get(key) and not has_warmup(schedule):
@@ -49,6 +52,16 @@ def check_schedule(config: RunConfig) -> Iterator[SettingProblem]:
 def check_schedule_params(config: RunConfig) -> Iterator[SettingProblem]:
     """Yield the problems with the warmup settings and ``train.schedule_params``.
 
+    There is a problem in these cases:
+
+    * ``train.warmup_ratio`` is set, but ``train.warmup_steps`` is nonzero and differs from the
+      number of steps for this ratio.
+    * ``train.warmup_steps`` exceeds ``train.steps``. This is allowed for the schedule ``WarmupLR``.
+    * ``train.schedule_params`` contains an unknown key or an invalid value, or lacks a required
+      key.
+    * The schedule changes ``train.betas``, but ``train.optimizer`` is neither ``adamw`` nor
+      ``muon``.
+
     Args:
         config: The config of the run.
 
@@ -61,19 +74,21 @@ def check_schedule_params(config: RunConfig) -> Iterator[SettingProblem]:
         yield SettingProblem(
             ("train.warmup_ratio", "train.warmup_steps"),
             f"train.warmup_ratio {train.warmup_ratio:g} and train.warmup_steps {train.warmup_steps} both "
-            "give the length of the warmup; set one of the two",
+            "set the length of the warmup; remove one of the two settings",
         )
     if train.steps is not None and (reason := explain_long_warmup(train, train.steps)) is not None:
         yield SettingProblem(("train.warmup_steps", "train.steps"), reason)
     params = list_schedule_params(train.schedule)
     for name in train.schedule_params:
         if name not in params:
-            hint = (
-                format_name_suggestion(name, params)
-                or f"; {train.schedule} takes {', '.join(params) or 'none'}"
-            )
             key = f"train.schedule_params.{name}"
-            yield SettingProblem((key,), f"unknown key {key}{hint}")
+            if not params:
+                reason = f"{key}: has no effect, because {train.schedule} has no parameters; remove {key}"
+            elif hint := format_name_suggestion(name, params):
+                reason = f"unknown key {key}{hint}"
+            else:
+                reason = f"unknown key {key}; use one of {', '.join(params)}"
+            yield SettingProblem((key,), reason)
     try:
         schedule = build_schedule(train, train.steps or 1)
     except ScheduleParamsError as error:

@@ -40,32 +40,46 @@ KEY = "train.optimizer"
 
 
 class MakesOptimizer(Protocol):
-    """Interface of ``train.optimizer``: an optimizer class, such as ``torch.optim.NAdam``, or a function.
+    """Interface of ``train.optimizer``: a class, such as ``torch.optim.NAdam``, or a function.
 
-    The optimizer's ``step()`` updates every parameter with a gradient in place. The trainer sets the
-    learning rate ``group["lr"]`` before each step. The optimizer stores the state of a parameter in
-    ``self.state[parameter]``, a dict of numbers and tensors of any shape. State that is common to a
-    group is stored as a number in the group. Checkpoints contain both, but no attributes of the
-    optimizer.
+    The class or function is called with parameter groups, and returns a ``torch.optim.Optimizer``.
+    The optimizer's ``step()`` updates, in place, every parameter that has a gradient. The trainer
+    sets the learning rate ``group["lr"]`` before each step. The optimizer stores the state of a
+    parameter in ``self.state[parameter]``, a dict of numbers and tensors of any shape. State that
+    is common to a group is stored as a number in the group. Checkpoints contain the state of
+    parameters and groups, but no other attributes of the optimizer.
 
-    Under FSDP2, parameters, gradients and ``torch.zeros_like(parameter)`` are DTensors, and operations
-    between them act on complete tensors. On XLA, the step is traced, and learning rates and step counts
-    are tensors on the device.
+    The trainer needs the state before the first step. It therefore takes a trial step with a zero
+    gradient, records the first value of each state entry, and undoes the step. An entry that the
+    optimizer creates only in a later step can be restored from a checkpoint if it is a number, a
+    scalar tensor or a tensor with the shape of the parameter. On XLA, a state tensor on the device
+    that is created in a later step causes an error.
 
-    If the class has an attribute ``found_inf``, like torch's fused optimizers, the trainer sets it to
-    an fp32 scalar on the device. A step must not change anything if the scalar is 1. For other classes,
-    the host reads the scalar before each step, which is a host-device sync, and skips the step if it is
-    1.
+    Under FSDP2, parameters, gradients and ``torch.zeros_like(parameter)`` are DTensors, and
+    operations between them act on complete tensors. On XLA, the step is traced, and learning rates
+    and step counts are tensors on the device.
+
+    The trainer skips updates that are not finite. With ZeRO and on XLA, the optimizer is not
+    involved in this. Otherwise, the trainer computes an fp32 scalar on the device for each step: 1
+    to skip the update, or 0. If the class of the optimizer has an attribute ``found_inf``, or if
+    the optimizer is a fused optimizer of torch, the trainer sets the attribute ``found_inf`` of the
+    optimizer to the scalar. The optimizer's ``step()`` must then not change anything if the scalar
+    is 1. For other optimizers, the trainer reads the scalar on the host before each step, which is
+    a host-device sync, and does not call ``step()`` if the scalar is 1.
     """
 
     def __call__(self, groups: list[dict[str, Any]], *, lr: float, **arguments: Any) -> torch.optim.Optimizer:
         """Create the optimizer.
 
         Args:
-            groups: Parameter groups with ``params`` and ``param_names``. A group also has ``lr`` if it
-                differs from the argument ``lr``, and ``weight_decay`` if this callable accepts it.
-            lr: ``train.learning_rate``. Omitted if this callable does not accept it.
-            arguments: Arguments in the setting.
+            groups: Parameter groups with ``params`` and ``param_names``. A group also has ``lr`` if
+                its learning rate differs from the argument ``lr``. If this callable accepts
+                ``weight_decay``, every group also has ``weight_decay``.
+            lr: Learning rate, ``train.learning_rate``. The caller omits this argument if this
+                callable does not accept it.
+            arguments: Arguments given in ``train.optimizer``, such as ``gamma`` in
+                ``package.module:name(gamma=2.0)``. If this callable accepts them, the caller also
+                passes ``weight_decay`` (``train.weight_decay``) and, on XLA, ``capturable=True``.
 
         Returns:
             The optimizer.
@@ -73,13 +87,26 @@ class MakesOptimizer(Protocol):
 
 
 class CustomOptimizer:
-    """Implementation of :class:`portable.optim.optimizers.EngineOptimizer` with a custom optimizer.
+    """Wrapper that lets engines use the custom optimizer in ``train.optimizer``.
+
+    It implements the interface :class:`portable.optim.optimizers.EngineOptimizer`. If the
+    parameters are sharded, the constructor compares updates of shards and of complete tensors in a
+    trial. All ranks then have to create the wrapper.
 
     Args:
-        settings: The ``train`` section.
+        settings: The ``train`` section. With :class:`_OptimizerSettings`, which trials use, shards
+            and complete tensors are not compared.
         parameters: Parameters, keyed by name.
         groups: Parameter groups. See :func:`portable.optim.optimizers.build_parameter_groups`.
+            Modified in place: ``param_names`` is added, and ``weight_decay`` is removed if the
+            optimizer does not accept this argument.
         extra_arguments: Arguments to pass to the optimizer if it accepts them.
+
+    Attributes:
+        key: Setting and its value, used in error messages.
+        inner: The custom optimizer.
+        param_groups: Parameter groups of ``inner``.
+        state: State of ``inner``, keyed by parameter.
 
     Raises:
         UserError: If the optimizer cannot be created, or if it updates shards and complete tensors
@@ -111,8 +138,8 @@ class CustomOptimizer:
             )
         require(
             isinstance(self.inner, torch.optim.Optimizer),
-            f"{self.key}: is a {type(self.inner).__name__}; use a torch.optim.Optimizer, or a function "
-            "that returns one",
+            f"{self.key}: creates a {type(self.inner).__name__}, not a torch.optim.Optimizer; use a subclass "
+            "of torch.optim.Optimizer, or a function that returns an optimizer",
         )
         supports = torch_internals.skips_non_finite_steps(self.inner)
         self.param_groups: list[dict[str, Any]] = self.inner.param_groups
@@ -126,9 +153,10 @@ class CustomOptimizer:
             self._check_sharded_steps(_extract_settings(settings), sharded)
 
     def _check_sharded_steps(self, settings: _OptimizerSettings, parameter: DTensor) -> None:
-        """Raise UserError if trial steps on shards and on complete tensors give different results.
+        """Raise UserError if the optimizer updates shards and complete tensors differently.
 
-        All ranks have to call this method. The trial uses small tensors and copies its results to the host.
+        In a trial, the optimizer takes a few steps on small tensors, first as shards and then as
+        complete tensors. The results are copied to the host. All ranks have to call this method.
 
         Args:
             settings: Settings of the optimizer.
@@ -144,7 +172,7 @@ class CustomOptimizer:
         pairs = zip(on_shards, _run_trial_steps(settings, _build_trial_values()), strict=True)
         require(
             all(torch.allclose(result, expected, rtol=1e-4, atol=1e-6) for result, expected in pairs),
-            f"{self.key}: computes different results on shards (DTensors) than on complete tensors; use "
+            f"{self.key}: the results on shards (DTensors) differ from the results on complete tensors; use "
             "strategy no_shard",
         )
 
@@ -170,10 +198,19 @@ class CustomOptimizer:
                 self.inner.step()
 
     def build_initial_state(self, parameter: Tensor) -> dict[str, Any]:
-        """Return the state of ``parameter`` before the first step, without changing the parameter.
+        """Return the state of a parameter before the first step. The parameter is not changed.
+
+        This method takes a trial step. See :meth:`record_initial_state`. All ranks have to call it
+        if the parameter is sharded, because operations on DTensors may run collectives.
 
         Returns:
-            Tensors and numbers, keyed by name. Tensors are DTensors if the parameter is sharded.
+            Tensors and numbers, keyed by name. If the parameter is sharded, tensors that the
+            optimizer derives from it are DTensors. Other tensors, such as step counts, are plain
+            tensors.
+
+        Raises:
+            UserError: If the optimizer fails in the trial step, or if a checkpoint cannot contain
+                its state.
         """
         before = parameter.detach().clone()
         try:
@@ -184,16 +221,23 @@ class CustomOptimizer:
         return state
 
     def record_initial_state(self, parameter: Tensor) -> dict[str, Any]:
-        """Take a step with only ``parameter``, and return the first value of each state entry.
+        """Take a trial step with one parameter, and return the initial state of the parameter.
 
-        The gradient in this step is zero. The step may change the parameter, and the caller has to restore
-        it. This method restores the state, the gradients and the groups of the optimizer.
+        The initial value of a state entry is the value with which the optimizer creates it, before
+        the first update of the entry. For a moment, for example, it is usually 0. The gradient in
+        the trial step is zero, and weight decay is disabled. The step may change the parameter,
+        and the caller has to restore it. This method restores the state, the gradients, the groups
+        and the numeric attributes of the optimizer.
 
         Args:
             parameter: Parameter of the optimizer.
 
         Returns:
             Tensors and numbers, keyed by name.
+
+        Raises:
+            UserError: If the optimizer fails in the trial step, or if a checkpoint cannot contain
+                its state.
         """
         inner, old_state = self.inner, self.inner.state
         gradients = [(p, p.grad) for group in inner.param_groups for p in group["params"]]
@@ -206,12 +250,13 @@ class CustomOptimizer:
         try:
             for member, _ in gradients:
                 member.grad = None
-            # Otherwise, weight decay could make a gradient that the optimizer accumulates non-zero.
+            # Disable weight decay, because an optimizer may add it to the zero gradient before accumulating
+            # the gradient.
             for group in inner.param_groups:
                 group.update({"weight_decay": 0.0} if "weight_decay" in group else {})
             parameter.grad = torch.zeros_like(parameter)
             inner.state, inner.found_inf = states, None
-            if old_state.get(parameter):  # the constructor created it
+            if old_state.get(parameter):  # the constructor created the state
                 states[parameter] = {key: _copy_value(value) for key, value in old_state[parameter].items()}
             with plugins.convert_user_errors(self.key), self._reduction_mode:
                 inner.step()
@@ -254,31 +299,35 @@ class CustomOptimizer:
         return plain_state
 
     def collect_state(self) -> dict[str, dict[str, Any]]:
-        """Return the state of all parameters for a checkpoint, keyed by parameter name.
+        """Return the optimizer state for a checkpoint, keyed by parameter name.
 
-        All ranks have to call this method if parameters are sharded.
+        Parameters without state are omitted. All ranks have to call this method if parameters are
+        sharded.
 
         Raises:
-            UserError: If the state cannot be stored in a checkpoint, or if replicated state differs between
-                ranks.
+            UserError: If the state cannot be stored in a checkpoint, or if replicated state differs
+                between ranks.
         """
         for parameter in self.state:
             require(
                 isinstance(parameter, torch.Tensor) and parameter in self._names,
-                f"{self.key}: has state for {parameter!r}, which is not a parameter; store this value as "
-                "the state of a parameter",
+                f"{self.key}: the optimizer's state has the key {parameter!r}, which is not a parameter of "
+                "the model; store this value in the state of a parameter",
             )
         states = {p: self.to_plain_state(p, values) for p, values in self.state.items() if values}
         self._check_state_equal_across_ranks(states)
         return {self._names[p]: values for p, values in states.items()}
 
     def _check_state_equal_across_ranks(self, state: Mapping[Tensor, Mapping[str, Any]]) -> None:
-        """Raise UserError if the replicated state of sharded parameters differs between ranks.
+        """Raise UserError if the replicated state of a sharded parameter differs between ranks.
 
-        The ranks over which a parameter is sharded compare checksums of its state.
+        A state entry is replicated if it is not a DTensor, for example a step counter. Every rank
+        then has its own copy. The ranks over which the parameter is sharded compare checksums of
+        their copies.
 
         Args:
-            state: State of each parameter, keyed by entry name.
+            state: Optimizer state of each parameter. The inner mapping is keyed by the name of the
+                state entry, such as ``exp_avg``.
         """
         names, groups, numbers = [], set(), []
         for parameter, entries in state.items():
@@ -300,23 +349,27 @@ class CustomOptimizer:
                 )
 
     def reset_state(self, stored: OptimizerState | None) -> None:
-        """Reset the state, and restore the custom entries of the parameter groups from a checkpoint.
+        """Reset the state, and restore numbers in the parameter groups from a checkpoint.
 
-        All state is dropped, unless the optimizer's constructor creates it. Such state is kept, and the
-        caller fills it later.
+        An example of such a number is a step count. Settings of the run, such as the learning rate,
+        are not restored.
+
+        All state is dropped, unless the optimizer's constructor has created state. In that case,
+        all state is kept, and the caller later replaces it with the state in the checkpoint.
 
         Args:
-            stored: Optimizer state of a checkpoint. None if there is none.
+            stored: Optimizer state of a checkpoint. None to leave the groups unchanged.
         """
         if not self._constructs_state:
             self.state.clear()
         restore_custom_group_values(self.param_groups, stored)
 
     def allocate_state(self, parameter: Tensor, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Allocate the state of a parameter, into which the values of a checkpoint are then loaded.
+        """Allocate the tensors into which the state of a parameter is loaded from a checkpoint.
 
-        The result contains the initial state, and the checkpoint entries that the optimizer creates only
-        after its first step.
+        The result contains the initial state. An optimizer may also create entries only after its
+        first step. Such an entry exists in the checkpoint, but not in the initial state. It is
+        added with the value zero.
 
         Args:
             parameter: Parameter to which the state belongs.
@@ -326,33 +379,34 @@ class CustomOptimizer:
             Tensors and numbers, keyed by name.
 
         Raises:
-            UserError: If the sharding of an entry is unknown. This is the case if the optimizer creates it
-                after its first step, and its shape differs from the shape of the parameter.
+            UserError: If an added tensor is not a scalar and does not have the shape of the
+                parameter, because its sharding is then unknown. Also raised if the optimizer fails
+                in the trial step of :meth:`build_initial_state`.
         """
         state = self.build_initial_state(parameter)
         for name in values.keys() - state.keys():
             shape = getattr(values[name], "shape", ())
             require(
                 not shape or tuple(shape) == tuple(parameter.shape),
-                f"{self.key}: creates the state {name!r} of {self._names[parameter]}, of shape "
-                f"{list(shape)}, after its first step, so its sharding is unknown; create the state in the "
-                "first step",
+                f"{self.key}: creates the state {name!r} of {self._names[parameter]} (shape {list(shape)}) "
+                "only after the first step, so its sharding is unknown; create the state in the first step",
             )
             state[name] = torch.zeros_like(parameter) if shape else 0.0
         return state
 
 
-def _summarize_value(value: Tensor | Number) -> tuple[Any, ...]:
-    """Summarize a state entry as a tuple, to compare it between ranks.
+def _summarize_value(value: Tensor | Number) -> str:
+    """Summarize a state entry as a text, to compare it between ranks. Equal NaNs have equal texts.
 
     Returns:
         Shape, dtype and two checksums of a tensor. For a number, the number.
     """
     if not isinstance(value, torch.Tensor):
-        return (value,)
+        return repr(value)
     wide = value.detach().double().flatten()
     weights = torch.arange(1, wide.numel() + 1, dtype=wide.dtype, device=wide.device)
-    return tuple(value.shape), str(value.dtype), float(wide.sum()), float((wide * weights).sum())
+    checksums = float(wide.sum()), float((wide * weights).sum())
+    return f"{tuple(value.shape)} {value.dtype} {checksums}"
 
 
 def _copy_value(value: Any) -> Any:
@@ -391,7 +445,10 @@ class _FirstValueRecorder(dict[Any, Any]):
 
 
 class _RecordedStates(defaultdict[Any, Any]):
-    """Substitute for ``optimizer.state`` in a trial step. Its values are :class:`_FirstValueRecorder`."""
+    """Replacement for ``optimizer.state`` during a trial step. It keeps the first value of each entry.
+
+    The state of each parameter is a :class:`_FirstValueRecorder`, which stores these first values.
+    """
 
     def __init__(self) -> None:
         super().__init__(lambda: _FirstValueRecorder({}))
@@ -405,7 +462,8 @@ class _RecordedStates(defaultdict[Any, Any]):
 def _list_accepted_arguments(make: Any) -> frozenset[str]:
     """Return the names of the arguments that a callable accepts.
 
-    With ``**kwargs``, or if the signature cannot be read, ``lr`` and ``weight_decay`` count as accepted.
+    ``lr`` and ``weight_decay`` are added if the callable has ``**kwargs`` or if its signature
+    cannot be read, because it may accept them.
     """
     try:
         parameters = inspect.signature(make).parameters
@@ -431,9 +489,9 @@ class _OptimizerSettings(NamedTuple):
 class _PartialReductionMode(TorchFunctionMode):
     """Torch function mode that immediately completes reductions over a sharded dimension.
 
-    Without it, DTensor postpones these reductions, so that ``item()`` and in-place operations would use
-    the partial result of one rank. The mode also corrects means, because DTensor averages the means of
-    shards without weighting them by their sizes.
+    Without this mode, DTensor postpones such reductions, so that ``item()`` and in-place operations
+    would use the partial result of one rank. The mode also corrects means, because DTensor averages the
+    means of shards without weighting them by their sizes.
     """
 
     def __torch_function__(
@@ -461,12 +519,16 @@ def _extract_settings(train: TrainConfig) -> _OptimizerSettings:
 def check_custom_optimizer(config: RunConfig) -> None:
     """Check a custom ``train.optimizer`` with three trial steps on two small parameters.
 
+    The trial runs on the CPU.
+
     Args:
         config: The config of the run.
 
     Raises:
-        UserError: If the optimizer cannot be created, if it fails, or if it ignores a setting in the
-            ``train`` section.
+        UserError: If the optimizer cannot be created, if it fails, or if a checkpoint cannot
+            contain its state. Also raised if ``train.optimizer`` contains the argument ``lr`` or
+            ``weight_decay``, if ``train.betas`` or ``train.eps`` is set, or if a nonzero
+            ``train.weight_decay`` is set and the optimizer does not accept this argument.
     """
     train = config.train
     key, name = f"{KEY}: {train.optimizer}", plugins.parse_plugin_spec(train.optimizer).name
@@ -475,7 +537,8 @@ def check_custom_optimizer(config: RunConfig) -> None:
     for argument, setting in (("lr", "learning_rate"), ("weight_decay", "weight_decay")):
         require(
             argument not in getattr(make, "keywords", {}),
-            f"{key}: {argument} is set by train.{setting}; use train.{setting} instead",
+            f"{key}: the argument {argument} conflicts with train.{setting}; remove the argument, and set "
+            f"train.{setting}",
         )
     for setting in ("betas", "eps"):
         require(
@@ -485,13 +548,17 @@ def check_custom_optimizer(config: RunConfig) -> None:
         )
     require(
         "weight_decay" in accepted or not (config.is_set("train.weight_decay") and train.weight_decay),
-        f"train.weight_decay: {key} takes no weight_decay; set train.weight_decay to 0",
+        f"train.weight_decay: has no effect with {key}, which has no argument weight_decay; set "
+        "train.weight_decay to 0",
     )
     _run_trial_steps(_extract_settings(train), _build_trial_values())
 
 
 def _build_trial_values() -> list[Tensor]:
-    """Return random values for the two small trial parameters. They are equal on all ranks."""
+    """Return random values for two small parameters with which an optimizer is tried out.
+
+    The values are the same on all ranks. The shapes are ``[4, 6]`` and ``[5]``.
+    """
     draws = torch.Generator().manual_seed(1)
     return [torch.randn(shape, generator=draws) for shape in ((4, 6), (5,))]
 
@@ -509,11 +576,15 @@ def _run_trial_steps(
         settings: Settings of the optimizer.
         values: Initial values of the parameters.
         convert_value: Function that converts values and gradients, for example to shards.
-        from_initial_state: Whether to start from :meth:`CustomOptimizer.build_initial_state` instead of an
-            empty state.
+        from_initial_state: Whether to start from :meth:`CustomOptimizer.build_initial_state`
+            instead of an empty state.
 
     Returns:
         The values of the parameters after the steps.
+
+    Raises:
+        UserError: If the optimizer cannot be created, if it fails, or if a checkpoint cannot
+            contain its state.
     """
     parameters = {f"{name}": nn.Parameter(convert_value(value)) for name, value in enumerate(values)}
     group: dict[str, Any] = {"params": list(parameters.values()), "weight_decay": settings.weight_decay}
@@ -533,17 +604,26 @@ def _run_trial_steps(
 
 
 def is_elementwise(train: TrainConfig) -> bool:
-    """Return whether a custom optimizer updates each element independently, as determined by a trial."""
+    """Return whether a custom optimizer updates each element separately.
+
+    This function runs the optimizer on small tensors on the CPU. It returns True if the updates do
+    not depend on how the elements are divided into parameters. It returns False if the optimizer
+    rejects flattened parameters. The result is cached.
+
+    Raises:
+        UserError: If the optimizer cannot be created, or if it fails on parameters that are not
+            flattened.
+    """
     return _is_elementwise_in_trial(_extract_settings(train))
 
 
 @lru_cache(maxsize=4)
 def _is_elementwise_in_trial(settings: _OptimizerSettings) -> bool:
-    """Return whether an optimizer's updates are independent of the parameter shapes in a trial.
+    """Return whether a trial shows that an optimizer's updates do not depend on parameter shapes.
 
-    The trial updates two small parameters, and then the same elements, divided into two flat parameters
-    of different sizes. Returns False if the results differ, or if the optimizer rejects the flat
-    parameters.
+    The trial runs the optimizer twice on the same values: first as two small parameters, and then
+    as two flat parameters of other sizes. Returns False if the updated values differ, or if the
+    optimizer rejects the flat parameters.
     """
     values = _build_trial_values()
     expected = torch.cat([value.flatten() for value in _run_trial_steps(settings, values)])
@@ -556,13 +636,16 @@ def _is_elementwise_in_trial(settings: _OptimizerSettings) -> bool:
 
 
 def _build_for_parameter(settings: _OptimizerSettings, parameter: nn.Parameter) -> CustomOptimizer:
-    """Build a custom optimizer with a single parameter, for trials."""
+    """Build a custom optimizer for a single parameter, to find out which state it creates."""
     group: dict[str, Any] = {"params": [parameter], "weight_decay": settings.weight_decay}
     return CustomOptimizer(settings, {"0": parameter}, [group])
 
 
 def build_sample_state(train: TrainConfig) -> dict[str, Any]:
-    """Return the initial state that a custom optimizer creates for a sample vector of two elements."""
+    """Return the initial state of a custom optimizer for a sample vector of two elements.
+
+    The result shows the names and types of the state entries of a parameter.
+    """
     parameter = nn.Parameter(torch.zeros(2))
     return _build_for_parameter(_extract_settings(train), parameter).build_initial_state(parameter)
 
@@ -573,10 +656,11 @@ def has_state_before_first_step(train: TrainConfig) -> bool:
 
 
 def has_neutral_initial_state(train: TrainConfig) -> bool:
-    """Return whether starting from the initial state gives the same results as starting from empty state.
+    """Return whether an optimizer gives the same results if its state is created in advance.
 
-    The result is determined by a trial of three steps. If the results differ, the optimizer recognizes
-    its first step by the empty state, so the initial state cannot be created in advance.
+    A trial takes three steps, once from an empty state and once from a state that exists before the
+    first step. If the results differ, the optimizer recognizes its first step by the empty state.
+    Its state must then not be created in advance.
     """
     settings = _extract_settings(train)
     pairs = zip(
@@ -595,13 +679,18 @@ class StateTensorLayout(NamedTuple):
 
 
 def list_state_tensor_layouts(train: TrainConfig, shape: tuple[int, ...]) -> tuple[StateTensorLayout, ...]:
-    """Return the shape and element size of each tensor in the state of a parameter, for the planner.
+    """Return the shape and element size of each tensor in the state of a parameter.
 
-    Results are cached per shape.
+    The planner uses the result. A trial step on the meta device creates the state. If this fails,
+    for example because the optimizer reads values, the step runs on the CPU with a parameter of
+    the complete shape. Results are cached per shape and optimizer settings.
 
     Args:
         train: The ``train`` section, with a custom optimizer.
         shape: Shape of the parameter.
+
+    Raises:
+        UserError: If the optimizer cannot be created, or if it fails in a trial step.
     """
     return _compute_state_tensor_layouts(_extract_settings(train), shape)
 

@@ -1,8 +1,10 @@
 """Helper functions for code that works on the local shards of parameters.
 
-A sharded parameter is a ``DTensor`` that is sharded along dimension 0, as by FSDP2. It may be replicated over
-a second mesh dimension. Stacks of experts and their LoRA factors may be sharded twice. Other parameters are
-unsharded.
+A sharded parameter is a ``DTensor``. Usually, FSDP2 shards it along dimension 0. It may also be
+replicated over a second mesh dimension. With expert or tensor parallelism, a parameter may be
+sharded over two mesh dimensions: first by expert or tensor parallelism, and then by FSDP2.
+Expert parallelism shards stacks of experts and their LoRA factors. A parameter that is not a
+``DTensor`` is unsharded.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ def group_by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     """Group tensors by their device mesh, because DTensor has no operations across meshes.
 
     Returns:
-        Groups in the order of their first tensors. Tensors that are not DTensors are one group.
+        The groups, ordered by their first tensors. All tensors that are not DTensors form one
+        group.
     """
     groups: dict[DeviceMesh | None, list[Tensor]] = {}
     for tensor in tensors:
@@ -41,20 +44,30 @@ def group_by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
 
 
 def compute_total_norm(tensors: Iterable[Tensor]) -> Tensor:
-    """Compute the 2-norm of all elements of tensors on any meshes. For DTensors, all ranks must call this."""
+    """Compute the 2-norm of all elements of several tensors, which may be on different meshes.
+
+    If there are DTensors, all ranks have to call this function. All shards of DTensors are
+    included. Other tensors are not reduced over ranks.
+
+    Returns:
+        An fp32 scalar, which is not a DTensor. 0 if there are no tensors.
+    """
     norms = [_compute_norm_on_mesh(group) for group in group_by_mesh(tensors)]
     return norms[0] if len(norms) == 1 else torch.nn.utils.get_total_norm(norms)
 
 
 def combine_local_norms(norms: Sequence[Tensor], parameter: Tensor) -> Tensor:
-    """Compute the 2-norm of all elements of tensors from the norms of their local shards.
+    """Compute the 2-norm of all elements of several tensors from the norms of their local shards.
+
+    If ``parameter`` is a DTensor, all ranks have to call this function.
 
     Args:
         norms: Norm of each local shard, scalars.
-        parameter: Any parameter, which determines the mesh. All tensors are sharded like it.
+        parameter: Any parameter, which determines the mesh. All tensors are sharded like this
+            parameter.
 
     Returns:
-        A scalar, or 0 if ``norms`` is empty. A collective call if ``parameter`` is a DTensor.
+        A scalar, which is 0 if ``norms`` is empty.
     """
     if not norms:
         return torch.zeros((), device=parameter.device)
@@ -65,20 +78,29 @@ def combine_local_norms(norms: Sequence[Tensor], parameter: Tensor) -> Tensor:
 
 
 def _sum_over_axes(square: Tensor, mesh: DeviceMesh, axes: Iterable[int]) -> Tensor:
-    """Sum a scalar over the ranks of some axes of a mesh, in place. Returns the scalar."""
+    """Sum a scalar in place over the ranks along some axes of a mesh, and return the sum.
+
+    Args:
+        square: This rank's part of a sum of squares, as a scalar tensor. Modified in place.
+        mesh: Device mesh.
+        axes: Indices of the mesh axes.
+    """
     for axis in axes:
         dist.all_reduce(square, group=mesh.get_group(axis))
     return square
 
 
 def _compute_norm_on_mesh(tensors: Sequence[Tensor]) -> Tensor:
-    """Compute the 2-norm of all elements of tensors on the same mesh."""
+    """Compute one 2-norm over the elements of all tensors, which must be on the same mesh.
+
+    If the tensors are DTensors, all ranks of the mesh have to call this function.
+    """
     if any(tensor.dtype != torch.float32 for tensor in tensors):
         return _compute_fp32_norm_on_mesh(tensors)
     first = tensors[0] if tensors else None
     axes = _list_sharded_axes(first) if isinstance(first, DTensor) else []
     if isinstance(first, DTensor) and len(axes) > 1 and all(_list_sharded_axes(t) == axes for t in tensors):
-        # DTensor would print a warning that it reduces over several axes.
+        # Reduce without DTensor, because it would print a warning about reducing over several axes.
         square = torch.nn.utils.get_total_norm([to_local(tensor) for tensor in tensors]).square()
         return _sum_over_axes(square, first.device_mesh, axes).sqrt()
     norm = torch.nn.utils.get_total_norm(tensors)
@@ -86,7 +108,12 @@ def _compute_norm_on_mesh(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _compute_fp32_norm_on_mesh(tensors: Sequence[Tensor]) -> Tensor:
-    """Compute the 2-norm in fp32 for tensors in 16 bits. torch would round the norm of each tensor."""
+    """Compute the joint 2-norm of tensors on the same mesh, in fp32.
+
+    This function is used for 16-bit tensors, because ``torch.nn.utils.get_total_norm`` would round
+    the norm of each of them to 16 bits. The operations are the same as in :func:`combine_local_norms`,
+    so that a fused backward pass logs the same norm.
+    """
     tensors_by_axes: dict[tuple[int, ...], list[Any]] = {}
     for tensor in tensors:
         axes = tuple(_list_sharded_axes(tensor)) if isinstance(tensor, DTensor) else ()
@@ -94,7 +121,10 @@ def _compute_fp32_norm_on_mesh(tensors: Sequence[Tensor]) -> Tensor:
     squares = []
     for axes, members in tensors_by_axes.items():
         norms = [torch.linalg.vector_norm(to_local(member), dtype=torch.float32) for member in members]
-        square = torch.stack(norms).square().sum()
+        norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+        if not axes and len(tensors_by_axes) == 1:
+            return norm
+        square = norm.square()
         squares.append(_sum_over_axes(square, members[0].device_mesh, axes) if axes else square)
     return torch.stack(squares).sum().sqrt()
 
@@ -105,7 +135,8 @@ def create_sharded_zeros(
     """Create zeros that are sharded like a parameter.
 
     Args:
-        parameter: Parameter that determines the sharding and the device.
+        parameter: Parameter that determines the sharding and the device. It must not be
+            sharded along any dimension except dimension 0.
         shape: Global shape of the result. Its first dimension has the size of the parameter's first
             dimension.
         dtype: Dtype of the result.
@@ -123,7 +154,12 @@ def create_sharded_zeros(
 
 
 def get_shard_group(parameter: Tensor) -> dist.ProcessGroup | None:
-    """Return the process group over which FSDP2 shards ``parameter``, or None if it is not sharded."""
+    """Return the process group over which FSDP2 shards a parameter.
+
+    Returns:
+        The group. None if ``parameter`` is not a DTensor. A DTensor must be sharded over at least
+        one mesh axis.
+    """
     if not isinstance(parameter, DTensor):
         return None
     axis, *_ = _list_sharded_axes(parameter)
@@ -132,13 +168,15 @@ def get_shard_group(parameter: Tensor) -> dist.ProcessGroup | None:
 
 
 class FsdpSharding(NamedTuple):
-    """Shape and sharded dimension of the tensor that FSDP2 shards.
+    """Shape of a tensor that FSDP2 shards, and the dimension along which it is divided.
 
-    This tensor is a parameter, or the part of a parameter on an expert-parallel rank.
+    The tensor is usually a complete parameter. With expert parallelism, a stack of experts is first
+    divided along dimension 0, and FSDP2 then shards the part of each expert-parallel rank.
 
     Attributes:
-        shape: Shape of this tensor. Expert parallelism first divides dimension 0 of the parameter.
-        dim: Dimension that FSDP2 shards: 0, or 1 for a stack of few experts.
+        shape: Shape of the tensor before FSDP2 shards it.
+        dim: Dimension that FSDP2 shards. This is usually 0. It can be 1 for a stack that has fewer
+            experts than ranks.
     """
 
     shape: tuple[int, ...]
@@ -148,7 +186,9 @@ class FsdpSharding(NamedTuple):
 def get_fsdp_sharding(parameter: Tensor) -> FsdpSharding:
     """Return the shape and the sharded dimension of the tensor that FSDP2 shards.
 
-    This is ``parameter`` or, with expert parallelism, this rank's part of it.
+    The tensor is ``parameter`` itself or, with expert parallelism, this rank's part of
+    ``parameter``. Expert parallelism must shard dimension 0, as it does for stacks of experts. The
+    dimension is 0 for a parameter that is not a DTensor.
     """
     shape = tuple(parameter.shape)
     if not isinstance(parameter, DTensor):
@@ -160,10 +200,11 @@ def get_fsdp_sharding(parameter: Tensor) -> FsdpSharding:
 
 
 def list_shard_blocks(tensor: DTensor) -> list[tuple[slice, ...]]:
-    """List the parts of the global tensor that the shard of this rank consists of.
+    """List the parts of the global tensor that make up this rank's shard.
 
-    Usually, a shard is a single part. The second LoRA factor of experts has one part per rank of the adapter:
-    the shard concatenates some columns of each of these blocks.
+    Usually, a shard is a single part. The second LoRA factor of a stack of experts is different:
+    its columns form ``r`` blocks, where ``r`` is the rank of the adapter. Each device has a slice
+    of every block, so its shard consists of ``r`` parts.
 
     Returns:
         For each part, its slices of the global tensor, one for each dimension.
@@ -179,5 +220,8 @@ def list_shard_blocks(tensor: DTensor) -> list[tuple[slice, ...]]:
 
 
 def _list_sharded_axes(parameter: Any) -> list[int]:
-    """List the mesh axes over which a parameter is sharded. FSDP2's axis is the first."""
+    """List the indices of the mesh axes over which a parameter is sharded.
+
+    If FSDP2 shards the parameter, the first index in the list is the axis of FSDP2.
+    """
     return [i for i, placement in enumerate(parameter.placements) if not placement.is_replicate()]

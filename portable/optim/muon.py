@@ -31,14 +31,14 @@ by. The values are the defaults of ``torch.optim.Muon``.
 
 
 def orthogonalize_matrices(matrices: Tensor, compute_dtype: torch.dtype) -> Tensor:
-    """Approximate the nearest orthogonal matrix of each matrix by Newton-Schulz iteration.
+    """Approximate the orthogonal matrix nearest to each matrix with a Newton-Schulz iteration.
 
     The singular values of the result are roughly between 0.7 and 1.2.
 
     Args:
-        matrices: Matrices ``[..., rows, columns]``, which are orthogonalized separately. On XLA, pass
-            at least three dimensions, because the ``addmm`` that is used for two dimensions runs on the
-            host there.
+        matrices: Matrices ``[..., rows, columns]``, which are orthogonalized separately. On XLA,
+            pass at least three dimensions. A tensor with two dimensions is multiplied with
+            ``addmm``, which XLA runs on the host.
         compute_dtype: Dtype of the matrix products.
 
     Returns:
@@ -87,13 +87,14 @@ def compute_learning_rate_factor(rule: RateRule, shape: Sequence[int]) -> float:
 
 @dataclass(frozen=True)
 class ShardedMatrix:
-    """Layout of a matrix whose elements are distributed over ranks in row-major order.
+    """Layout of a matrix whose elements, in row-major order, are split over ranks or replicated.
 
     Attributes:
         shape: Numbers of rows and columns.
-        elements_per_rank: Number of elements on each rank, in rank order. If the matrix is replicated,
-            every rank has all elements.
-        local_offset: Offset of this rank's first element in the flat local tensor.
+        elements_per_rank: Number of elements on each rank, in rank order. If the matrix is
+            replicated, every rank has all elements.
+        local_offset: Index in this rank's flat local tensor at which the elements of the matrix
+            begin. A local tensor may contain several matrices.
     """
 
     shape: tuple[int, int]
@@ -161,11 +162,12 @@ class _MatrixShard:
 
 
 class Muon(torch.optim.Optimizer):
-    """Optimizer that applies Muon to parameter groups with ``matrices: True``, and AdamW to all others.
+    """Optimizer that applies Muon to parameter groups with ``matrices: True``, and AdamW to others.
 
-    The state of a matrix is ``momentum_buffer``, sharded like the parameter. Other parameters have the
-    state of AdamW. A parameter with more than two dimensions is a stack of matrices, which are its last
-    two dimensions. Updates equal the updates of ``torch.optim.Muon`` and ``torch.optim.AdamW``.
+    The state of a matrix is ``momentum_buffer``, sharded like the parameter. Other parameters have
+    the state of AdamW. A parameter with more than two dimensions is treated as a stack of matrices,
+    with the rows and columns in the last two dimensions. Updates equal the updates of
+    ``torch.optim.Muon`` and ``torch.optim.AdamW``.
 
     Args:
         groups: Parameter groups, as for torch's optimizers, with an additional bool ``matrices``.
@@ -173,7 +175,8 @@ class Muon(torch.optim.Optimizer):
         betas: Decay rates of AdamW's moments.
         eps: Term added to the denominator of AdamW's updates.
         momentum: Nesterov momentum of Muon.
-        rate_rule: Rule of ``adjust_lr_fn`` of ``torch.optim.Muon``.
+        rate_rule: Rule that adapts the learning rate to the shape of a matrix: ``match_rms_adamw``
+            or ``original``, as for ``adjust_lr_fn`` of ``torch.optim.Muon``.
         compute_dtype: Dtype of the matrix products, and of the tensors that ranks exchange.
     """
 
@@ -203,7 +206,11 @@ class Muon(torch.optim.Optimizer):
         super().__init__([{**build_group_settings(g, betas, eps, momentum), **g} for g in groups], defaults)
 
     def build_initial_state(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Return the initial state of ``parameter``. Its tensors are sharded like the parameter."""
+        """Return the initial state of ``parameter``.
+
+        Momentum and moments are sharded like the parameter. The step count of AdamW is a plain
+        scalar on its device.
+        """
         (group,) = (g for g in self.param_groups if any(p is parameter for p in g["params"]))
         return self._build_state(parameter, group)
 
@@ -260,14 +267,15 @@ class Muon(torch.optim.Optimizer):
         )
 
     def _step_muon(self, trained: list[Any], group: dict[str, Any]) -> None:
-        """Update the matrices of a group.
+        """Apply Muon's update to the matrices of a group.
 
-        If a matrix is entirely on one rank, that rank updates it. The other matrices are processed in
-        rounds, in which each rank gathers and orthogonalizes one matrix. All ranks have to call this
-        method.
+        If a matrix is entirely on one rank, that rank updates it. The other matrices are processed
+        in rounds. In each round, every rank gathers and orthogonalizes one matrix. All ranks have
+        to call this method.
 
         Args:
-            trained: Parameters of the group with a gradient.
+            trained: Parameters that have a gradient. All belong to ``group`` and have the same
+                device mesh.
             group: Parameter group.
         """
         ranks = _ShardRanks.from_parameter(trained[0], flat=self.flat_matrices is not None)
@@ -288,7 +296,7 @@ class Muon(torch.optim.Optimizer):
                     self._advance_momentum(part, group).view(part.matrix.shape), self._compute_dtype
                 )
                 self._apply_update(part, update, group)
-        # Matrices of similar size share a round, so that no rank waits for another rank.
+        # Sort by size, so that matrices of similar size share a round and no rank waits long for another.
         shared = sorted(
             (p for p in parts if p.matrix.owner_rank is None), key=lambda p: -p.matrix.num_elements
         )
@@ -301,10 +309,16 @@ class Muon(torch.optim.Optimizer):
                 self._apply_update(part, update, group)
 
     def _list_matrices(self, parameter: Tensor, ranks: _ShardRanks) -> Sequence[ShardedMatrix]:
-        """List the matrices of a parameter, with the number of elements on each rank.
+        """List the matrices of a parameter, with the number of elements that each rank stores.
 
-        There are three layouts: flat ZeRO partitions (:attr:`flat_matrices`), replicas on all ranks, and
-        row shards, as created by FSDP2.
+        A parameter may contain several matrices, for example one per expert. It is stored in one of
+        three ways: as a flat ZeRO partition (:attr:`flat_matrices`), as a replica on each rank, or
+        as a shard of FSDP2. FSDP2 usually shards dimension 0. For a stack with fewer experts than
+        ranks, it may shard dimension 1, so that each rank has some rows of every matrix.
+
+        Args:
+            parameter: Parameter of the optimizer.
+            ranks: Ranks that together hold the parameter.
         """
         if self.flat_matrices is not None:
             return self.flat_matrices[parameter]
@@ -325,7 +339,7 @@ class Muon(torch.optim.Optimizer):
                 for index in range(shape[0])
             ]
         row = elements // max(1, parameter.shape[0])
-        # FSDP2 gives each rank the same number of rows, and fewer rows to the last ranks.
+        # FSDP2 gives each rank the same number of rows, except that the last ranks may have fewer.
         length = -(-shape[0] // ranks.num_ranks) * row
         return list_sharded_matrices(
             shape, first_element=0, elements_per_part=length, num_ranks=ranks.num_ranks, rank=ranks.rank
@@ -334,9 +348,11 @@ class Muon(torch.optim.Optimizer):
     def _advance_momentum(self, part: _MatrixShard, group: dict[str, Any]) -> Tensor:
         """Update the momentum with the gradient, unless ``found_inf`` is 1.
 
+        If ``found_inf`` is 1, the gradient is set to 0.
+
         Returns:
-            This rank's elements of the update before orthogonalization, as a 1-D tensor in the compute
-            dtype, on the device that computes the orthogonalization.
+            This rank's elements of the update before orthogonalization, as a 1-D tensor in the
+            compute dtype, on the device that computes the orthogonalization.
         """
         momentum = group["momentum"]
         new_gradient_share: Tensor | float = 1 - momentum
@@ -348,7 +364,9 @@ class Muon(torch.optim.Optimizer):
         return update.to(device=self.device or part.parameter.device)
 
     def _apply_update(self, part: _MatrixShard, update: Tensor, group: dict[str, Any]) -> None:
-        """Apply weight decay and an update to this rank's elements of a matrix, unless ``found_inf`` is 1.
+        """Apply weight decay and an update to this rank's elements of a matrix.
+
+        Does nothing if the attribute ``found_inf``, a flag on the device, is 1.
 
         Args:
             part: This rank's elements of the matrix. Modified in place.
@@ -371,7 +389,8 @@ def build_group_settings(
     """Return the hyperparameters of a parameter group, keyed by the names in torch's optimizers.
 
     Args:
-        group: Parameter group, with a bool ``matrices``.
+        group: Parameter group. If its entry ``matrices`` is True, Muon updates the group.
+            Otherwise, AdamW does.
         betas: Decay rates of AdamW's moments.
         eps: Term added to the denominator of AdamW's updates.
         momentum: Nesterov momentum of Muon.
@@ -389,7 +408,8 @@ class _ShardRanks:
         group: Process group of these ranks. None for the default group.
         num_ranks: Number of ranks.
         rank: Index of this process in the group.
-        replicated: Whether every rank has all elements.
+        replicated: Whether there are several ranks and each has a complete copy of the parameter.
+            False if each rank holds one shard, or if there is only one rank.
     """
 
     group: dist.ProcessGroup | None
@@ -420,13 +440,20 @@ class _ShardRanks:
     ) -> Iterator[Tensor]:
         """Orthogonalize up to one matrix per rank, and yield this rank's elements of each result.
 
-        Rank ``r`` gathers and orthogonalizes the matrix at index ``r``. All ranks have to call this method
-        and consume the iterator, because it runs collectives. If the matrices are replicated, rank ``r``
-        broadcasts its result instead, and ``updates`` are overwritten.
+        Rank ``r`` orthogonalizes the matrix at index ``r``. There are two cases:
+
+        * Sharded matrices: rank ``r`` gathers the matrix from all ranks, orthogonalizes it, and
+          sends each rank its elements of the result.
+        * Replicated matrices: rank ``r`` already has the matrix. It orthogonalizes the matrix and
+          broadcasts the complete result. The results overwrite ``updates``.
+
+        All ranks have to call this method and consume the iterator, because it runs collectives.
 
         Args:
-            updates: This rank's elements of the update of each matrix, as 1-D tensors.
-            shards: This rank's elements of each matrix, in the same order.
+            updates: Values to orthogonalize. Each 1-D tensor contains this rank's elements of one
+                matrix.
+            shards: Shards of the same matrices, in the same order. They provide each matrix's shape
+                and the number of its elements on each rank.
             compute_dtype: Dtype of the matrix products.
         """
         matrix = shards[self.rank].matrix if self.rank < len(shards) else None

@@ -32,17 +32,19 @@ there is none), and whether the loss (1) or only the gradients (0) of that updat
 
 @dataclass(frozen=True)
 class UpdateHealth:
-    """Counters of non-finite updates since the start of this launch, on the host.
+    """Counters of non-finite updates since the start of this launch, copied to the host.
+
+    A streak is a sequence of consecutive skipped updates.
 
     Attributes:
-        skipped_updates: Number of updates that were skipped because the loss or the gradient norm was
-            not finite.
-        first_bad_update: Zero-based index of the first update in the latest streak. None if there was
-            no streak.
-        bad_loss: Whether the loss of that update was not finite. False if only its gradients were not
-            finite.
-        halted: Streak limit if the current streak has reached it, so that the run has to end. Otherwise
-            0.
+        skipped_updates: Number of updates that were skipped because the loss or the gradient norm
+            was not finite.
+        first_bad_update: Zero-based index of the first update in the latest streak. None if there
+            was no streak.
+        bad_loss: Whether the loss of update ``first_bad_update`` was not finite. False if only its
+            gradients were not finite, or if there was no streak.
+        halted: 0 if the run can continue. If the run must end, because the current streak is too
+            long, this is the limit that the streak has reached. See :func:`get_max_streak`.
     """
 
     skipped_updates: int
@@ -56,7 +58,8 @@ class UpdateHealth:
 
         Args:
             counters: The five counters. See :data:`INITIAL_COUNTERS`.
-            limit: Result of :func:`get_max_streak`.
+            limit: Number of consecutive skipped updates that ends the run, from
+                :func:`get_max_streak`.
         """
         _, skipped, streak, start, loss = counters
         first = int(start) if start >= 0 else None
@@ -73,10 +76,13 @@ def get_max_streak(on_non_finite: str) -> int:
 
 
 def get_streak(counters: Tensor) -> Tensor:
-    """Return the length of the current streak, a scalar on the device.
+    """Return the length of the current streak: the number of consecutive skipped updates.
 
     Args:
-        counters: The five counters; see :data:`INITIAL_COUNTERS`.
+        counters: Counters on the device, fp32 ``[5]``. See :data:`INITIAL_COUNTERS`.
+
+    Returns:
+        A scalar on the device. 0 if the latest update was not skipped.
     """
     return counters[2]
 
@@ -98,9 +104,9 @@ def count_update_and_decide_skip(
 ) -> CountedUpdate:
     """Count an update, and decide whether to skip it.
 
-    An update is skipped if it is not finite. Once the streak has reached its limit, all further updates
-    are also skipped. Engines call this function before each update. It does not trigger a host-device
-    sync.
+    An update is skipped if it is not finite. Once ``max_streak`` consecutive updates have been
+    skipped, all further updates are also skipped. Engines call this function before each update. It
+    does not trigger a host-device sync.
 
     Args:
         counters: Counters before the update, fp32 ``[5]``.
@@ -125,10 +131,12 @@ def count_update_and_decide_skip(
 def find_nonfinite_names(tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
     """Return the names of the tensors that contain NaN or infinity.
 
-    The names are unique and in the order of ``tensors``. Triggers one host-device sync per device.
+    The names are unique. They are grouped by device, and within a device in the order of
+    ``tensors``. Triggers one host-device sync per device.
 
     Args:
-        tensors: Names and local tensors. Integers and scalars, such as step counts, are ignored.
+        tensors: Names and local tensors. Integers, empty tensors and scalars, such as step
+            counts, are ignored.
     """
     names: dict[torch.device, list[str]] = {}
     maxima: dict[torch.device, list[Tensor]] = {}

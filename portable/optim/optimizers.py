@@ -26,7 +26,12 @@ if TYPE_CHECKING:
 
 
 class EngineOptimizer(Protocol):
-    """Optimizer interface that engines use. It extends ``torch.optim.Optimizer``."""
+    """Interface of the optimizers that engines use.
+
+    It consists of the parts of ``torch.optim.Optimizer`` that engines need, and two additions: a
+    method that returns the initial state of a parameter, and a flag that makes ``step()`` skip the
+    update.
+    """
 
     param_groups: list[dict[str, Any]]
     state: Any
@@ -34,7 +39,10 @@ class EngineOptimizer(Protocol):
     """Flag on the device of the parameters, an fp32 scalar. If it is 1, the step does not change anything."""
 
     def build_initial_state(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Return the initial state of ``parameter``. Its tensors are sharded like the parameter."""
+        """Return the initial state of ``parameter``, keyed by name.
+
+        Moments are usually sharded like the parameter. Step counts are not sharded.
+        """
 
     def step(self) -> None:
         """Update every parameter that has a gradient, unless ``found_inf`` is 1."""
@@ -66,17 +74,23 @@ class OptimizerGroup(NamedTuple):
 def build_parameter_groups(
     parameters: Mapping[str, nn.Parameter], groups: Mapping[str, OptimizerGroup], learning_rate: float
 ) -> list[dict[str, Any]]:
-    """Build the parameter groups of an optimizer, by default one with and one without weight decay.
+    """Build the parameter groups of an optimizer, one for each distinct group in ``groups``.
+
+    By default, there are two: one with and one without weight decay.
 
     Args:
         parameters: Parameters, keyed by name. Parameters that are not in ``groups`` are skipped.
-        groups: Group of each parameter. See
+        groups: Group of each parameter, keyed by parameter name. See
             :func:`portable.model.parameter_groups.assign_parameter_groups`.
-        learning_rate: Learning rate of the run. If a group has a different rate, the rate is stored as
-            ``initial_lr``, torch's name for the value that a schedule scales.
+        learning_rate: Learning rate of the run. If a group has a different rate, its keys ``lr``
+            and ``initial_lr`` contain this rate. ``initial_lr`` is the peak from which
+            :func:`set_learning_rates` computes ``lr``, and has the same name as in torch's
+            schedules.
 
     Returns:
-        Parameter groups as for torch's optimizers.
+        Parameter groups in the format that torch's optimizers accept. If Muon updates any group in
+        ``groups``, each parameter group has an additional bool ``matrices``. It is True for the
+        parameter groups that Muon updates.
     """
     optimizer_groups: dict[OptimizerGroup, dict[str, Any]] = {}
     muon = any(group.uses_muon for group in groups.values())
@@ -100,19 +114,23 @@ def build_optimizer(
     compute_dtype: torch.dtype = torch.float32,
     seed: int = 0,
 ) -> FusedAdamW | FusedSGD | Adafactor | AdamW8bit | Muon | CustomOptimizer:
-    """Build the optimizer ``train.optimizer``, which also averages the weights if ``train.ema`` is set.
+    """Build the optimizer that ``train.optimizer`` selects.
 
-    A step of the optimizer does not change anything if its flag ``found_inf``, on the device, is 1.
+    If ``train.master_dtype`` is bf16, the result is an
+    :class:`portable.optim.adamw_bf16.AdamWBf16`. If ``train.ema`` is set, the optimizer also
+    averages the weights. The combination of both settings is not supported. The optimizer's
+    attribute ``found_inf`` is a flag on the device. If the flag is 1, a step does not change
+    anything.
 
     Args:
         settings: The ``train`` section.
-        parameters: Parameters by name.
-        groups: Group of each parameter by name; see
+        parameters: Parameters, keyed by name.
+        groups: Group of each parameter, keyed by parameter name. See
             :func:`portable.model.parameter_groups.assign_parameter_groups`.
-        embeddings: Parameters that keep 32-bit moments in an 8-bit optimizer.
-        compute_dtype: Compute dtype of the run. The matrix products of Muon are in fp32 if it is fp32,
-            otherwise in bf16.
-        seed: Seed of the stochastic rounding, if ``train.master_dtype`` is bf16.
+        embeddings: Parameters whose moments an 8-bit optimizer does not quantize.
+        compute_dtype: Compute dtype of the run. If it is fp32, Muon's matrix products are also in
+            fp32, otherwise in bf16.
+        seed: Seed of the stochastic rounding, which is used if ``train.master_dtype`` is bf16.
     """
     optimizer_groups = build_parameter_groups(parameters, groups, settings.learning_rate)
     if settings.master_dtype == "bf16":
@@ -132,7 +150,11 @@ def _create_optimizer(
     embeddings: Collection[nn.Parameter],
     compute_dtype: torch.dtype,
 ) -> FusedAdamW | FusedSGD | Adafactor | AdamW8bit | Muon | CustomOptimizer:
-    """Create the optimizer ``train.optimizer`` without weight averaging. See :func:`build_optimizer`."""
+    """Create the optimizer that ``train.optimizer`` selects, without weight averaging.
+
+    The momentum of ``sgd`` is the first value of ``train.betas``. See :func:`build_optimizer` for
+    the arguments.
+    """
     beta1, beta2 = settings.betas
     if is_plugin_name(settings.optimizer):
         from portable.optim.custom_optimizer import CustomOptimizer
@@ -169,12 +191,15 @@ def build_bf16_adamw(
     embeddings: Collection[nn.Parameter],
     seed: int,
 ) -> AdamWBf16:
-    """Build AdamW for weights in bf16 from the ``train`` section.
+    """Build AdamW for bf16 weights from the ``train`` section.
+
+    The moments are quantized to 8 bits if ``train.optimizer`` is ``adamw_8bit``. Otherwise, they
+    are bf16.
 
     Args:
         settings: The ``train`` section.
-        parameters: Parameters by name.
-        groups: Parameter groups of :func:`build_parameter_groups`.
+        parameters: Parameters, keyed by name.
+        groups: Result of :func:`build_parameter_groups`.
         embeddings: Parameters that keep bf16 moments if ``train.optimizer`` is ``adamw_8bit``.
         seed: Seed of the stochastic rounding.
     """
@@ -197,8 +222,9 @@ def build_muon(settings: TrainConfig, groups: list[dict[str, Any]], compute_dtyp
 
     Args:
         settings: The ``train`` section.
-        groups: Parameter groups of :func:`build_parameter_groups`.
-        compute_dtype: Compute dtype of the run.
+        groups: Result of :func:`build_parameter_groups`.
+        compute_dtype: Compute dtype of the run. If it is fp32, Muon's matrix products are also in
+            fp32, otherwise in bf16.
     """
     from portable.optim.muon import Muon
 
@@ -214,19 +240,22 @@ def build_muon(settings: TrainConfig, groups: list[dict[str, Any]], compute_dtyp
 
 
 def set_learning_rates(optimizer: Any, learning_rate: float, settings: TrainConfig) -> None:
-    """Set the learning rate of a step in all parameter groups.
+    """Set the learning rate of every parameter group for a step.
+
+    A group may have a different peak, ``initial_lr``. Its learning rate is the same fraction of
+    this peak as ``learning_rate`` is of the peak of the schedule.
 
     Args:
         optimizer: Optimizer whose groups are updated.
         learning_rate: Learning rate of the schedule at this step.
-        settings: The ``train`` section, whose ``learning_rate`` is the peak of the schedule.
+        settings: The ``train`` section. Its ``learning_rate`` is the peak of the schedule.
     """
     for group in optimizer.param_groups:
         group["lr"] = compute_group_learning_rate(group, learning_rate, settings)
 
 
 def set_betas(optimizer: Any, cycle: OneCycle | None, step: int) -> None:
-    """Set Adam's betas for a step in all parameter groups except Muon's matrices.
+    """Set Adam's betas for a step in all parameter groups, except in groups that Muon updates.
 
     Args:
         optimizer: Optimizer whose groups are updated.
@@ -252,7 +281,11 @@ def compute_group_learning_rate(group: Mapping[str, Any], learning_rate: Any, se
 
 
 class FusedAdamW(torch.optim.AdamW):
-    """Fused AdamW that can also create its state before the first step.
+    """Fused AdamW that implements :class:`EngineOptimizer`.
+
+    Torch creates the state of a parameter in the first step. :meth:`build_initial_state` returns
+    the same state earlier, for example to load a checkpoint into it, but does not store it in the
+    optimizer.
 
     Args:
         groups: Parameter groups, as for ``torch.optim.AdamW``.
@@ -261,7 +294,8 @@ class FusedAdamW(torch.optim.AdamW):
         eps: Term added to the denominator of an update.
 
     Attributes:
-        found_inf: Flag on the device. If it is 1, a step does not change anything. None for no flag.
+        found_inf: Flag on the device, set by the engine. If it is 1, the next step changes nothing.
+            None if every step is applied.
     """
 
     found_inf: Tensor | None = None
@@ -313,7 +347,11 @@ class FusedSGD(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update all parameters that have a gradient with torch's fused kernel, unless ``found_inf`` is 1."""
+        """Update the parameters with torch's fused kernel.
+
+        Parameters without a gradient are skipped. If ``found_inf`` is 1, the step changes neither
+        parameters nor momentum buffers. The argument ``closure`` is ignored.
+        """
         for group in self.param_groups:
             trained = [p for p in group["params"] if p.grad is not None]
             buffers: list[torch.Tensor] = []

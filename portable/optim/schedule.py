@@ -35,12 +35,18 @@ _STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
 @dataclass(frozen=True, config=_STRICT)
 class Schedule:
-    """Base class of all schedules. A subclass has a field for each key of ``train.schedule_params``.
+    """Base class of all schedules, which are callables that return the learning rate at a step.
+
+    A subclass has a field for each key of ``train.schedule_params``. The constructor raises
+    pydantic's ``ValidationError`` for a missing, unknown or invalid value.
 
     Attributes:
         peak: Value of ``train.learning_rate``.
-        minimum: Learning rate at the end of a decaying schedule.
-        warmup_steps: Number of steps until the peak.
+        minimum: Lower bound of the decay, and start of the warmup of :class:`WarmupStableDecay`.
+            It is ``train.learning_rate`` multiplied by
+            ``train.min_learning_rate_ratio``. :class:`WarmupLR`, :class:`WarmupDecayLR`,
+            :class:`OneCycle`, :class:`LRRangeTest` and :class:`CustomSchedule` do not use it.
+        warmup_steps: Number of warmup steps. Schedules without a warmup do not use it.
         total_steps: Length of the run in optimizer steps.
     """
 
@@ -58,9 +64,9 @@ class Schedule:
 class Constant(Schedule):
     """Linear warmup from zero, then a constant learning rate.
 
-    The rate of the first step is 0 if there is a warmup. This schedule and its subclasses equal
-    transformers' schedules, such as ``get_constant_schedule_with_warmup``, at every step. Subclasses
-    override :meth:`_compute_decay`.
+    The rate of the first step is 0 if there is a warmup. If the minimum is 0, this schedule and its
+    subclasses equal transformers' schedules, such as ``get_constant_schedule_with_warmup``, at
+    every step. Subclasses override :meth:`_compute_decay`.
     """
 
     def __call__(self, step: int) -> float:
@@ -76,9 +82,11 @@ class Constant(Schedule):
         return self.minimum + (self.peak - self.minimum) * self._compute_decay(progress)
 
     def _compute_decay(self, progress: float) -> float:
-        """Return the position of the learning rate between the minimum (0) and the peak (1) after the warmup.
+        """Return the position of the learning rate between the minimum (0) and the peak (1).
 
-        This class always returns 1. In subclasses, the result falls from 1 to 0.
+        The position applies after the warmup. The learning rate is interpolated linearly between
+        the minimum and the peak. Here, the position is 1, so the rate stays at the peak. Subclasses
+        return a value that falls from 1 to 0.
 
         Args:
             progress: Completed fraction of the steps after the warmup, from 0 to 1.
@@ -138,7 +146,8 @@ def _compute_rising_share(progress: float, shape: str) -> float:
 
     Args:
         progress: Completed fraction of the warmup, from 0 to 1.
-        shape: Shape of the curve: ``linear``, ``cosine`` or ``1-sqrt``.
+        shape: Shape of the curve: ``linear``, ``cosine`` or ``1-sqrt``. The value is
+            ``1 - sqrt(1 - progress)`` for ``1-sqrt``.
     """
     if shape == "cosine":
         return 0.5 * (1 - math.cos(math.pi * progress))
@@ -162,8 +171,9 @@ class InverseSqrt(Schedule):
     """Linear warmup from zero, then inverse-square-root decay down to the minimum.
 
     Attributes:
-        timescale: Number of steps after the warmup at which the rate is the peak divided by the square
-            root of 2. None for the number of warmup steps, or 10,000 without a warmup.
+        timescale: Number of steps after the warmup until the rate has decayed to
+            ``peak / sqrt(2)``. If this is None, the number of warmup steps is used, or 10,000
+            without a warmup.
     """
 
     timescale: Annotated[int, Field(gt=0, le=MAX_STEPS)] | None = None
@@ -184,7 +194,7 @@ class InverseSqrt(Schedule):
 class WarmupLR(Schedule):
     """Warmup from ``warmup_min_lr`` to the peak, then a constant learning rate, as in DeepSpeed.
 
-    The first two steps have the same rate, because DeepSpeed's step count is 0 in both. The warmup
+    DeepSpeed's step count is ``max(0, step - 1)``, so steps 0 and 1 have the same rate. The warmup
     takes at least two steps.
 
     Attributes:
@@ -207,7 +217,8 @@ class WarmupLR(Schedule):
         The position rises from 0 to 1 during the warmup. Subclasses may lower it afterwards.
 
         Args:
-            counted_steps: Step count of DeepSpeed.
+            counted_steps: Step count of DeepSpeed's scheduler. It is 0 in the first two steps, and
+                then one less than the zero-based step.
         """
         warmup = max(2, self.warmup_steps)
         return (
@@ -222,7 +233,7 @@ class WarmupLR(Schedule):
 
 @dataclass(frozen=True, config=_STRICT)
 class WarmupDecayLR(WarmupLR):
-    """Warmup from ``warmup_min_lr`` to the peak, then linear decay back to it, as in DeepSpeed."""
+    """Warmup from ``warmup_min_lr`` to the peak, then linear decay to ``warmup_min_lr``, as in DeepSpeed."""
 
     def _compute_after_warmup(self, counted: int, warmup: int) -> float:
         return max(0.0, (self.total_steps - counted) / max(1.0, self.total_steps - warmup))
@@ -230,9 +241,10 @@ class WarmupDecayLR(WarmupLR):
 
 @dataclass(frozen=True, config=_STRICT)
 class WarmupCosineLR(Schedule):
-    """Warmup from a fraction of the peak, then cosine decay, as in DeepSpeed.
+    """Warmup from a fraction of the peak, then cosine decay to the minimum, as in DeepSpeed.
 
-    The first step has a learning rate of 0, and the warmup begins with the second step.
+    The first step has a learning rate of 0, and the warmup begins with the second step. The
+    warmup takes at least two steps.
 
     Attributes:
         warmup_min_ratio: Learning rate at the start of the warmup, as a fraction of the peak.
@@ -245,7 +257,8 @@ class WarmupCosineLR(Schedule):
     def __call__(self, step: int) -> float:
         """Return the learning rate at ``step`` (zero-based).
 
-        Step 0 has a rate of 0. The warmup and the cosine decay to the minimum follow.
+        The rate is 0 at step 0. It then rises to the peak during the warmup, and finally decays to
+        the minimum along a cosine.
         """
         counted, warmup = step - 1, max(2, self.warmup_steps)
         if counted < 0:
@@ -266,29 +279,38 @@ def _compute_warmup_share(counted: int, warmup: int, shape: str) -> float:
 class OneCycle(Schedule):
     """One cycle from ``cycle_min_lr`` to the peak and back, then an optional decay, as in DeepSpeed.
 
-    Adam's first beta changes in the opposite direction. This schedule requires ZeRO, because only its
-    engine calls :meth:`compute_betas`.
+    At ``n`` steps after the cycle, the learning rate is
+    ``cycle_min_lr / (1 + decay_lr_rate * n / decay_step_size)``.
 
-    Source: L. N. Smith, "A disciplined approach to neural network hyper-parameters", arXiv:1803.09820.
+    If ``cycle_momentum`` is true, Adam's first beta falls while the learning rate rises, and vice
+    versa. This schedule requires ZeRO, because only the ZeRO engine calls :meth:`compute_betas`.
+
+    Source: L. N. Smith, "A disciplined approach to neural network hyper-parameters",
+    arXiv:1803.09820.
 
     Attributes:
         cycle_min_lr: Learning rate at the start and the end of the cycle.
-        decay_lr_rate: Decay rate of the learning rate after the cycle. 0 for no decay.
-        cycle_first_step_size: Number of steps in which the learning rate rises.
-        cycle_second_step_size: Number of steps in which the learning rate falls. None for
-            ``cycle_first_step_size``.
-        cycle_first_stair_count: Number of discrete steps of the rise. 0 for a continuous rise.
-        cycle_second_stair_count: Number of discrete steps of the fall. None for
-            ``cycle_first_stair_count``.
-        decay_step_size: Number of steps to which both decay rates refer. 0 for no decay.
-        cycle_momentum: Whether Adam's first beta changes.
+        decay_lr_rate: Decay rate of the learning rate per ``decay_step_size`` steps after the
+            cycle. 0 for no decay.
+        cycle_first_step_size: Number of steps over which the learning rate rises.
+        cycle_second_step_size: Number of steps over which the learning rate falls. If None, it is
+            equal to ``cycle_first_step_size``.
+        cycle_first_stair_count: Number of equal stairs into which the rise is divided. 0 for a
+            continuous rise.
+        cycle_second_stair_count: Number of equal stairs into which the fall is divided. 0 for a
+            continuous fall. If None, it is equal to ``cycle_first_stair_count``.
+        decay_step_size: Number of steps to which ``decay_lr_rate`` and ``decay_mom_rate`` refer. 0
+            for a constant learning rate and a constant first beta after the cycle.
+        cycle_momentum: Whether Adam's first beta changes. If so, the second beta is always 0.99,
+            and ``train.betas`` is not used.
         cycle_min_mom: Minimum of the first beta in the cycle.
         cycle_max_mom: Maximum of the first beta in the cycle.
-        decay_mom_rate: Growth rate of the first beta after the cycle. 0 for a constant beta.
+        decay_mom_rate: Growth rate of the first beta per ``decay_step_size`` steps after the cycle.
+            0 for a constant beta.
     """
 
     cycle_min_lr: Rate
-    decay_lr_rate: Growth = 0.0
+    decay_lr_rate: Rate = 0.0
     cycle_first_step_size: Annotated[PartOfSteps, Field(gt=0)] = 2000
     cycle_second_step_size: PartOfSteps | None = None
     cycle_first_stair_count: Stairs = 0
@@ -316,7 +338,10 @@ class OneCycle(Schedule):
     def compute_betas(self, step: int) -> tuple[float, float] | None:
         """Return Adam's betas at a step.
 
-        The first beta falls while the learning rate rises, and vice versa. The second beta is always 0.99.
+        In the cycle, the first beta falls while the learning rate rises, and vice versa. At step 0,
+        however, it is ``cycle_min_mom``. After the cycle, it is ``cycle_max_mom``, and grows
+        further if ``decay_step_size`` and ``decay_mom_rate`` are not 0. The second beta is always
+        0.99.
 
         Args:
             step: Zero-based optimizer step.
@@ -345,10 +370,11 @@ class OneCycle(Schedule):
         return self.cycle_first_step_size + self._second_step_size
 
     def _compute_cycle_height(self, step: int) -> float:
-        """Return the position of the rate between ``cycle_min_lr`` (0) and the peak (1) in the cycle.
+        """Return the height of the learning rate in the cycle: 0 for ``cycle_min_lr``, 1 for the peak.
 
-        The position rises from 0 to 1 and falls back to 0. If stair counts are set, it changes in discrete
-        steps.
+        During a cycle, the height rises from 0 to 1 and falls back to 0. The settings
+        ``cycle_first_stair_count`` and ``cycle_second_stair_count`` can divide the rise and the
+        fall into discrete steps.
         """
         first_step_size, length = self.cycle_first_step_size, self._cycle_length
         cycle_position = 1.0 + step / length - math.floor(1 + step / length)
@@ -378,10 +404,12 @@ class LRRangeTest(Schedule):
     In each interval of ``lr_range_test_step_size`` steps, the rate increases by
     ``lr_range_test_step_rate`` times the initial rate. It increases continuously or, with
     ``lr_range_test_staircase``, only at the end of each interval.
+
+    This schedule requires ZeRO.
     """
 
     lr_range_test_step_size: Annotated[int, Field(gt=0, le=MAX_STEPS)] = 2000
-    lr_range_test_step_rate: Growth = 1.0
+    lr_range_test_step_rate: Rate = 1.0
     lr_range_test_staircase: bool = False
 
     def __call__(self, step: int) -> float:
@@ -397,8 +425,8 @@ class CustomSchedule(Schedule):
     """Schedule that multiplies ``train.learning_rate`` by a custom function ``(step, total_steps)``.
 
     Attributes:
-        code: Import path of the function or class (see :mod:`portable.plugins`). It is imported at the
-            first step.
+        code: Import path of the function or class (see :mod:`portable.plugins`), which is imported at
+            the first step.
     """
 
     code: str = ""
@@ -407,7 +435,8 @@ class CustomSchedule(Schedule):
         """Call the custom function, and return the learning rate at ``step`` (zero-based).
 
         Raises:
-            UserError: If the function fails, or does not return a finite number of at least 0.
+            UserError: If the function cannot be imported, if it fails, or if it does not return a
+                finite int or float of at least 0. A tensor or a NumPy float32 is not accepted.
         """
         context = f"train.schedule: {self.code}"
         with plugins.convert_user_errors(context):
@@ -415,8 +444,8 @@ class CustomSchedule(Schedule):
         fits = isinstance(factor, int | float) and math.isfinite(factor) and factor >= 0
         require(
             fits,
-            f"{context}: returns {factor!r} for step {step}; return the factor of train.learning_rate, a "
-            "finite number of at least 0",
+            f"{context}: returns {factor!r} for step {step}; return a finite number of at least 0, by which "
+            "train.learning_rate is multiplied",
         )
         return self.peak * float(factor)
 
@@ -494,16 +523,17 @@ def build_schedule(settings: TrainConfig, total_steps: int) -> Schedule:
         problem = SettingProblem((key,), f"{key}: {first_error['msg']}")
         if first_error["type"] == "missing":
             problem = SettingProblem(
-                ("train.schedule", key), f"train.schedule {settings.schedule} needs {key}"
+                ("train.schedule", key), f"train.schedule: {settings.schedule} needs {key}; set {key}"
             )
         raise ScheduleParamsError(problem) from error
 
 
 def build_one_cycle_schedule(settings: TrainConfig) -> OneCycle | None:
-    """Build the schedule of the run if it is ``OneCycle``, which also changes Adam's betas.
+    """Build the run's ``OneCycle`` schedule, to compute Adam's betas for each step.
 
-    Use the result only for :meth:`OneCycle.compute_betas`, which does not depend on the length of the
-    run. The learning rates are wrong, because this function assumes a run of one step.
+    Use the result only for :meth:`OneCycle.compute_betas`. This function does not receive the
+    length of the run, and therefore builds the schedule for a run of one step. The betas do not
+    depend on the length.
 
     Args:
         settings: The ``train`` section.

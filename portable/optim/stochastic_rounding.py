@@ -1,9 +1,10 @@
 """Stochastic rounding of fp32 values to bf16, with random bits that do not depend on the sharding.
 
-A value is rounded up or down with probabilities that make the result exact on average. Updates that are
-smaller than the distance of two bf16 numbers therefore add up, while rounding to nearest would lose them. The
-random bits of an element are a hash of a key and of the index of the element in the complete tensor, so they
-are equal on any number of ranks and after a resume.
+A value is rounded up or down with probabilities that make the result exact on average. Updates that
+are smaller than the distance between adjacent bf16 numbers therefore add up, whereas rounding to
+nearest would lose them. The random bits of an element are a hash of a key and the index of the
+element in the complete tensor. They are therefore the same on any number of ranks and after a
+resume.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _STEP_MULTIPLIER = 0x9E3779B1
-"""Odd number, by which a step is multiplied so that the keys of consecutive steps differ in all bits."""
+"""Odd factor by which a step is multiplied, so that the keys of consecutive steps differ in all bits."""
 
 
 def compute_rounding_key(seed: int, name: str) -> int:
-    """Compute the key of a parameter's random bits, a 32-bit integer.
+    """Compute the 32-bit key from which a parameter's random bits for rounding are generated.
 
     Args:
         seed: Seed of the run.
@@ -35,14 +36,19 @@ def compute_rounding_key(seed: int, name: str) -> int:
 
 
 def list_element_indices(parameter: Tensor) -> tuple[Tensor, Tensor]:
-    """List the indices of the local elements of a parameter in the complete, flattened parameter.
+    """Compute the position of each local element in the complete, flattened parameter.
+
+    A row consists of the elements of the complete parameter with the same first index. This rank
+    may have only a part of each row.
 
     Args:
-        parameter: A DTensor, of which this rank has a shard, or a plain tensor.
+        parameter: A DTensor that this rank has a shard of, or a plain tensor.
 
     Returns:
-        Index of the first element of each local row, and offsets of the elements of a row, so that the index
-        of an element is the sum of the two. Both are modulo 2**32, int32 ``[rows]`` and ``[row size]``.
+        Two int32 tensors. The first, ``[local rows]``, contains the position at which each row
+        begins in the complete parameter. The second, ``[local row size]``, contains the offset of
+        each local element from the beginning of its row. The position of an element is the sum of
+        the two. All values are modulo 2**32.
     """
     shape, device = tuple(parameter.shape) or (1,), parameter.device
     slices = tuple(slice(0, size) for size in shape)
@@ -62,14 +68,16 @@ def to_wrapped_int32(values: Tensor) -> Tensor:
 
 
 def compute_step_key(key: int, step: Tensor) -> Tensor:
-    """Combine the key of a parameter with a step, without a host-device sync.
+    """Derive a parameter's rounding key for one step, without a host-device sync.
+
+    The key determines the random numbers of stochastic rounding in this step.
 
     Args:
-        key: Result of :func:`compute_rounding_key`.
+        key: Rounding key of the parameter, from :func:`compute_rounding_key`.
         step: Number of the step, a scalar on the device.
 
     Returns:
-        The combined key, an int32 scalar on the device of ``step``.
+        The key for this step, an int32 scalar on the device of ``step``.
     """
     return _mix_bits(to_wrapped_int32(key + step.to(torch.int64) * _STEP_MULTIPLIER))
 
@@ -88,11 +96,15 @@ def draw_random_bits(indices: Tensor, step_key: Tensor) -> Tensor:
 
 
 def round_stochastically(values: Tensor, random_bits: Tensor) -> Tensor:
-    """Round finite fp32 values to one of the two nearest bf16 values, at random and exactly on average.
+    """Round finite fp32 values stochastically to bf16.
+
+    Each value is rounded to one of the two nearest bf16 values. The expected result equals the
+    value.
 
     Args:
         values: Finite values, fp32.
-        random_bits: Random bits, int32 with the shape of ``values``. Only the lower 16 bits are used.
+        random_bits: Random bits, int32 with the shape of ``values``. Only the lower 16 bits are
+            used.
 
     Returns:
         Rounded values, bf16.
@@ -103,7 +115,10 @@ def round_stochastically(values: Tensor, random_bits: Tensor) -> Tensor:
 
 
 def _mix_bits(values: Tensor) -> Tensor:
-    """Hash int32 values with the 32-bit hash "lowbias32" of Wellons, in which every input bit matters."""
+    """Hash int32 values with Wellons' 32-bit hash "lowbias32".
+
+    Each input bit affects all output bits.
+    """
     values = values ^ _shift_right(values, 16)
     values = values * 0x7FEB352D
     values = values ^ _shift_right(values, 15)

@@ -1,6 +1,7 @@
-"""Check the optimizer state in checkpoints, and convert its numbers and parameter groups.
+"""Check the optimizer state in checkpoints, and convert its scalars and parameter groups.
 
-All engines use these functions.
+Scalars, such as step counts, may be stored as numbers or as tensors. All engines use these
+functions.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 Number = bool | int | float
 KEYS_FROM_SETTINGS = ("params", "param_names", "lr", "initial_lr", "weight_decay")
-"""Entries of a parameter group that the settings of a run define. They are not restored from a checkpoint."""
+"""Entries of a parameter group that are set by the settings of a run and not restored from a checkpoint."""
 
 
 def check_state_entry(value: Any, shape: Sequence[int], name: str) -> None:
@@ -35,18 +36,27 @@ def check_state_entry(value: Any, shape: Sequence[int], name: str) -> None:
         CheckpointError: If the entry is missing or its shape does not match.
     """
     stored = tuple(getattr(value, "shape", ()))
-    if value is None or (stored != tuple(shape) and (len(shape) > 0 or math.prod(stored) != 1)):
-        raise CheckpointError(f"{name} is missing or does not have shape {list(shape)}")
+    if value is None:
+        raise CheckpointError(
+            f"{name}: is missing from the checkpoint; use a checkpoint of the same model and optimizer"
+        )
+    if stored != tuple(shape) and (len(shape) > 0 or math.prod(stored) != 1):
+        raise CheckpointError(
+            f"{name}: has the shape {list(stored)} in the checkpoint, but {list(shape)} in this run; use a "
+            "checkpoint of the same model and optimizer"
+        )
 
 
 def restore_custom_group_values(groups: list[dict[str, Any]], stored: OptimizerState | None) -> None:
-    """Restore the numbers that a custom optimizer stores in its parameter groups, such as a step count.
+    """Restore numbers that a custom optimizer stores in its parameter groups, such as a step count.
 
-    Settings of the run (:data:`KEYS_FROM_SETTINGS`), booleans and values of other types are not
-    restored.
+    An entry of a group that is a tensor is filled with the stored number. Settings of the run
+    (:data:`KEYS_FROM_SETTINGS`), booleans, values of other types, and entries that are not in
+    the checkpoint are left unchanged.
 
     Args:
-        groups: Parameter groups. Modified in place.
+        groups: Parameter groups with ``param_names``. The values of a group are restored from
+            the stored group that contains its first parameter. Modified in place.
         stored: Optimizer state of a checkpoint. None to leave the groups unchanged.
     """
     by_name = {name: group for group in (stored.param_groups if stored else ()) for name in group["params"]}

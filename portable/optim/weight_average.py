@@ -22,13 +22,19 @@ AVERAGE_KEY = "ema"
 
 
 def install_weight_average(optimizer: Any, decay: float) -> None:
-    """Make an optimizer average its parameters: ``ema = decay * ema + (1 - decay) * parameter``.
+    """Add an exponential moving average of the parameters to an optimizer.
 
-    The average is initialized with the values before the first step. It is updated after every step, on
-    the device and without a host sync. If ``found_inf`` is 1 in a step, the average does not change.
+    After every step, a hook of the optimizer updates the average of each parameter with a gradient
+    as ``ema = decay * ema + (1 - decay) * parameter``. This happens on the device, without a host
+    sync. The average is stored under :data:`AVERAGE_KEY` in the state of the parameter. It is
+    initialized with the values before the parameter's first update. If ``found_inf`` is 1 in a
+    step, the average does not change.
 
     Args:
-        optimizer: Optimizer of :func:`portable.optim.optimizers.build_optimizer`.
+        optimizer: A ``torch.optim.Optimizer``, or a wrapper with an optimizer in its attribute
+            ``inner``, such as :class:`portable.optim.custom_optimizer.CustomOptimizer`. Modified in
+            place. :func:`portable.optim.optimizers.build_optimizer` already calls this function for
+            its result if ``train.ema`` is set.
         decay: Weight of the old average in each update.
     """
     initial_averages: dict[Tensor, Tensor] = {}
@@ -43,8 +49,8 @@ def install_weight_average(optimizer: Any, decay: float) -> None:
         found_inf: Tensor | None = getattr(stepped, "found_inf", None)
         for parameter in _iter_parameters_with_gradients(stepped):
             state = stepped.state[parameter]
-            # Store the initial average only after the step, because optimizers create their state if it is
-            # empty.
+            # Store the initial average only after the step, because optimizers create their state only if it
+            # is empty.
             if parameter in initial_averages:
                 state[AVERAGE_KEY] = initial_averages.pop(parameter)
             average = to_local(state[AVERAGE_KEY])
@@ -64,8 +70,8 @@ def swap_weights_and_averages(pairs: Iterable[tuple[Tensor, Any]]) -> None:
     """Swap the values of parameters with their averages, in place.
 
     Args:
-        pairs: Parameters with their states. Parameters without an average, because they have not been
-            trained yet, are skipped.
+        pairs: Parameters with their optimizer states. Parameters that have no average yet, because they
+            have not been trained, are skipped.
     """
     for parameter, state in pairs:
         if AVERAGE_KEY in state:

@@ -45,7 +45,8 @@ _LOOPBACK = "127.0.0.1"
 _CONNECT_SECONDS = 10.0
 """Timeout of a connection attempt in seconds."""
 _CONSEQUENCE_SECONDS = 1.0
-"""Seconds that rank 0 waits for another failure if the reported one may be its consequence."""
+"""Number of seconds for which rank 0 waits for another failure if the reported failure may be a
+consequence of it."""
 _ANSWER_SECONDS = 5.0
 """Seconds that a failed rank waits for the answer of rank 0."""
 _CLOSE_SECONDS = 60.0
@@ -57,15 +58,15 @@ _KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
 
 @dataclass(frozen=True)
 class PeerFailure:
-    """Failure of a rank, in the form in which ranks send it to each other.
+    """Failure of a rank. Ranks send it to each other as JSON.
 
     Attributes:
         rank: Rank that failed.
-        host: Name of its host.
+        host: Name of the rank's host.
         code: Exit code for all ranks.
         message: Error on one line. Empty if the process ended without reporting an error.
-        certain: Whether the failure cannot be a consequence of another rank's failure. False, for
-            example, for an error in a collective.
+        certain: Whether the failure is known to originate from this rank. For example, an error in
+            a collective is not certain, because the failure of another rank may have caused it.
     """
 
     rank: int
@@ -83,17 +84,26 @@ class PeerFailure:
         return f"rank {self.rank} on {self.host} failed first: {message}"
 
     def to_error(self) -> ReportedElsewhereError:
-        """Build the error that the other ranks raise without printing it."""
+        """Build the error to raise on a rank that did not fail first.
+
+        The rank does not print this error, because the failure is already reported in another way.
+        """
         return ReportedElsewhereError(self.message or self.describe(), self.code)
 
 
 class PeerWatch:
-    """Context in which this rank is notified if another rank fails.
+    """Context that ends this process if another rank fails.
 
-    After another rank's failure, this process waits for some time and then exits with the exit code of
-    that failure. It does not exit if its main thread notices the failure itself and leaves the context
-    in time. If the failed process could not print an error, the lowest other rank prints which rank and
-    host failed.
+    The context has no effect until :meth:`start` is called, after the process group is initialized.
+    If the ``with`` block raises an exception other than :class:`ReportedElsewhereError`, the other
+    ranks are notified of a failure of this rank.
+
+    After the failure of another rank, the main thread has a grace period to notice the failure
+    itself and leave the context. If it does not leave in time, a background thread exits the
+    process with the exit code in :class:`PeerFailure`. If the failed process could not print an
+    error, the lowest of the remaining ranks prints which rank and host failed. No rank prints this
+    if :func:`portable.ranks.launch.launch_ranks` started the ranks, because the launcher then
+    prints it.
 
     Args:
         on_failure: Function that is called in a background thread with the first failure of another
@@ -112,10 +122,15 @@ class PeerWatch:
         self._main_thread_exits = False
 
     def start(self) -> Self:
-        """Connect to rank 0, and start the thread that waits for a failure.
+        """Connect to rank 0, and start a thread that waits for the failure of another rank.
 
-        All ranks have to call this method. With a single rank, it does nothing. If rank 0 is not reachable,
-        a warning is printed.
+        All ranks have to call this method after the default process group is initialized. Rank 0
+        also starts the :class:`_FailureArbiter` to which all ranks connect. With a single rank, the
+        method does nothing. If rank 0 is not reachable, a warning is printed. This rank then cannot
+        report its failures, and is not notified of other failures.
+
+        Returns:
+            This object.
         """
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return self
@@ -128,8 +143,8 @@ class PeerWatch:
         self._connection = _connect_to_rank_0(addresses if self._rank else [[_LOOPBACK, addresses[0][1]]])
         if self._connection is None:
             print_status(
-                f"warning: rank {self._rank} cannot connect to rank 0 at {addresses}; only ranks that "
-                "communicate with a failed rank notice its failure"
+                f"warning: rank {self._rank} cannot connect to rank 0 at {addresses}, so only ranks that "
+                "communicate with a failed rank notice its failure; check the firewall between the nodes"
             )
             return self
         hello = {"token": token, "rank": self._rank, "host": self._host}
@@ -146,11 +161,14 @@ class PeerWatch:
         self.disconnect(others_can_continue=error is None or isinstance(error, Exception))
 
     def disconnect(self, *, others_can_continue: bool = True) -> None:
-        """Close the connection, so that this rank no longer notices failures.
+        """Close the connection to rank 0.
+
+        Afterward, this rank no longer notices failures of other ranks. If this is rank 0, no rank
+        notices failures any longer.
 
         Args:
-            others_can_continue: Whether the other ranks can continue without this rank. If not, rank 0
-                treats the closed connection as a failure of this rank.
+            others_can_continue: Whether the other ranks can continue without this rank. If not,
+                rank 0 treats the closed connection as a failure of this rank.
         """
         self._has_left.set()
         connection, self._connection = self._connection, None
@@ -161,22 +179,28 @@ class PeerWatch:
                 connection.shutdown(socket.SHUT_RDWR)
             connection.close()
         if self._arbiter is not None:
-            self._arbiter.close()
+            self._arbiter.close(others_can_continue=others_can_continue)
 
     def announce_own_exit(self) -> None:
-        """Give the main thread more time before the background thread exits the process after a failure.
+        """Give the main thread an additional minute to exit after a failure of another rank.
 
-        The main thread calls this method if it has noticed an error itself but still has to close files and
-        connections.
+        Without this call, the background thread exits the process after the usual grace period.
+
+        The main thread calls this method if it has noticed an error itself but still has to close
+        files and connections.
         """
         self._main_thread_exits = True
 
     def report_error(self, error: Exception) -> PeerFailure | None:
         """Report an error of this rank to rank 0, and wait up to five seconds for its answer.
 
+        Also calls :meth:`announce_own_exit`. The error is not sent if this rank has already been
+        notified of the first failure. An error without the attribute ``exit_code`` may be a
+        consequence of another failure, so it is sent with ``certain`` set to False.
+
         Returns:
-            The first failure according to rank 0, possibly of another rank. None if rank 0 does not answer,
-            or if there is no connection.
+            The first failure according to rank 0, possibly of another rank. None if rank 0 does not
+            answer, or if there is no connection.
         """
         self.announce_own_exit()
         if self._connection is None or self._first_failure is not None:
@@ -199,9 +223,16 @@ class PeerWatch:
         return self._first_failure is not None and self._first_failure.rank == self._rank
 
     def _wait_for_first_failure(self) -> None:
-        """Wait for the first failure of any rank, and exit the process if another rank failed.
+        """Wait until a rank fails. If another rank has failed, exit this process.
 
-        This method runs in a thread. The end of the connection counts as a failure of rank 0.
+        This method runs in a thread. It returns without an exit if this rank failed first, or if
+        rank 0 announces that it has finished. If the connection to rank 0 ends unexpectedly, rank 0
+        counts as failed.
+
+        Before the exit, the main thread has some time to leave the ``with`` block of this object or
+        to call :meth:`disconnect`. If it does so, this method does not exit the process. The time
+        is usually one second. It is five seconds if the launcher ends all ranks as soon as one rank
+        exits. After a call of :meth:`announce_own_exit`, the main thread has an additional minute.
         """
         connection = self._connection
         assert connection is not None
@@ -227,17 +258,21 @@ class PeerWatch:
         )
         if prints and not self._first_failure.message:
             print_error(f"error: {self._first_failure.describe()}")
-        # The failed rank exits first, so that launchers report it and not this one.
+        # Let the failed rank exit first, so that launchers report that rank instead of this one.
         if self._has_left.wait(LAUNCHER_SECONDS if is_ended_by_launcher() else NOTICE_SECONDS):
             return
-        # A main thread that has noticed an error may still be closing the output and the process group.
+        # Wait longer for a main thread that has noticed an error, because it may still be closing the output
+        # and the process group.
         if not (self._main_thread_exits and self._has_left.wait(_CLOSE_SECONDS)):
             sys.stdout.flush()
             os._exit(self._first_failure.code)
 
 
 class _FailureArbiter:
-    """Thread of rank 0 that accepts connections from all ranks and decides which rank failed first.
+    """Thread of rank 0 that accepts connections and decides which rank failed first.
+
+    The constructor opens a TCP port and starts the thread. Processes on other machines cannot
+    connect if ``MASTER_ADDR`` is ``localhost``, ``127.0.0.1`` or ``::1``.
 
     Args:
         host: Name of rank 0's host.
@@ -246,7 +281,7 @@ class _FailureArbiter:
     def __init__(self, host: str) -> None:
         address = os.environ.get("MASTER_ADDR", host)
         local = address in ("localhost", _LOOPBACK, "::1")
-        # Local ranks are not reachable from other machines.
+        # If all ranks are local, listen only on the loopback address, so that other machines cannot connect.
         family = socket.AF_INET if local or not socket.has_dualstack_ipv6() else socket.AF_INET6
         self._listener = socket.create_server(
             (_LOOPBACK if local else "", 0),
@@ -257,9 +292,9 @@ class _FailureArbiter:
         port = self._listener.getsockname()[1]
         names = [_LOOPBACK] if local else list(dict.fromkeys([address, host]))
         self.addresses: list[list[Any]] = [[name, port] for name in names]
-        """Addresses of rank 0, each a host and a port, which the other ranks try in order."""
+        """Host and port pairs of rank 0, which the other ranks try in order."""
         self.token = secrets.token_hex(16)
-        """Secret, read from the store, that a rank sends first. Connections without it are closed."""
+        """Secret that each rank reads from the store and sends first. Connections without it are closed."""
         self._host = host
         self._ranks_and_hosts: dict[socket.socket, tuple[int, str]] = {}
         self._incomplete_lines: dict[socket.socket, bytes] = {}
@@ -267,6 +302,7 @@ class _FailureArbiter:
         self._decide_at = float("inf")
         self._decided = False
         self._closed = False
+        self._others_can_continue = True
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._wake_receiver, self._wake_sender = socket.socketpair()
@@ -274,21 +310,36 @@ class _FailureArbiter:
         self._thread = threading.Thread(target=self._serve_connections, name="peers-of-all", daemon=True)
         self._thread.start()
 
-    def close(self) -> None:
-        """Notify all ranks that rank 0 has finished, and stop the thread."""
+    def close(self, *, others_can_continue: bool) -> None:
+        """Notify all ranks that rank 0 leaves, and stop the background thread of this object.
+
+        Args:
+            others_can_continue: Whether the other ranks can continue without rank 0. If not, they are
+                notified of a failure of rank 0, unless another failure was announced before.
+        """
+        self._others_can_continue = others_can_continue
         self._closed = True
         with contextlib.suppress(OSError):
             self._wake_sender.send(b"\0")
         self._thread.join(timeout=5)
 
     def _serve_connections(self) -> None:
-        """Accept connections and read messages until :meth:`close` is called. Runs in a thread."""
+        """Accept connections and read messages until :meth:`close` is called.
+
+        Runs in a thread. It also announces the first failure when the time for this decision has
+        come. After :meth:`close`, it notifies the other ranks that rank 0 leaves, if they can
+        continue. Otherwise, it announces a failure of rank 0, unless a failure was announced
+        before. Finally, it closes all sockets.
+        """
         while not self._closed:
             wait = None if self._decide_at == float("inf") else max(0.0, self._decide_at - time.monotonic())
             for key, _ in self._selector.select(wait):
                 if key.fileobj is self._listener:
-                    connection, _ = self._listener.accept()
-                    _enable_keepalive(connection)
+                    try:
+                        connection, _ = self._listener.accept()
+                        _enable_keepalive(connection)
+                    except OSError:  # the other side has already closed the connection
+                        continue
                     self._incomplete_lines[connection] = b""
                     self._selector.register(connection, selectors.EVENT_READ)
                 elif key.fileobj is not self._wake_receiver:
@@ -296,7 +347,11 @@ class _FailureArbiter:
             if time.monotonic() >= self._decide_at:
                 self._decide_at = float("inf")
                 self._announce_first_failure()
-        self._send_to_all({"leaves": True})
+        if self._others_can_continue:
+            self._send_to_all({"leaves": True})
+        elif not self._decided:
+            self._failures.append(PeerFailure(0, self._host, RUN_ERROR, ""))
+            self._announce_first_failure()
         for connection in (*self._incomplete_lines, self._listener, self._wake_receiver, self._wake_sender):
             connection.close()
         self._selector.close()
@@ -304,8 +359,9 @@ class _FailureArbiter:
     def _read_messages(self, connection: socket.socket) -> None:
         """Read and handle the available messages from a connection.
 
-        If the connection has ended and the rank has not announced its exit, a failure of the rank is
-        recorded.
+        The connection is closed if the rank has closed it or announces its exit, or if a message is
+        invalid or too long. If an authenticated rank has not announced its exit, a closed
+        connection is recorded as a failure of the rank.
         """
         try:
             data = connection.recv(_MAX_BYTES)
@@ -325,21 +381,34 @@ class _FailureArbiter:
             self._add_failure(PeerFailure(*ended, RUN_ERROR, ""))
 
     def _handle_message(self, connection: socket.socket, line: bytes) -> bool:
-        """Handle a message: the first message of a rank with the token, a failure, or an announced exit.
+        """Handle a message from a rank.
+
+        A rank's first message contains the secret ``token``, which authenticates the rank. Later
+        messages report a failure, or announce that the rank exits.
 
         Args:
             connection: Connection from which the message was received.
             line: Message, as one line of JSON.
 
         Returns:
-            Whether to keep the connection open. False if the message is invalid, or if the rank exits.
+            Whether to keep the connection open. False if the message is invalid, or if the rank
+            exits.
         """
         try:
             message = json.loads(line)
-        except ValueError:
+            return isinstance(message, dict) and self._handle_fields(connection, message)
+        except (ValueError, TypeError, KeyError, RecursionError):  # anyone can send anything to the port
             return False
+
+    def _handle_fields(self, connection: socket.socket, message: dict[str, Any]) -> bool:
+        """Handle the fields of a message. See :meth:`_handle_message`.
+
+        Raises:
+            ValueError, TypeError, KeyError: If a field is missing or invalid.
+        """
         if connection not in self._ranks_and_hosts:
-            if not secrets.compare_digest(str(message.get("token", "")), self.token):
+            token = str(message.get("token", "")).encode(errors="replace")
+            if not secrets.compare_digest(token, self.token.encode()):
                 return False
             self._ranks_and_hosts[connection] = (int(message["rank"]), str(message["host"]))
             _send_message(connection, {"host": self._host})
@@ -353,7 +422,9 @@ class _FailureArbiter:
     def _add_failure(self, failure: PeerFailure) -> None:
         """Record a failure, and schedule the decision about which failure was first.
 
-        If the failure may be a consequence of another failure, the decision is delayed by one second.
+        If the failure is certain and has a message, the decision is made immediately. Otherwise,
+        the decision is delayed by one second, because the failure may be a consequence of another
+        failure. A failure after the decision is ignored.
         """
         if self._decided:
             return
@@ -364,7 +435,8 @@ class _FailureArbiter:
     def _announce_first_failure(self) -> None:
         """Decide which of the recorded failures was the first, and send it to all ranks.
 
-        Certain failures have priority, because other failures may be their consequences.
+        The first failure is the earliest one with ``certain`` set to True, because all other
+        failures may be its consequences. If there is none, it is the earliest recorded failure.
         """
         first = min(self._failures, key=lambda failure: not failure.certain)
         self._decided = True
@@ -376,7 +448,10 @@ class _FailureArbiter:
 
 
 def _send_message(connection: socket.socket, message: dict[str, Any]) -> None:
-    """Send a message. Errors are ignored, because the reader of the connection handles its end."""
+    """Send a message, and ignore errors.
+
+    If the connection has ended, the code that reads from it handles this.
+    """
     with contextlib.suppress(OSError):
         connection.sendall(_encode_message(message))
 
@@ -394,10 +469,10 @@ def _iter_messages(connection: socket.socket) -> Iterator[dict[str, Any]]:
 
 
 def _connect_to_rank_0(addresses: Sequence[Sequence[Any]]) -> socket.socket | None:
-    """Connect to the first reachable of several addresses of rank 0.
+    """Connect to rank 0 at the first of its addresses that can be reached.
 
     Args:
-        addresses: Pairs of a host and a port.
+        addresses: Pairs of a host and a port, in the order in which they are tried.
 
     Returns:
         The connection. None if no address can be reached.

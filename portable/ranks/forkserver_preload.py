@@ -1,8 +1,9 @@
-"""Module preloaded by the fork server of data workers, so that they end when their rank is killed.
+"""Make a fork server and its data workers die when their rank is killed.
 
-Importing the module makes the server die with its rank, and the workers die with the server.
-Otherwise, they would outlive a killed rank: the server waits until its pipe is closed, but its
-workers keep the pipe open and wait for the server.
+The fork server preloads this module. After the import, the server dies when its rank dies, and each
+worker dies when the server dies. Without this module, the server and the workers would outlive a
+killed rank. The server waits for a pipe to be closed before it exits, but the workers inherit this
+pipe and keep it open until the server exits.
 """
 
 from __future__ import annotations
@@ -15,7 +16,13 @@ _SERVER = os.getpid()
 
 
 class _Fork:
-    """Hooks around each fork. They affect only children of the server, not children of a worker."""
+    """Fork hooks that make a data worker die when the fork server dies.
+
+    The fork server is the process that imports this module. It forks the data workers.
+    :meth:`record_parent` runs before a fork, and :meth:`bind_to_server` runs in the child process
+    after the fork. Processes that a data worker forks inherit the hooks. In these processes, the
+    hooks have no effect, because the parent is not the fork server.
+    """
 
     parent = _SERVER
 
@@ -26,7 +33,10 @@ class _Fork:
 
     @classmethod
     def bind_to_server(cls) -> None:
-        """Make this process die with the server, if it was forked by the server. Called in the child."""
+        """Make this process die with the fork server, if the fork server is its parent.
+
+        Called in the child process after each fork.
+        """
         if cls.parent == _SERVER:
             die_with_parent(_SERVER)
 

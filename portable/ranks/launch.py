@@ -58,18 +58,19 @@ POLL_SECONDS = 0.1  # how often a rank checks for the reports of other ranks
 
 
 def check_rank_variables() -> None:
-    """Check ``RANK`` and ``WORLD_SIZE``, which are set by launchers such as torchrun or accelerate launch.
+    """Check ``RANK`` and ``WORLD_SIZE``, which launchers such as torchrun set.
 
-    Call this function only if at least one of them is set.
+    Call this function only if at least one of the two variables is set.
 
     Raises:
-        UserError: If only one of them is set, or if their values are not valid.
+        UserError: If only one of the two variables is set, or if their values are not integers with
+            ``0 <= RANK < WORLD_SIZE``.
     """
     rank, world_size = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
     if rank is None:
-        raise _build_incomplete_variables_error("WORLD_SIZE is", "RANK is")
+        raise UserError(f"the environment contains WORLD_SIZE, but not RANK; {_REMEDY}")
     if world_size is None:
-        raise _build_incomplete_variables_error("RANK is", "WORLD_SIZE is")
+        raise UserError(f"the environment contains RANK, but not WORLD_SIZE; {_REMEDY}")
     if not (rank.isdecimal() and world_size.isdecimal() and int(rank) < int(world_size)):
         variables = to_one_line(f"RANK={rank} and WORLD_SIZE={world_size}")
         raise UserError(f"{variables} are set, but ranks go from 0 to WORLD_SIZE - 1; {_REMEDY}")
@@ -79,27 +80,16 @@ def check_rendezvous_variables() -> None:
     """Check that the launcher has set ``MASTER_ADDR`` and ``MASTER_PORT``, which the ranks need to connect.
 
     Raises:
-        UserError: If one of them is not set although there are several ranks.
+        UserError: If a variable is not set although there are several ranks.
     """
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
     if missing and int(os.environ["WORLD_SIZE"]) > 1:
-        are = "are" if len(missing) > 1 else "is"
-        raise _build_incomplete_variables_error("RANK and WORLD_SIZE are", f"{' and '.join(missing)} {are}")
+        raise UserError(
+            f"the environment contains RANK and WORLD_SIZE, but not {' or '.join(missing)}; {_REMEDY}"
+        )
 
 
-_REMEDY = "`unset RANK WORLD_SIZE`, or start all ranks with a launcher (torchrun ... -m portable.cli)"
-
-
-def _build_incomplete_variables_error(there: str, missing: str) -> UserError:
-    """Build the error for launcher variables that are only partly set.
-
-    Args:
-        there: Names of the variables that are set, followed by ``is`` or ``are``.
-        missing: Names of the variables that are not set, followed by ``is`` or ``are``.
-    """
-    return UserError(
-        f"{there} set, as in a process that a launcher has started, but {missing} not set; {_REMEDY}"
-    )
+_REMEDY = "run `unset RANK WORLD_SIZE`, or start all ranks with a launcher (torchrun ... -m portable.cli)"
 
 
 def format_train_command(world_size: int, **options: object) -> str:
@@ -125,7 +115,7 @@ class RankFailure:
     rank: int
     exit_code: int
     message: str | None
-    """Error in one line. None if the rank could not write a report."""
+    """Error on one line. None if the rank could not write a report."""
     is_hang: bool = False
     """Whether the watchdog reported a hang. If it did, the message describes all hanging ranks."""
     traceback: str = ""
@@ -142,21 +132,25 @@ def launch_ranks(
 ) -> int:
     """Run ``function(*arguments)`` in ``ranks`` local processes, and wait for them.
 
-    If a rank fails, the other ranks are terminated. Signals to this process are forwarded to the ranks.
+    If a rank fails, the other ranks are terminated. SIGTERM and SIGINT are forwarded to the ranks,
+    so this function must be called in the main thread. The function also raises the limit on open
+    files, and sets default values of environment variables such as ``OMP_NUM_THREADS`` in this
+    process.
 
     Args:
         function: Picklable function that returns the exit code of its rank.
         arguments: Picklable arguments.
         ranks: Number of ranks.
         memory_advice: Advice for the error message if a rank is killed because host memory ran out.
-        find_checkpoint: Function that returns the checkpoint from which a stopped run can resume, or
-            None if there is no checkpoint.
+        find_checkpoint: Function that returns the checkpoint from which a stopped run can resume,
+            or None if there is no checkpoint.
 
     Returns:
         The largest exit code of all ranks.
 
     Raises:
-        UserError: If the rank that failed first raised it.
+        UserError: If the rank that failed first raised it, or if the limit on open files is too
+            low.
         RunError: If the rank that failed first raised any other error, hung, or was killed.
         StoppedError: If signals ended the run before it could save a checkpoint.
     """
@@ -204,19 +198,21 @@ def launch_ranks(
         ):
             raise _build_stopped_error(requests, find_checkpoint())
         first_failure = _find_first_failure(folder, rank, code)
-        sys.stderr.write(first_failure.traceback)
+        if sys.stderr is not None:
+            sys.stderr.write(first_failure.traceback)
         raise _to_exception(first_failure, has_new_oom_kill(kills_before, read_oom_kills()), memory_advice)
 
 
 def _start_rendezvous_store() -> tuple[object, dict[str, str]]:
     """Start the torch.distributed store through which the ranks connect to each other.
 
-    The store listens only on the loopback interface, because any process that can connect can write to
-    it.
+    The store listens only on the loopback interface, because any process that can connect can write
+    to it.
 
     Returns:
-        The store, which stops when it is garbage-collected, and the environment variables that contain
-        its address.
+        The store, which stops when it is garbage-collected, and environment variables for the
+        ranks. The variables contain the address of the store. They also state that rank 0 does not
+        host the store, as under torchrun.
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # imported here because it loads torch
 
@@ -230,7 +226,7 @@ def _start_rendezvous_store() -> tuple[object, dict[str, str]]:
         wait_for_workers=False,
         master_listen_fd=listener.detach(),
     )
-    # torchrun sets the same variables, because rank 0 does not host the store.
+    # Like under torchrun, these variables state that rank 0 does not host the store.
     torchelastic_variables = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
     return store, {"MASTER_ADDR": _LOOPBACK, "MASTER_PORT": str(port), **torchelastic_variables}
 
@@ -241,7 +237,7 @@ def _build_world_variables(ranks: int) -> dict[str, str]:
 
 
 class RankExit(NamedTuple):
-    """Exit of a rank's process that :func:`_wait_for_ranks` treats as a failure."""
+    """Failed rank and the exit code of its process, as returned by :func:`_wait_for_ranks`."""
 
     rank: int
     code: int
@@ -251,7 +247,9 @@ class RankExit(NamedTuple):
 def _wait_for_ranks(processes: Sequence[BaseProcess], report_folder: Path) -> RankExit | None:
     """Wait until all processes have ended or one has failed, and kill ranks that hang.
 
-    A process with exit code 0 has also failed if it has not written the exit code of its function.
+    Each rank is a process that runs a function. When the function returns, the rank writes the
+    function's exit code to a file in ``report_folder``. A process that ends without writing this
+    file counts as failed, even if the process itself ends with exit code 0.
 
     Returns:
         The failed rank and its exit code, or None if all ranks have succeeded.
@@ -259,7 +257,7 @@ def _wait_for_ranks(processes: Sequence[BaseProcess], report_folder: Path) -> Ra
     while True:
         codes = [process.exitcode for process in processes]
         if failed := [(code, rank) for rank, code in enumerate(codes) if code]:
-            code, rank = min(failed)  # prefer a killed rank: its code is negative
+            code, rank = min(failed)  # the minimum prefers a killed rank, whose code is negative
             return RankExit(rank, code)
         for rank, ended in enumerate(codes):  # code in the rank may have called os._exit(0)
             if ended == 0 and not _get_exit_code_path(report_folder, rank).exists():
@@ -272,7 +270,11 @@ def _wait_for_ranks(processes: Sequence[BaseProcess], report_folder: Path) -> Ra
 
 
 def _terminate_ranks(processes: Sequence[BaseProcess], report_folder: Path) -> None:
-    """Terminate the running processes with SIGTERM, and kill processes that do not end in time."""
+    """Terminate the running processes with SIGTERM, and kill processes that do not end in time.
+
+    The time limit is :data:`TERMINATE_SECONDS`. Ranks that hang are killed earlier. See
+    :func:`_kill_silent_ranks`.
+    """
     running = [process for process in processes if process.is_alive()]
     for process in running:
         process.terminate()
@@ -310,7 +312,9 @@ def _build_stopped_error(signals: list[int], checkpoint: object | None) -> Stopp
 
 
 def _is_second_interrupt(signals: Sequence[int]) -> bool:
-    """Return whether an interrupt (Ctrl-C) followed another signal that had already requested a stop.
+    """Return whether an interrupt (Ctrl-C) followed an earlier signal of any type.
+
+    The earlier signal has already requested a stop.
 
     Args:
         signals: Numbers of the received signals, in order.
@@ -320,7 +324,11 @@ def _is_second_interrupt(signals: Sequence[int]) -> bool:
 
 @contextmanager
 def _forward_signals(report_folder: Path) -> Iterator[list[int]]:
-    """Forward signals to the ranks as SIGTERM. A Ctrl-C after another signal kills the ranks.
+    """Forward the signals SIGTERM and SIGINT (Ctrl-C) to the ranks within this context.
+
+    The ranks receive them as SIGTERM. If Ctrl-C follows an earlier signal, the ranks are killed.
+    Each signal also creates the file :data:`STOP_FILE` in ``report_folder``, so that a rank that
+    has not started yet stops as well.
 
     Yields:
         The numbers of the received signals. The list grows while the context is active.
@@ -351,16 +359,19 @@ def _run_rank_process(
     launcher: int,
     environment: Mapping[str, str],
 ) -> None:
-    """Run ``function`` in the process of a rank, and report its exit code or error to the launcher.
+    """Run ``function`` in a rank's process, and report its exit code or error to the launcher.
 
-    After an error, the process ends without running exit handlers.
+    If the function returns, its exit code is written to a file, and the process itself exits with
+    code 0. A :class:`ReportedElsewhereError` is not reported. After an error, the process ends
+    without running exit handlers. The process ignores SIGINT, because the launcher forwards it as
+    SIGTERM.
 
     Args:
         rank: Rank of this process.
         function: Function that returns an exit code.
         arguments: Arguments of the function.
         report_folder: Folder to which the report file is written.
-        launcher: Process id of the launcher. This process dies with it.
+        launcher: Process id of the launcher. This process dies when the launcher dies.
         environment: Environment variables to set, in addition to ``RANK`` and ``LOCAL_RANK``.
     """
     die_with_parent(launcher)
@@ -384,7 +395,8 @@ def _run_rank_process(
         os._exit(error.exit_code)
     except (UserError, RunError) as error:
         _write_report(Path(report_folder), error.exit_code, to_one_line(error))
-        # Not sys.exit, which would wait for other threads (a loader, a collective that waits for this rank).
+        # Do not use sys.exit, because it would wait for other threads (a loader, a collective that waits for
+        # this rank).
         sys.stdout.flush()
         os._exit(error.exit_code)
     except Exception as error:
@@ -435,7 +447,10 @@ def _is_alive(pid: int) -> bool:
 
 
 def report_hang(message: str) -> None:
-    """Report a hang of this rank to the launcher. If another launcher started this rank, print it instead."""
+    """Report a hang of this rank to the launcher of portable-trainer.
+
+    If another launcher has started this rank, print the message instead.
+    """
     if _report_folder is None:
         print_error(f"error: {message}")
     else:
@@ -463,9 +478,10 @@ def _write_report(
 
 
 def _kill_silent_ranks(report_folder: Path) -> None:
-    """Kill the ranks without a report some time after another rank has reported a hang.
+    """Kill the ranks that still have no report some time after another rank reported a hang.
 
-    Such ranks cannot report, for example because their watchdog thread waits for the GIL.
+    Such ranks cannot report, for example because their watchdog thread waits for the GIL. The time
+    is twice :data:`portable.ranks.watchdog.GRACE_SECONDS`.
     """
     reports = [json.loads(path.read_text("utf-8")) for path in report_folder.glob("rank*.json")]
     if any(
@@ -486,7 +502,10 @@ def _read_rank_pids(report_folder: Path) -> dict[int, int]:
 def _find_first_failure(report_folder: Path, rank: int, exit_code: int) -> RankFailure:
     """Find the failure that caused the other failures.
 
-    In order of priority, it is a hang, a killed rank, a user error, or the earliest other error.
+    In order of priority, the result is a hang, a killed rank, a user error, or the earliest other
+    error. Only ``rank`` can be the killed rank. If there are no reports, the result is the failure
+    of ``rank``, even if no signal killed this rank. The message about a hang lists all hanging
+    ranks.
 
     Args:
         report_folder: Folder of the ranks' reports.
@@ -523,7 +542,10 @@ def _to_exception(failure: RankFailure, out_of_memory: bool | None, memory_advic
             return RunError(failure.message)
         return RunError(f"rank {failure.rank} failed first: {failure.message}")
     if failure.exit_code >= 0:
-        return RunError(f"rank {failure.rank} failed first: it exited with code {failure.exit_code}")
+        return RunError(
+            f"rank {failure.rank} failed first: it exited with code {failure.exit_code}; its output may "
+            "contain the reason"
+        )
     name = signal.Signals(-failure.exit_code).name
     cause = _describe_kill(out_of_memory, memory_advice) if name == "SIGKILL" else ""
     return RunError(f"rank {failure.rank} failed first: it was killed by {name}{cause}")
@@ -537,12 +559,12 @@ def _describe_kill(out_of_memory: bool | None, advice: str) -> str:
             counters.
         advice: Advice for the user if host memory ran out.
     """
-    advice = f"; {advice}" if advice else ""
+    remedy = f"; {advice}" if advice else ""
     if out_of_memory:
-        return f" by the kernel, which ran out of host memory{advice}"
+        return f" by the kernel, which ran out of host memory{remedy}"
     if out_of_memory is None:
-        return f", most likely by the kernel because host memory ran out{advice}"
+        return f", most likely by the kernel because host memory ran out{remedy}"
     return (
-        ", but not by the kernel's OOM killer, probably by a user, or by a limit on memory or time (a "
-        f"batch system, systemd-oomd). If the reason was memory{advice}"
+        ", but not by the kernel's OOM killer; probably a user stopped the process, or a limit on memory or "
+        "time did (a batch system, systemd-oomd)" + (f"; if memory ran out: {advice}" if advice else "")
     )

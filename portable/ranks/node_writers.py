@@ -46,11 +46,11 @@ class NodeWriters:
             function: Function that returns a string.
 
         Returns:
-            The results of all processes, in the order of their numbers.
+            The results of all processes, ordered by their index in the group.
 
         Raises:
-            CheckpointError: If the function fails in another process, or if a process has died. If the
-                function fails in this process, its exception is raised instead.
+            CheckpointError: If the function fails in another process, or if a process has died. If
+                the function fails in this process, its exception is raised instead.
         """
         if self._group is None:
             return [function()]
@@ -81,15 +81,15 @@ class NodeWriters:
 def choose_node_writers(can_read_checkpoint: Callable[[], bool]) -> NodeWriters | None:
     """Choose the ranks that write the final model: the first rank of each node.
 
-    All ranks have to call this function. There is only one writer per node, because its threads use all
-    cores, and because every writer has to read the index of the complete checkpoint.
+    All ranks have to call this function. There is only one writer per node, because its threads use
+    all cores, and because every writer has to read the index of the complete checkpoint.
 
     Args:
-        can_read_checkpoint: Function that returns whether this process can read the checkpoint. Nodes
-            that do not share the file system of rank 0 cannot read it, and do not write.
+        can_read_checkpoint: Function that returns whether this process can read the checkpoint.
+            Nodes that do not share the file system of rank 0 cannot read it, and do not write.
 
     Returns:
-        The group. None on ranks that do not write.
+        The writers, with the index of this rank among them. None on ranks that do not write.
     """
     if not dist.is_initialized():
         return NodeWriters(None, 0, 1)

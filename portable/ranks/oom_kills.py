@@ -49,14 +49,18 @@ def _list_cgroup_counter_files(root: Path) -> list[Path]:
         base, file = ("memory", "memory.oom_control") if controllers else ("", "memory.events")
         group = root / "sys/fs/cgroup" / base / name.lstrip("/")
         top = root / "sys/fs/cgroup" / base
-        # Any parent may have a limit. Inside a container, the path may be the path on the host.
+        # Check all parents, because any of them may have a limit. Inside a container, the path may be the
+        # path on the host.
         levels = [level for level in (group, *group.parents) if level.is_relative_to(top)]
         files += [level / file for level in levels]
     return files
 
 
 def has_new_oom_kill(before: OomKillCounts, after: OomKillCounts) -> bool | None:
-    """Return whether an OOM kill occurred between two readings, or None if there are no counters.
+    """Return whether an OOM kill occurred between two readings.
+
+    The result is None if there are no counters. The counters do not identify the killed process,
+    which may belong to another program.
 
     Args:
         before: First result of :func:`read_oom_kills`.

@@ -17,16 +17,18 @@ _NUM_OTHER_FILES = 256
 def raise_open_file_limit(world_size: int) -> None:
     """Raise the soft limit on open files to the hard limit, and check that it is sufficient.
 
-    The function also sets an environment variable that makes gloo connect two ranks only when they
-    communicate, unless the user has set the variable.
+    The function also sets the environment variable ``TORCH_GLOO_LAZY_INIT``, so that gloo connects
+    two ranks only when they communicate. A value that the user has set is kept. Call this function
+    before a process group is created.
 
     Args:
         world_size: Number of ranks.
 
     Raises:
-        UserError: If the hard limit is too low for the number of ranks.
+        UserError: If there are several ranks, and the hard limit is lower than the result of
+            :func:`compute_needed_open_files`.
     """
-    # Otherwise, each process group of gloo connects every rank to every other rank.
+    # Without this variable, each process group of gloo would connect every rank to every other rank.
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):  # some systems refuse their own hard limit
@@ -36,8 +38,9 @@ def raise_open_file_limit(world_size: int) -> None:
     if limit != resource.RLIM_INFINITY and limit < needed and world_size > 1:
         raise UserError(
             f"RLIMIT_NOFILE: {world_size} ranks need up to {needed} open files and sockets per process, but "
-            f"the hard limit is {limit}; raise the limit on every node (root: ulimit -Hn {needed}; systemd: "
-            f"LimitNOFILE={needed}; docker run --ulimit nofile={needed}), or use fewer ranks"
+            f"the hard limit is {limit}; raise the limit on every node (as root: ulimit -Hn {needed}, in "
+            f"systemd: LimitNOFILE={needed}, with Docker: docker run --ulimit nofile={needed}), or use fewer "
+            "ranks"
         )
 
 

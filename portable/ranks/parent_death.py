@@ -1,4 +1,4 @@
-"""Termination of processes when their parent dies. This module imports only modules that load fast."""
+"""Make processes die with their parent. This module imports only modules that load fast."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _PR_SET_PDEATHSIG = 1
-# Code that a spawned process runs first: the parent may be killed while the process imports its modules.
+# A spawned process runs this code first, because the parent may be killed while the process imports its
+# modules.
 _CODE_OF_SPAWNED_PROCESS = (
     "import ctypes, os; ctypes.CDLL(None).prctl({option}, {signal}, 0, 0, 0); "
     "os.getppid() == {parent} or os._exit(1); "
@@ -26,12 +27,14 @@ _CODE_OF_SPAWNED_PROCESS = (
 def die_with_parent(expected_parent_pid: int | None = None) -> None:
     """Arrange for this process to be killed when its parent dies.
 
-    On Linux, the kernel kills it. Other systems need a thread that polls the parent.
+    On Linux, the kernel kills this process (``PR_SET_PDEATHSIG``). It does so when the thread that
+    started this process ends, even if the parent continues to run. On other systems, a thread of
+    this process polls the parent.
 
     Args:
-        expected_parent_pid: Process id of the parent that started this process. If the current parent
-            is another process, the expected one has already died, and this process exits at once. None
-            to accept any parent.
+        expected_parent_pid: Process id of the parent that started this process. If the current
+            parent is another process, the expected parent has already died, and this process exits
+            at once. None to accept any parent.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
@@ -52,8 +55,10 @@ def _kill_when_parent_ends(parent_pid: int) -> None:
 def kill_spawned_processes_with_parent() -> Iterator[None]:
     """Make processes that ``multiprocessing`` spawns within this context die with this process.
 
-    A spawned process requests this from the kernel before it imports any other module. It therefore
-    also dies if this process is killed during those imports. Does nothing on systems other than Linux.
+    The context replaces ``multiprocessing.spawn.get_command_line``, so that a spawned process
+    requests this from the kernel before it imports any other module. The spawned process therefore
+    also dies if this process is killed during those imports. Does nothing on systems other than
+    Linux.
     """
     if sys.platform != "linux":
         yield
@@ -65,7 +70,7 @@ def kill_spawned_processes_with_parent() -> Iterator[None]:
 
     def build_command_line(**arguments: object) -> list[str]:
         line: list[str] = original(**arguments)
-        if "-c" in line:  # absent in a frozen program
+        if "-c" in line:  # a frozen program has no such argument
             index = line.index("-c") + 1
             line[index] = first + line[index]
         return line

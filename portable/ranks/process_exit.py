@@ -1,4 +1,4 @@
-"""Process exit without finalizing the Python interpreter.
+"""Exit the process without finalizing the Python interpreter.
 
 Exit handlers run in reverse order of registration. Import this module before others that register
 exit handlers, so that its own handler runs last.
@@ -18,8 +18,8 @@ _exit_code: int | None = None
 def set_process_exit_code(code: int) -> int:
     """Set the exit code of this process, and make it exit without finalizing the interpreter.
 
-    All exit handlers still run. Finalization is skipped because gloo threads can free their last
-    tensors during it, and torch then aborts the process (pytorch/pytorch#190489).
+    All exit handlers still run. Finalization is skipped because torch aborts the process if a gloo
+    thread frees its last tensors while the interpreter is being finalized (pytorch/pytorch#190489).
 
     Returns:
         ``code``.
@@ -31,7 +31,11 @@ def set_process_exit_code(code: int) -> int:
 
 @atexit.register
 def _exit_after_handlers() -> None:
-    """Exit at once with the code from :func:`set_process_exit_code`, if one was set."""
+    """Exit immediately with the code from :func:`set_process_exit_code`, if one was set.
+
+    This function is itself an exit handler. It is registered first, so it runs after all other exit
+    handlers. It skips the finalization of the interpreter.
+    """
     if _exit_code is not None:
         with suppress(Exception):  # the stream may be closed or full
             flush_stdout()

@@ -21,7 +21,7 @@ _POLL_SECONDS = 0.1  # how often rank 0 checks which ranks have joined
 
 
 class Rendezvous(NamedTuple):
-    """Result of :func:`join_rendezvous`, whose fields are arguments of ``init_process_group``."""
+    """Arguments of ``init_process_group`` that :func:`join_rendezvous` returns."""
 
     store: Any
     """Store of torch.distributed that all ranks share."""
@@ -32,9 +32,9 @@ class Rendezvous(NamedTuple):
 def join_rendezvous(timeout: datetime.timedelta) -> Rendezvous:
     """Connect to the store whose address is in the launcher's environment variables.
 
-    All ranks have to call this function. torchrun keeps its store when it restarts the ranks, so the
-    keys of each attempt get a different prefix. Otherwise, a rank could read addresses that other ranks
-    stored before the restart.
+    All ranks have to call this function. torchrun keeps its store when it restarts the ranks. Under
+    torchrun, the keys therefore get a different prefix after each restart, so that no rank reads
+    addresses from before the restart.
 
     Args:
         timeout: Time limit for all ranks to connect.
@@ -43,7 +43,8 @@ def join_rendezvous(timeout: datetime.timedelta) -> Rendezvous:
         The store, the rank of this process, and the number of ranks.
 
     Raises:
-        dist.DistError: If the ranks do not connect within ``timeout``.
+        dist.DistError: If the ranks do not connect within ``timeout``, or if the port of the store
+            is already in use.
     """
     store, rank, world_size = next(iter(dist.rendezvous("env://", timeout=timeout)))  # type: ignore[attr-defined]
     if "TORCHELASTIC_RUN_ID" in os.environ and world_size > 1:
@@ -55,11 +56,12 @@ def join_rendezvous(timeout: datetime.timedelta) -> Rendezvous:
 def agree_on_attempt_name(store: Any, rank: int, world_size: int, timeout: datetime.timedelta) -> str:
     """Agree with the other ranks on a name for this attempt.
 
-    All ranks have to call this function. The store may still contain keys of previous attempts, so a
-    name under a fixed key could be outdated. Instead, every rank except rank 0 stores a random number,
-    and rank 0 answers with the name under a key that contains this number. Rank 0 chooses the name at
-    random, and continues to answer until all ranks have confirmed. ``TORCHELASTIC_RESTART_COUNT`` is
-    unsuitable as a name, because each node counts its own restarts.
+    An attempt begins each time torchrun starts or restarts the ranks. All ranks have to call this
+    function. The store may still contain keys of previous attempts, so a name under a fixed key
+    could be outdated. Instead, every rank except rank 0 stores a random number, and rank 0 answers
+    with the name under a key that contains this number. Rank 0 chooses the name at random, and
+    continues to answer until all ranks have confirmed. ``TORCHELASTIC_RESTART_COUNT`` is unsuitable
+    as a name, because each node counts its own restarts.
 
     Args:
         store: Store of torch.distributed that all ranks share.
@@ -89,6 +91,6 @@ def agree_on_attempt_name(store: Any, rank: int, world_size: int, timeout: datet
             store.set(f"{_START_KEY}/{number.decode()}", attempt)
             answered.add(number)
         if time.monotonic() > end:
-            raise dist.DistStoreError(f"not all {world_size} ranks joined within {timeout}")
+            raise dist.DistStoreError(f"not all {world_size} ranks joined within {timeout}; read their logs")
         time.sleep(_POLL_SECONDS)
     return attempt

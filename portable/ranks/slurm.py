@@ -17,19 +17,21 @@ _LOWEST_PORT, _NUM_PORTS = 20_000, 12_000  # below Linux's range for outgoing co
 
 
 def read_slurm_rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that torchrun would set for this process, based on the variables of ``srun``.
+    """Return the variables that torchrun would set, based on the variables of ``srun``.
 
     Args:
-        environment: Environment of the process. Its values of ``MASTER_ADDR`` and ``MASTER_PORT`` take
-            precedence.
+        environment: Environment of the process. Its values of ``MASTER_ADDR`` and ``MASTER_PORT``
+            take precedence. The default address is the first node of the step, and the default port
+            is derived from the ids of the job and the step.
 
     Returns:
         ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR`` and
-        ``MASTER_PORT``. Empty if another launcher has already set ``RANK``, or if ``srun`` started a
-        single task, which then launches the ranks of its node itself.
+        ``MASTER_PORT``. Empty if another launcher has already set ``RANK``, or if ``srun`` has not
+        started this process. Also empty if ``srun`` started a single task, which then launches the
+        ranks of its node itself.
 
     Raises:
-        UserError: If the variables of ``srun`` do not follow its documentation.
+        UserError: If a variable of ``srun`` is missing or does not have the documented format.
     """
     tasks = environment.get("SLURM_STEP_NUM_TASKS", "1")
     if "RANK" in environment or tasks == "1":
@@ -61,7 +63,7 @@ def parse_first_host(nodes: str) -> str:
     """
     match = re.match(r"(?:[^,\[\]]|\[[^\]]*\])+", nodes)
     if match is None:
-        raise ValueError(f"{nodes!r} does not contain the name of a host")
+        raise ValueError(f"SLURM_STEP_NODELIST={nodes!r} does not contain the name of a host")
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", match.group())
 
 

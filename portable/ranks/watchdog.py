@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from types import FrameType
 
 FIRST_BATCH_FACTOR = 4.0
-"""Factor by which the time limit is larger for the first batch, because the model is compiled during it."""
+"""Factor that extends the time limit of the first batch, because the model is compiled during it."""
 GRACE_SECONDS = 3.0
 """Seconds between a rank's report and its exit, so that other ranks can report as well."""
 SUSPENDED_SECONDS = 30.0
-"""Largest number of seconds between two checks of a running process. After a longer gap, the process must
-have been suspended, so that the time without progress does not count."""
+"""Maximum number of seconds between two checks while the process runs. After a longer gap, the process
+must have been suspended, so the time without progress does not count."""
 EXIT_CODE = 1
 _PROJECT_FOLDER = Path(__file__).parents[2]
 
@@ -59,7 +59,11 @@ class _WatchedBatches:
 
     @property
     def time_limit_factor(self) -> float:
-        """Factor by which the time limit is multiplied. The first batch gets more time."""
+        """Factor by which the time limit for the next batch is multiplied.
+
+        The factor is :data:`FIRST_BATCH_FACTOR` until the second batch arrives, because the model
+        is compiled for the first batch. Afterward, the factor is 1.
+        """
         return FIRST_BATCH_FACTOR if self._last_count <= self._first_count + 1 else 1.0
 
     def pause_until_next_batch(self) -> None:
@@ -67,9 +71,10 @@ class _WatchedBatches:
         self._is_resting = True
 
     def has_progressed(self) -> bool:
-        """Return whether the iterator has returned a batch since the last call, or no batch is due.
+        """Return True if a batch was returned since the last call, or if no batch is due.
 
-        No batch is due after the last one, or between :meth:`pause_until_next_batch` and the next batch.
+        No batch is due after the iterator is exhausted, or between :meth:`pause_until_next_batch`
+        and the next batch.
         """
         if self._batches.num_batches != self._last_count:
             self._last_count, self._is_resting = self._batches.num_batches, False
@@ -78,14 +83,18 @@ class _WatchedBatches:
 
 
 class Watchdog:
-    """Context that exits the process if no batch arrives within a time limit.
+    """Context manager that exits the process if no batch arrives within a time limit.
 
-    A thread monitors the iterators of batches, so that the training loop does not have to report its
-    progress in each step.
+    A thread monitors the iterators of batches, so that the training loop does not have to report
+    its progress in each step. There is no time limit before the first call of
+    :meth:`watch_batches`. After a hang, the process exits with code 1 and without cleanup. Create
+    the object in the thread that trains, because the description of the hang contains the position
+    of this thread.
 
     Args:
         rank: Rank of this process.
-        timeout_seconds: Maximum time between two batches. None for no limit.
+        timeout_seconds: Maximum time between two batches in seconds. None for no limit. For the
+            first two batches of an iterator, the limit is multiplied by :data:`FIRST_BATCH_FACTOR`.
         folder: Folder for the file ``rank-<r>.txt`` with the stacks of all threads. Created when
             needed.
         report: Function that is called with a one-line description of the hang.
@@ -122,10 +131,15 @@ class Watchdog:
         self._ended.set()
 
     def watch_batches(self, batches: CountedBatches) -> None:
-        """Observe an iterator from now on. Each batch that it returns restarts the time limit.
+        """Start watching an iterator for hangs.
+
+        The time limit restarts with each batch that the iterator returns. If the next batch does
+        not arrive within the time limit, the watchdog exits the process. The iterator replaces the
+        previously watched iterator.
 
         Args:
-            batches: The iterator. There is no time limit after its last batch.
+            batches: The iterator. After its last batch, the time limit still applies until a
+                further batch is requested.
         """
         self._watched = _WatchedBatches(batches)
 
@@ -133,8 +147,8 @@ class Watchdog:
     def watch_batches_temporarily(self, batches: CountedBatches) -> Iterator[None]:
         """Monitor another iterator within this context, for example during an evaluation.
 
-        When the context ends, the watchdog returns to the previous iterator. Its time limit starts with its
-        next batch.
+        When the context ends, the watchdog monitors the previous iterator again. There is no time
+        limit until the previous iterator returns its next batch.
         """
         before = self._watched
         self.watch_batches(batches)
@@ -160,7 +174,11 @@ class Watchdog:
             self._watched = watched
 
     def _check_progress_periodically(self) -> None:
-        """Check for progress periodically, and exit the process if it stops. Runs in a thread."""
+        """Check periodically whether the run makes progress, and exit the process if it does not.
+
+        Runs in a thread. The process exits if the run makes no progress within the time limit. The
+        timer restarts if the process was suspended, for example by Ctrl-Z.
+        """
         checked = time.monotonic()
         while not self._ended.wait(min(1.0, self._timeout_seconds / 4)):
             before, checked = checked, time.monotonic()
@@ -173,7 +191,11 @@ class Watchdog:
                 self._report_and_exit(checked - watched.last_progress_time)
 
     def _report_and_exit(self, idle: float) -> None:
-        """Write the stacks of all threads to a file, report the hang in one line, and exit the process.
+        """Write the stacks of all threads to a file, report the hang, and exit the process.
+
+        Also dumps the most recent collectives. If a file cannot be written, the hang is reported
+        anyway. The process exits :data:`GRACE_SECONDS` after the report, so that other ranks can
+        report as well.
 
         Args:
             idle: Time without progress in seconds.
@@ -196,14 +218,15 @@ class Watchdog:
 
 
 def describe_stack(frame: FrameType | None) -> str:
-    """Describe the innermost function of a stack and the function of this project that called it.
+    """Describe the innermost function of a stack, and its nearest caller that belongs to this project.
 
     Returns:
-        A string such as ``function (file:line), called from function (file:line)``. If ``frame`` is
-        None, ``no Python code``.
+        A string such as ``function (file:line), called from function (file:line)``. The second part
+        is omitted if the innermost function itself belongs to this project, or if no function of
+        the stack does. If ``frame`` is None, the result is ``code outside of Python``.
     """
     if frame is None:
-        return "no Python code"
+        return "code outside of Python"
     stack = traceback.extract_stack(frame)
     project_frames = [entry for entry in stack if Path(entry.filename).is_relative_to(_PROJECT_FOLDER)]
     last = stack[-1]

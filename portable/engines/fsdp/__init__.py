@@ -1,1 +1,1 @@
-"""Engine on DDP and FSDP2."""
+"""Engine based on DDP and FSDP2."""

@@ -1,4 +1,4 @@
-"""Validate the offloading and sharding settings for FSDP2 and DDP, in a resolved config."""
+"""Validate the offloading and sharding settings of a resolved config for FSDP2 and DDP."""
 
 from __future__ import annotations
 
@@ -15,11 +15,15 @@ if TYPE_CHECKING:
 
 
 def check_memory(config: RunConfig) -> Iterator[SettingProblem]:
-    """Yield a problem for each setting in the section ``memory`` that FSDP2 or DDP does not support."""
+    """Yield a problem for each setting of the section ``memory`` that is not supported.
+
+    FSDP2 and DDP do not support ``nvme`` as the value of ``offload_optimizer`` or
+    ``offload_params``. With strategy ``no_shard``, both settings must be ``none``.
+    """
     for key in ("memory.offload_optimizer", "memory.offload_params"):
         if config.get(key) == "nvme":
             yield SettingProblem(
-                (key,), f"{key}: nvme needs DeepSpeed; set strategy to zero3, or {key} to cpu"
+                (key,), f"{key}: nvme needs DeepSpeed; set strategy to zero3, or set {key} to cpu"
             )
         if config.strategy == "no_shard" and config.get(key) != "none":
             yield SettingProblem(
@@ -30,7 +34,11 @@ def check_memory(config: RunConfig) -> Iterator[SettingProblem]:
 
 
 def check_fsdp(config: RunConfig) -> Iterator[SettingProblem]:
-    """Yield a problem for each setting in the section ``fsdp`` that has no effect with DDP."""
+    """Yield a problem for each setting of the section ``fsdp`` that is set with ``no_shard``.
+
+    With strategy ``no_shard``, the settings have no effect. A value of None means that a setting is
+    not set. With any other strategy, nothing is yielded.
+    """
     for name, value in config.fsdp if config.strategy == "no_shard" else ():
         if value is not None:
             key = f"fsdp.{name}"
@@ -41,40 +49,47 @@ def check_fsdp(config: RunConfig) -> Iterator[SettingProblem]:
 
 
 def check_fused_backward_on_ranks(config: RunConfig, world_size: int) -> None:
-    """Check that a rank can update a parameter during the backward pass without the other parameters.
+    """Check that each parameter can be updated during the backward pass, independently of the others.
+
+    On several ranks, two settings prevent this:
+
+    - With strategy ``no_shard``, DDP sums the gradients over the ranks only after the hooks that
+      update the parameters.
+    - Adafactor sums moments over the ranks. The rounding of these sums depends on the number of
+      parameters in the all-reduce.
 
     Args:
         config: Config of the run, with ``train.fused_backward``.
         world_size: Number of ranks.
 
     Raises:
-        UserError: If DDP sums the gradients over the ranks, which it does only after the hooks that update
-            the parameters. Or if adafactor sums moments over the ranks, because the rounding of these sums
-            depends on the number of parameters in the all-reduce.
+        UserError: If there are several ranks, and one of these settings is used.
     """
     if world_size > 1 and config.strategy == "no_shard":
         raise UserError(
             f"train.fused_backward: strategy no_shard sums gradients over {world_size} ranks only after the "
-            "backward pass; use full_shard, or a single rank"
+            "backward pass; set strategy to full_shard, or use a single rank"
         )
     if world_size > 1 and config.train.optimizer == "adafactor":
         raise UserError(
             f"train.fused_backward: adafactor sums its moments over {world_size} ranks for all parameters at "
-            "once; use adamw or adamw_8bit, or a single rank"
+            "once; set train.optimizer to adamw or adamw_8bit, or use a single rank"
         )
 
 
 def check_gradients_complete_in_one_pass(config: RunConfig, world_size: int) -> None:
-    """Check that a single backward pass on every rank computes the gradients of a step.
+    """Check that the gradients of a step are complete after one backward pass on every rank.
 
     Does nothing unless ``train.fused_backward`` is set.
 
     Args:
-        config: Config of the run.
+        config: Config of the run. If ``train.fused_backward`` is set, ``train.micro_batch_size``
+            must not be ``auto``.
         world_size: Number of ranks.
 
     Raises:
-        UserError: If a step has several micro-batches, or see :func:`check_fused_backward_on_ranks`.
+        UserError: If a step has several micro-batches, or if :func:`check_fused_backward_on_ranks`
+            fails.
     """
     train = config.train
     if not train.fused_backward:
@@ -85,7 +100,7 @@ def check_gradients_complete_in_one_pass(config: RunConfig, world_size: int) -> 
     steps = count_accumulation_steps(train.global_batch_size, train.micro_batch_size, num_groups)
     if steps > 1:
         raise UserError(
-            f"train.fused_backward: a step has {steps} micro-batches, whose gradients are accumulated; set "
-            f"train.micro_batch_size to {-(-train.global_batch_size // num_groups)}, or lower "
-            "train.global_batch_size"
+            f"train.fused_backward: does not work with gradient accumulation, but a step has {steps} "
+            f"micro-batches; set train.micro_batch_size to {-(-train.global_batch_size // num_groups)}, or "
+            "lower train.global_batch_size"
         )

@@ -20,7 +20,7 @@ class DeviceLossScale(LossScaleSearch):
     """Dynamic loss scale whose state consists of device tensors.
 
     Args:
-        settings: Settings of the loss scale search.
+        settings: Settings of the dynamic loss scale.
         device: Device of the tensors.
     """
 
@@ -33,16 +33,21 @@ class DeviceLossScale(LossScaleSearch):
         self._state = torch.tensor(start, dtype=torch.float64, device=device)
         self._overflows = torch.zeros((), device=device)
         self.scale = self._state[0].float()
-        """Factor of the loss, an fp32 scalar on the device."""
+        """Factor by which the loss is multiplied, an fp32 scalar on the device."""
 
     def update(self, overflow: Tensor) -> Tensor:
-        """Update the loss scale after an optimizer step. Does not trigger a host-device sync.
+        """Update the loss scale for a step. Does not trigger a host-device sync.
+
+        See :mod:`portable.engines.loss_scale` for the rule. Must be called once per step, after the
+        gradients have been unscaled with the previous scale.
 
         Args:
-            overflow: Whether gradients on any rank were not finite, as a bool scalar on the device.
+            overflow: Whether the loss or any gradient on any rank was not finite, a bool scalar on
+                the device.
 
         Returns:
-            Whether gradients overflowed at the minimum scale, as a bool scalar on the device.
+            Whether the scale would have to be lowered but is already at its minimum, a bool scalar
+            on the device. An overflow that the hysteresis tolerates does not count.
         """
         scale, count, last, patience = self._state
         lower = overflow & (patience <= 1)
@@ -58,14 +63,14 @@ class DeviceLossScale(LossScaleSearch):
         return exhausted
 
     def read_state(self) -> dict[str, float]:
-        """Read the state of the search from the device. Triggers a host-device sync."""
+        """Read the state of the loss scale from the device. Triggers a host-device sync."""
         return {
             **dict(zip(STATE_NAMES, self._state.tolist(), strict=True)),
             "overflows": int(self._overflows),
         }
 
     def restore_state(self, state: Mapping[str, float]) -> None:
-        """Set the state of the search to the values that :meth:`read_state` returned."""
+        """Set the state of the loss scale to values that :meth:`read_state` has returned."""
         self._state.copy_(torch.tensor([state[name] for name in STATE_NAMES], dtype=torch.float64))
         self._overflows.fill_(state["overflows"])
         self.scale = self._state[0].float()

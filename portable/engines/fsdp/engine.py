@@ -1,4 +1,4 @@
-"""Training engine on torch.distributed: DDP, FSDP2, or a single device."""
+"""Training engine based on torch.distributed: DDP, FSDP2, or a single device."""
 
 from __future__ import annotations
 
@@ -65,13 +65,18 @@ def build_engine(
     Args:
         model: Model on the meta device.
         config: Config of the run.
-        rank_info: This process's device, rank, and world size.
-        at_stop: Exit stack that the backend closes before destroying the process group.
+        rank_info: Device, rank and world size of this process.
+        at_stop: Exit stack to which this function adds its cleanup. The backend closes the
+            stack before it destroys the process group.
 
     Returns:
-        Engine whose weights are still uninitialized.
+        The engine. Its weights are still uninitialized.
+
+    Raises:
+        UserError: If the ranks cannot be divided into sharding groups, or if a module class in
+            the section ``fsdp`` does not exist in the model.
     """
-    # The trial runs on the plain model, before any transform.
+    # This check runs a trial pass, which needs the model before any transform.
     all_parameters_used = uses_ddp(config, rank_info) and gives_all_parameters_gradients(model)
     apply_transforms(model, config, at_stop)
     sharded = shard_model(model, config, rank_info, all_parameters_used=all_parameters_used)
@@ -96,7 +101,7 @@ class TorchEngine:
         self._device = device
         parameters = dict(self.model.named_parameters())
         memory = config.memory
-        # Offloaded parameters are already in host memory, so their optimizer does not need copies.
+        # Offloaded parameters are already in host memory, so the optimizer does not need copies of them.
         needs_host_copies = memory.offload_optimizer == "cpu" and memory.offload_params == "none"
         self._host_copies: HostParameterCopies | None = None
         self._loss_scale: DeviceLossScale | None = None
@@ -136,15 +141,15 @@ class TorchEngine:
             from portable.engines.fsdp.device_loss_scale import DeviceLossScale
 
             self._loss_scale = DeviceLossScale(config.fp16, device)
-        # With dynamic loss scaling, overflows are expected and merely lower the scale. The scaler reports a
-        # failure if gradients overflow at the minimum scale, and a single such failure stops the run.
+        # With dynamic loss scaling, overflows are expected and only lower the scale. A failure means that
+        # gradients overflow at the minimum scale, and a single failure stops the run.
         self._max_streak = get_max_streak(config.train.on_non_finite) if self._loss_scale is None else 1
-        # The counters stay on the device and are only read when logging, because reading them triggers a
+        # The counters stay on the device and are read only when logging, because reading them triggers a
         # host-device sync.
         self._nonfinite_counters = torch.tensor(INITIAL_COUNTERS, device=device)
 
     def begin_step(self, learning_rate: float) -> None:
-        """Set the learning rate of the step, because the backward pass may update the parameters."""
+        """Set the learning rate before the backward pass, because this pass may already update parameters."""
         set_learning_rates(self._optimizer, learning_rate, self._settings)
 
     def accumulate_gradients(
@@ -155,11 +160,15 @@ class TorchEngine:
         is_last_micro_batch: bool,
         with_token_metrics: bool = False,
     ) -> StepSums:
-        """Run the forward and backward pass of one micro-batch and accumulate its gradients.
+        """Run the forward and backward pass of one micro-batch, and accumulate its gradients.
+
+        With ``train.fused_backward``, the backward pass also updates the parameters and frees their
+        gradients.
 
         Args:
             batch: Micro-batch on the device.
-            global_weight: Weight of the global batch, a scalar on the device. The loss is divided by it.
+            global_weight: Total loss weight of the global batch, by which the loss is divided.
+                Scalar on the device.
             is_last_micro_batch: Whether the optimizer step follows.
             with_token_metrics: Whether to also compute the token accuracy and the entropy.
 
@@ -176,8 +185,8 @@ class TorchEngine:
                 loss, sums = scale_loss_by_global_weight(
                     output, global_weight, self.objective.global_batch_size
                 )
-            # DDP averages gradients across ranks. This factor turns the average into a sum, because the loss
-            # is already divided by the global token count.
+            # DDP averages gradients over the ranks, but the loss is already divided by the global weight.
+            # This factor turns the average into a sum.
             scaled_loss = loss * self._sharded.loss_factor
             if self._fused_backward is not None:
                 is_halted = get_streak(self._nonfinite_counters) >= self._max_streak
@@ -192,7 +201,14 @@ class TorchEngine:
     def take_optimizer_step(self, learning_rate: float, max_grad_norm: float, loss: Tensor) -> Tensor:
         """Clip the gradients, take an optimizer step, and set the gradients to None.
 
-        The update is skipped on the device if the gradient norm or the loss is not finite.
+        The update is skipped on the device if the gradient norm or the loss is not finite, or if
+        the limit of consecutive skipped updates has been reached. With ``train.fused_backward``,
+        the backward pass has already updated the parameters, so this method only computes the
+        gradient norm and counts the step.
+
+        In fp16, this method also divides the gradients by the loss scale, and updates the scale. An
+        overflow then counts as a skipped update only if the scale would have to be lowered, but is
+        already at its minimum.
 
         Args:
             learning_rate: Learning rate of this step.
@@ -211,7 +227,7 @@ class TorchEngine:
                 shards, self._loss_scale.scale.reciprocal().to(shards[0].device)
             )
         self._sharded.average_gradients()
-        # The gradients of offloaded parameters, and therefore their norm, are in host memory.
+        # The norm of gradients in host memory (of offloaded parameters) is also in host memory.
         norm = compute_total_norm(gradients).to(self._device)
         if max_grad_norm > 0:
             for group in group_by_mesh(self._trainable):
@@ -223,8 +239,8 @@ class TorchEngine:
             self._nonfinite_counters, is_non_finite=failed, loss=loss, max_streak=self._max_streak
         )
         set_learning_rates(self._optimizer, learning_rate, self._settings)
-        # A fused optimizer leaves everything unchanged if found_inf is 1. It reads found_inf on the
-        # parameters' device. This copy syncs the host only with offloading, which syncs for the gradients
+        # A fused optimizer changes nothing if found_inf is 1. It reads found_inf on the device of the
+        # parameters. This copy syncs the host only with offloading, which requires a sync for the gradients
         # anyway.
         parameter_device = next(iter(self._optimized.values())).device
         self._optimizer.found_inf = (is_skipped | ~is_finite).float().to(parameter_device)
@@ -237,7 +253,9 @@ class TorchEngine:
         return norm
 
     def _end_fused_step(self, norm: Tensor, loss: Tensor) -> Tensor:
-        """Count a step whose updates were part of the backward pass.
+        """Count a step whose parameter updates already ran during the backward pass.
+
+        The step is counted as non-finite if the gradient norm or the loss is not finite.
 
         Args:
             norm: Norm of the gradients of all ranks, a scalar on the device.
@@ -266,9 +284,11 @@ class TorchEngine:
         return health
 
     def find_nonfinite_gradients(self) -> list[str]:
-        """Return the names of the parameters whose local gradient shard is not finite.
+        """Return the names of the parameters with non-finite gradient values on this rank.
 
-        Triggers a host-device sync.
+        Checks only this rank's shards. Must be called before :meth:`take_optimizer_step`, which
+        frees the gradients. With ``train.fused_backward``, the backward pass has already freed the
+        gradients, so the result is empty. Triggers a host-device sync.
         """
         gradients = {
             name: to_local(p.grad) for name, p in self.model.named_parameters() if p.grad is not None
@@ -282,7 +302,7 @@ class TorchEngine:
         values may be infinite.
         """
         self._reshard_parameters()
-        # A custom optimizer may start from infinity.
+        # The initial state of a custom optimizer may contain infinity.
         state = {} if plugins.is_plugin_name(self._settings.optimizer) else self._optimizer.state
         return find_nonfinite_names(
             (name, to_local(value))
@@ -326,8 +346,8 @@ class TorchEngine:
         """Sample a continuation of ``prompt``. See :func:`sample_continuation` for arguments and result."""
         self.model.eval()
         if image_columns and isinstance(self.model, FSDPModule):
-            # generate runs the image tower outside of the forward method of the model. FSDP gathers the
-            # parameters of the tower only in this method.
+            # generate runs the image tower outside of the model's forward method, but FSDP gathers the
+            # tower's parameters only in this method.
             self.model.unshard()
         with self._sharded.get_autocast_context():
             tokens = sample_continuation(
@@ -379,8 +399,11 @@ class TorchEngine:
     def load_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Load the weights, the optimizer state and, in fp16, the loss scale from a checkpoint.
 
+        The loss scale keeps its value if the checkpoint was not written by an fp16 run.
+
         Raises:
             CheckpointError: If state is missing or has the wrong shape.
+            UserError: If the file with the state of the loss scale is damaged.
         """
         stored = match_checkpoint_to_model(checkpoint, self.model)
         self.load_weights(stored.weights)

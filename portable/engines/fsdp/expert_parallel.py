@@ -1,8 +1,11 @@
 """Expert parallelism (``expert_parallel_size``) with FSDP2.
 
-Expert-parallel ranks are also data-parallel ranks: each of them processes different tokens. The
-experts of each layer are distributed over the ranks of an expert-parallel group. FSDP2 shards a
-rank's experts over all ranks with the same experts, and shards all other parameters over all ranks.
+Expert-parallel ranks are also data-parallel ranks, so each of them processes different
+tokens. The experts of each layer are distributed over the ranks of an expert-parallel
+group. FSDP2 shards a rank's experts over the ranks of the sharding group that have the same
+experts. FSDP2 shards all other parameters over all ranks of the sharding group. With a
+hybrid strategy, there are several sharding groups. Otherwise, all ranks form a single
+sharding group.
 """
 
 from __future__ import annotations
@@ -22,16 +25,18 @@ if TYPE_CHECKING:
 
 
 def distribute_experts(model: nn.Module, mesh: DeviceMesh) -> list[nn.Module]:
-    """Distribute the experts of a model on the meta device over the ranks of a mesh with one axis.
+    """Distribute the experts of a model over the ranks of an expert-parallel group.
 
     Args:
-        model: The transformers model, after
-            :func:`portable.model.expert_exchange.install_expert_exchange`. Modified in place: the stacks of
-            experts and their LoRA factors become DTensors, which are sharded by expert.
-        mesh: Mesh of the expert-parallel group.
+        model: The transformers model on the meta device, after
+            :func:`portable.model.expert_exchange.install_expert_exchange`. Modified in place: the
+            stacks of experts and their LoRA factors become DTensors, which are sharded by expert,
+            and each :class:`portable.model.expert_exchange.ExpertExchange` gets the process group.
+        mesh: Mesh of the expert-parallel group, which has a single axis.
 
     Returns:
-        The expert modules or, if an adapter changes the experts, the outermost wrappers of the modules.
+        The expert modules. If an adapter changes an expert module, the result contains the
+        outermost peft wrapper of the module instead.
     """
     exchanges = map_expert_exchanges(model)
     for module, exchange in exchanges.items():
@@ -42,13 +47,17 @@ def distribute_experts(model: nn.Module, mesh: DeviceMesh) -> list[nn.Module]:
             for adapter in wrapper.lora_A:
                 down, up = wrapper.lora_A[adapter], wrapper.lora_B[adapter]
                 down.weight = _distribute(down.weight, mesh, Shard(0))
-                # peft sorts the columns by rank first, and then by expert.
+                # peft orders these columns by rank of the factor first, and then by expert.
                 up.weight = _distribute(up.weight, mesh, build_interleaved_placement(1, wrapper.r[adapter]))
     return [exchange.outermost for exchange in exchanges.values()]
 
 
 def _distribute(parameter: nn.Parameter, mesh: DeviceMesh, placement: Placement) -> nn.Parameter:
-    """Return a DTensor with this rank's part of a parameter on the meta device."""
+    """Convert a parameter on the meta device to a DTensor that contains only this rank's part.
+
+    With an interleaved placement, the part consists of a part of each block. The size of the
+    sharded dimension, or of each block, must be a multiple of the number of ranks.
+    """
     num_blocks, dim = getattr(placement, "split_factor", 1), placement.dim  # type: ignore[attr-defined]
     blocks = parameter.detach().chunk(num_blocks, dim)
     part = torch.cat([block.chunk(mesh.size(), dim)[mesh.get_local_rank()] for block in blocks], dim)

@@ -27,10 +27,47 @@ STRATEGIES_KEPT_AFTER_FORWARD = ("shard_grad_op", "hybrid_shard_zero2")
 """Strategies that keep gathered parameters between the forward and the backward pass."""
 
 
-class PassMemory(NamedTuple):
-    """Memory that gathered parameters, unreduced gradients and buffers occupy in a backward pass.
+def compute_shard_group_size(config: RunConfig, world_size: int, local_world_size: int) -> int:
+    """Compute the number of ranks over which one copy of the parameters is sharded.
 
-    Each field contains the bytes at one point of the pass.
+    With hybrid strategies, this is ``fsdp.shard_group_size``, by default the number of ranks of a
+    node. Otherwise, it is the world size, even for ``no_shard``, which does not use the result. A
+    group of tensor-parallel ranks counts as one rank.
+
+    Args:
+        config: Config of the run.
+        world_size: Number of ranks of the run.
+        local_world_size: Number of ranks on this node.
+
+    Raises:
+        UserError: If the group size does not divide the world size, or if the number of
+            expert-parallel ranks does not divide the group size.
+    """
+    world_size //= config.tensor_parallel_size
+    local_world_size //= config.tensor_parallel_size
+    size = world_size
+    if config.strategy in HYBRID_STRATEGIES:
+        size = config.fsdp.shard_group_size or max(1, local_world_size)
+    check_expert_groups(config, size)
+    if world_size % size:
+        fitting = [str(n) for n in range(1, world_size + 1) if world_size % n == 0]
+        tensor_parallel_size = config.tensor_parallel_size
+        ranks = (
+            "ranks"
+            if tensor_parallel_size == 1
+            else f"groups of {tensor_parallel_size} tensor-parallel ranks"
+        )
+        raise UserError(
+            f"fsdp.shard_group_size: {world_size} {ranks} cannot be divided evenly into groups of {size}; "
+            f"use one of {', '.join(fitting)}"
+        )
+    return size
+
+
+class PassMemory(NamedTuple):
+    """Memory occupied by gathered parameters, unreduced gradients and buffers during a backward pass.
+
+    Each field is the number of bytes at one point of the pass.
     """
 
     before_layers: int
@@ -38,7 +75,7 @@ class PassMemory(NamedTuple):
     in_layers: int
     """In the transformer layers."""
     at_end: int
-    """At the end of the pass, when few activations are left."""
+    """At the end of the pass, when few activations remain."""
 
 
 def check_expert_groups(config: RunConfig, shard_group_size: int) -> None:
@@ -59,8 +96,9 @@ def check_expert_groups(config: RunConfig, shard_group_size: int) -> None:
                 f"multiple of {size} ranks, or set expert_parallel_size to 1"
             )
         raise UserError(
-            f"expert_parallel_size: the {shard_group_size} ranks with a copy of the parameters cannot be "
-            f"divided into groups of {size}; use a divisor of {shard_group_size}, or another number of ranks"
+            f"expert_parallel_size: the {shard_group_size} ranks that shard one copy of the parameters "
+            f"cannot be divided evenly into groups of {size}; use a divisor of {shard_group_size}, or "
+            "another number of ranks"
         )
 
 
@@ -72,13 +110,19 @@ def choose_expert_shard_dim(shape: Sequence[int], ranks: int) -> int:
         ranks: Number of ranks over which the stack is sharded.
 
     Returns:
-        1 if there are fewer experts than ranks and ``ranks`` divides dimension 1, otherwise 0.
+        1 if the stack has fewer experts than ranks and dimension 1 is a multiple of ``ranks``.
+        Otherwise 0.
     """
     return int(shape[0] < ranks and shape[1] % ranks == 0)
 
 
 def compute_replicated_footprint(model: ModelInventory, config: RunConfig, cluster: Cluster) -> Footprint:
-    """Compute the memory and traffic per device under DDP (``no_shard``) or on a single device."""
+    """Compute the memory and traffic per device under DDP (``no_shard``) or on a single device.
+
+    Raises:
+        UserError: If ``train.fused_backward`` is set and there are several devices. DDP does not
+            support this combination.
+    """
     gradients = MASTER_BYTES[config.train.master_dtype] * sum_elements(model.trained_weights)
     moments = model.compute_optimizer_state_bytes(config.train)
     if config.train.fused_backward:
@@ -87,8 +131,10 @@ def compute_replicated_footprint(model: ModelInventory, config: RunConfig, clust
     on_host = config.memory.offload_optimizer == "cpu"
     sent_share = (cluster.devices - 1) / cluster.devices
     micro = config.train.micro_batch_size
-    accumulates = micro == "auto" or config.train.global_batch_size > micro * cluster.devices
-    # DDP's buckets are resident. With several micro-batches, accumulated gradients are in addition to them.
+    num_groups = max(1, cluster.devices // config.ranks_together)
+    accumulates = micro == "auto" or config.train.global_batch_size > micro * num_groups
+    # DDP's buckets stay allocated. If there are several micro-batches, the accumulated gradients need
+    # additional memory.
     accumulated_bytes = gradients if cluster.devices > 1 and accumulates else 0
     compute = COMPUTE_BYTES[config.precision]
     in_update, sent = compute_muon_update_cost(model, compute, cluster.devices, replicated=True)
@@ -112,18 +158,17 @@ def compute_sharded_footprint(model: ModelInventory, config: RunConfig, cluster:
     The result is for rank 0, which has the largest shards.
 
     Raises:
-        UserError: If the FSDP units of the model could not be determined.
+        UserError: If the FSDP units of the model could not be determined, if the devices cannot be
+            divided into sharding groups and expert-parallel groups, or if ``train.fused_backward`` is
+            set, and there are several devices and the optimizer is Adafactor.
     """
     tensor_parallel_size = config.tensor_parallel_size
     tensor_parallel_traffic = _compute_tensor_parallel_traffic(model, config)
     model = model.shard_for_tensor_parallel(tensor_parallel_size)
-    group_size = cluster.devices // tensor_parallel_size
-    if config.strategy in HYBRID_STRATEGIES:
-        group_size = config.fsdp.shard_group_size or max(
-            1, min(cluster.per_node, cluster.devices) // tensor_parallel_size
-        )
+    group_size = compute_shard_group_size(config, cluster.devices, min(cluster.per_node, cluster.devices))
+    if config.train.fused_backward:
+        check_fused_backward_on_ranks(config, cluster.devices)
     expert_size = config.expert_parallel_size
-    check_expert_groups(config, group_size)
     model = model.shard_for_expert_parallel(expert_size)
     expert_group_size = group_size // expert_size
     compute = COMPUTE_BYTES[config.precision]
@@ -150,7 +195,8 @@ def compute_sharded_footprint(model: ModelInventory, config: RunConfig, cluster:
     host = 0
     if offload_params:
         host = parameters + gradients + moments
-        # Shards are copied to the device to be gathered, and gradients from the device to the host.
+        # Shards are copied from the host to the device to be gathered, and gradients from the device to the
+        # host.
     elif offload_optimizer:
         host = 2 * gradients + moments
     gathers = 1 if config.strategy in STRATEGIES_KEPT_AFTER_FORWARD else 2
@@ -159,14 +205,14 @@ def compute_sharded_footprint(model: ModelInventory, config: RunConfig, cluster:
     per_pass = _compute_sharding_traffic(layers, gathers * compute, group_size)
     expert_pass = 0.0
     if expert_size > 1:
-        # Experts are units inside of the layers, so a recomputed layer gathers them once more.
+        # Experts are separate units within the layers, so recomputing a layer gathers them once more.
         is_recomputed = config.memory.activation_checkpointing != "none" and gathers == 2
         expert_pass = _compute_sharding_traffic(
             [w for w in model.weights if w.expert_dim is not None],
             (gathers + is_recomputed) * compute,
             expert_group_size,
         )
-    # All-reduce of a shard across the replicas.
+    # Gradient shards are all-reduced over the replicas.
     replica_reduce_bytes = 2 * gradients * (num_replicas - 1) / num_replicas
     network = replica_reduce_bytes
     if config.strategy not in HYBRID_STRATEGIES:
@@ -180,7 +226,8 @@ def compute_sharded_footprint(model: ModelInventory, config: RunConfig, cluster:
     internode_bytes = 0 if config.strategy in HYBRID_STRATEGIES else compute_internode_bytes(sent, cluster)
     return Footprint(
         parameters=0 if offload_params else parameters,
-        # In a fused backward pass, only the gradients that are being reduced exist, which `gathered` counts.
+        # In a fused backward pass, only the gradients that are being reduced exist, and `gathered` includes
+        # them.
         gradients=0 if offload_params or config.train.fused_backward else gradients,
         optimizer=0 if offload_params or offload_optimizer else moments,
         compute="cast",
@@ -203,11 +250,15 @@ def compute_sharded_footprint(model: ModelInventory, config: RunConfig, cluster:
 def _compute_sharding_traffic(
     weights: Sequence[ParameterEntry], gathered_bytes: int, group_size: int
 ) -> float:
-    """Compute the bytes that a rank sends per pass to gather parameters and to reduce gradients.
+    """Compute the bytes that a rank sends to gather parameters and to reduce gradients.
+
+    The result is for one micro-batch, that is, for one forward and backward pass. Gradients are
+    reduced in fp32.
 
     Args:
         weights: The parameters.
-        gathered_bytes: Bytes per gathered element, times the number of gathers per pass.
+        gathered_bytes: Bytes to gather per parameter element in one micro-batch. This is the
+            element size of the gathered dtype, times the number of gathers.
         group_size: Number of ranks over which the parameters are sharded.
     """
     trained = sum_elements(w for w in weights if w.is_trained)
@@ -222,9 +273,9 @@ class _ExpertExchange(NamedTuple):
     """
 
     buffers: int
-    """Bytes of the sent and received tokens of a layer."""
+    """Bytes of the buffers for one layer's sent and received tokens."""
     sent_to_a_rank: float
-    """Bytes that a rank sends to each other rank of its group per pass."""
+    """Bytes that a rank sends per pass to each other rank of its group."""
 
 
 def _compute_expert_exchange(model: ModelInventory, config: RunConfig) -> _ExpertExchange:
@@ -248,10 +299,13 @@ def _compute_expert_exchange(model: ModelInventory, config: RunConfig) -> _Exper
 
 
 def _compute_tensor_parallel_traffic(model: ModelInventory, config: RunConfig) -> Traffic:
-    """Compute the bytes that a tensor-parallel rank sends per forward and backward pass, and per update.
+    """Compute the bytes that a tensor-parallel rank sends per pass and per update.
 
-    In a pass, row-parallel layers all-reduce their output, and column-parallel layers all-reduce the gradient
-    of their input. Before an update, the gradients of replicated parameters are all-reduced.
+    In a forward and backward pass, row-parallel layers all-reduce their outputs, and
+    column-parallel layers all-reduce the gradients of their inputs. Before an update, the gradients
+    of replicated parameters are all-reduced. The bytes per update assume complete gradients. FSDP
+    shards the gradients over a group, so the caller divides these bytes by the number of ranks in
+    the group.
     """
     ranks, data = config.tensor_parallel_size, config.data
     assert config.train.micro_batch_size != "auto"
@@ -261,7 +315,7 @@ def _compute_tensor_parallel_traffic(model: ModelInventory, config: RunConfig) -
     for weight in model.weights:
         if weight.sharded_dim is None or len(weight.shape) < 2:
             continue
-        if len(weight.shape) == 3:  # experts: a pair of stacks
+        if len(weight.shape) == 3:  # one of the two stacks of the experts
             width += model.hidden_size * (1 + forward_passes) // 2
         else:
             width += weight.shape[1] if weight.sharded_dim == 0 else forward_passes * weight.shape[0]
@@ -280,14 +334,17 @@ def _compute_pass_memory(
 ) -> PassMemory:
     """Compute the memory of gathered parameters and unreduced gradients during a backward pass.
 
-    While a unit runs, its parameters are gathered, and FSDP2 prefetches the parameters of the next
-    unit. The backward pass also allocates the unit's unsharded gradients, an fp32 copy of them, and the
-    shard into which the copy is reduced. Parameters outside of units stay gathered, and their gradients
-    are reduced only at the end of the pass. The gradients of the head are computed first, so they
-    occupy memory during the complete pass.
+    While a unit runs, its parameters are gathered, and FSDP2 prefetches the parameters of the
+    next unit. With a strategy in ``STRATEGIES_KEPT_AFTER_FORWARD``, the parameters of all
+    units are gathered when the backward pass starts. The backward pass also allocates the
+    unit's unsharded gradients, an fp32 copy of them, and the shard into which the copy is
+    reduced. Parameters outside of units stay gathered, and their gradients are reduced only
+    at the end of the pass. The gradients of the head are computed first, so they occupy
+    memory during the complete pass.
 
     Args:
-        model: Weights of the model or, with tensor parallelism, the shards of one tensor-parallel rank.
+        model: Weights of the model or, with tensor parallelism, the shards of one
+            tensor-parallel rank.
         config: Config of the run.
         group_size: Number of ranks over which one copy of the parameters is sharded.
         compute_bytes: Bytes per element in the compute dtype.

@@ -1,8 +1,8 @@
-"""Optimizer steps inside of the backward pass (``train.fused_backward``).
+"""Run optimizer steps during the backward pass (``train.fused_backward``).
 
-As soon as the gradient of a parameter is complete, the optimizer updates the parameter, and the gradient is
-freed. The gradients of all parameters therefore never exist at the same time. The rules about the settings
-are in :mod:`portable.checks.train` and :mod:`portable.engines.fsdp.checks`.
+As soon as the gradient of a parameter is complete, the optimizer updates the parameter, and the
+gradient is freed. The gradients of all parameters therefore never exist at the same time. The
+settings are validated in :mod:`portable.checks.train` and :mod:`portable.engines.fsdp.checks`.
 """
 
 from __future__ import annotations
@@ -25,12 +25,16 @@ if TYPE_CHECKING:
 class FusedBackward:
     """Hooks that update each parameter during the backward pass.
 
-    All updates are skipped if the loss is not finite. If a gradient is not finite, its update and all later
-    updates of the backward pass are skipped. Parameters that have already been updated keep their new values.
+    The caller of :meth:`begin_backward` decides whether all updates of a pass are skipped,
+    for example because the loss is not finite. If this rank's shard of a gradient is not
+    finite, this rank skips the update and all later updates of the backward pass. Other ranks
+    only check their own shards. Parameters that have already been updated keep their new
+    values.
 
     Args:
-        optimizer: Optimizer whose update of a parameter depends only on this parameter and its gradient. Its
-            state and its groups are used, so checkpoints are the same as without this class.
+        optimizer: Optimizer whose update of a parameter depends only on this parameter and its
+            gradient. Its state and parameter groups are used, so checkpoints are the same as
+            without this class.
         names: Names of the trained parameters, used in error messages.
         device: Device of the loss.
     """
@@ -48,22 +52,25 @@ class FusedBackward:
             parameter.register_post_accumulate_grad_hook(self._update_parameter)
 
     def begin_backward(self, *, is_skipped: Tensor) -> None:
-        """Prepare a backward pass. Call this method after the learning rates of the groups have been set.
+        """Prepare for a backward pass. Must be called after the learning rates of the groups have been set.
 
         Args:
-            is_skipped: Whether to skip all updates, a boolean scalar on the device.
+            is_skipped: Whether to skip all updates, a bool scalar on the device.
         """
         self._norms.clear()
         self._is_skipped = is_skipped
 
     def compute_grad_norm(self) -> Tensor:
-        """Compute the norm of the gradients of the last backward pass. A collective call for DTensors."""
+        """Compute the norm of the gradients of the last backward pass.
+
+        If the parameters are DTensors, this is a collective, so all ranks have to call this method.
+        """
         norms = [self._norms[parameter] for parameter in self._groups if parameter in self._norms]
         return combine_local_norms(norms, next(iter(self._groups)))
 
     @torch.no_grad()
     def _update_parameter(self, parameter: Tensor) -> None:
-        """Update a parameter, and free its gradient. This is a hook that runs after the gradient is complete.
+        """Update a parameter, and free its gradient. This hook runs when the gradient is complete.
 
         Raises:
             RunError: If the parameter has already been updated in this backward pass.
@@ -80,7 +87,7 @@ class FusedBackward:
         optimizer = self._optimizer
         optimizer.found_inf = self._is_skipped.float()
         all_groups = optimizer.param_groups
-        # A copy of the group with a single parameter, so that the step does not search all parameters.
+        # Use a copy of the group with only this parameter, so that the step does not visit all parameters.
         optimizer.param_groups = [{**self._groups[parameter], "params": [parameter]}]
         try:
             optimizer.step()

@@ -1,4 +1,8 @@
-"""Keep the optimizer state and run the optimizer step in host memory (``memory.offload_optimizer: cpu``)."""
+"""Host copies of the trained parameters, for an optimizer that runs on the CPU.
+
+The optimizer updates these copies, so its state is also in host memory. This module is part of
+``memory.offload_optimizer: cpu``.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +73,7 @@ class HostParameterCopies:
 
     @torch.no_grad()
     def copy_to_device(self) -> None:
-        """Enqueue copies of all parameters from host memory to the device, on the device's current stream."""
+        """Enqueue copies of all parameters from host memory to the device, on its current stream."""
         for name, parameter in self._parameters.items():
             to_local(parameter).copy_(to_local(self.copies[name]), non_blocking=True)
 

@@ -4,7 +4,7 @@ DCP's own ``save`` gathers the plans and results of all ranks on rank 0. The wor
 therefore grows with the number of ranks times the number of tensors. This module uses DCP's planner
 and writer, but each rank decides by itself which items it writes, and describes them in a table
 (:mod:`portable.converters.writers.dcp_tables`). Rank 0 first gathers a small record of each table.
-It then receives the tables from one rank at a time and assembles ``.metadata`` from them.
+It then receives the tables from one rank at a time, and assembles ``.metadata`` from them.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ T = TypeVar("T")
 silence_checkpoint_warnings()
 
 MIN_PROCESS_BYTES = 256 << 20
-"""Minimum size, in bytes, of a shard file that a background save writes in a separate process."""
+"""Minimum size in bytes of a shard file for which a background save uses a separate process."""
 _MAX_COPIED_BYTES = 1024
-"""Largest size in bytes of replicated tensors that every rank writes. A rank that resumes then finds these
+"""Maximum size in bytes of a replicated tensor that every rank writes. A rank that resumes then finds these
 tensors in its own file.
 """
 
@@ -61,9 +61,14 @@ tensors in its own file.
 class DcpSaver:
     """Writer of state dicts in DCP format. It caches the list of items that this rank writes.
 
+    Each engine needs a separate saver. The cached list is reused if a state dict has the same keys,
+    shapes and dtypes as the previous state dict, even if the placements differ. With a custom
+    planner, nothing is cached.
+
     Args:
-        planner: DCP planner class for a state with custom types in host memory. None for states that
-            consist of plain tensors and DTensors on any device.
+        planner: DCP planner class for state dicts that contain custom types. Such a state dict must
+            already be in host memory. None if the state dicts contain plain tensors and DTensors,
+            which may be on any device.
     """
 
     def __init__(self, planner: type[DefaultSavePlanner] | None = None) -> None:
@@ -83,13 +88,14 @@ class DcpSaver:
         Args:
             state: Nested state dict.
             folder: Existing folder.
-            background: Whether to write in a thread. Without a custom planner, the state is copied to host
-                memory first, so that training may change it after this method returns.
+            background: Whether to write in a thread. The state is then first copied to host memory,
+                so that training may change it after this method returns. If the constructor
+                received a custom planner, the state is already in host memory and is not copied.
 
         Returns:
-            Handle of the write. It is already complete if ``background`` is False.
+            Handle of the write. The write is already complete if ``background`` is False.
         """
-        group = self._process_group  # a collective: create it before a thread needs it
+        group = self._process_group  # creating the group is a collective, so do it before starting a thread
         if background and self._planner is None:
             state = copy_state_to_host(state)
         planner = (self._planner or _BlockPlanner)()
@@ -105,19 +111,20 @@ class DcpSaver:
         return BackgroundWriteHandle(None)
 
     def close(self) -> None:
-        """End the separate process that writes large shard files, if it was started."""
+        """End the separate process that writes large shard files, if it is running."""
         self._writer_process.close()
 
 
 class _BlockPlanner(DefaultSavePlanner):
-    """DCP planner that also saves shards that consist of several parts of a tensor.
+    """DCP planner that also supports shards that consist of several blocks of a tensor.
 
-    See :func:`portable.optim.local_shards.list_shard_blocks`. DCP assumes that a shard is a single part.
+    DCP itself assumes that a shard is a single block. See
+    :func:`portable.optim.local_shards.list_shard_blocks`.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        # The slices of a shard take longer to compute than its parts to write.
+        # Cached, because determining the parts of a shard takes longer than writing them.
         self._parts_by_name: dict[str, dict[torch.Size, Tensor]] = {}
 
     def create_local_plan(self) -> SavePlan:
@@ -126,7 +133,12 @@ class _BlockPlanner(DefaultSavePlanner):
         return replace(plan, items=items)
 
     def _split_item(self, item: WriteItem) -> list[WriteItem]:
-        """Split the item of a shard into one item for each part."""
+        """Split the write item of a shard into one item for each block of the global tensor.
+
+        Most shards are a single block, and their items are returned unchanged. A shard of the
+        second LoRA factor of a stack of experts can consist of several blocks. See
+        :func:`portable.optim.local_shards.list_shard_blocks`.
+        """
         tensor, data = self.state_dict[item.index.fqn], item.tensor_data
         if data is None or not _has_several_parts(tensor):
             return [item]
@@ -140,13 +152,18 @@ class _BlockPlanner(DefaultSavePlanner):
         ]
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        """Return the data of an item."""
+        """Return the object that DCP writes for an item of the save plan.
+
+        Args:
+            index: Index of the item. If the local shard of a tensor consists of several parts, the
+                offset in ``index`` selects one part.
+        """
         if index.offset is None or not _has_several_parts(self.state_dict[index.fqn]):
             return super().lookup_object(index)
         return self._get_parts(index.fqn)[index.offset]
 
     def _get_parts(self, name: str) -> dict[torch.Size, Tensor]:
-        """Return the parts of the shard of a tensor, by their offsets in the tensor."""
+        """Return the parts of a tensor's local shard, keyed by their offsets in the tensor."""
         if name not in self._parts_by_name:
             tensor = self.state_dict[name]
             blocks = list_shard_blocks(tensor)
@@ -157,7 +174,7 @@ class _BlockPlanner(DefaultSavePlanner):
 
 
 def _has_several_parts(value: Any) -> bool:
-    """Return whether a value of a state dict is a tensor whose shard consists of several parts."""
+    """Return whether a value in a state dict is a tensor whose local shard consists of several parts."""
     return isinstance(value, DTensor) and torch_internals.count_interleaved_blocks(value) > 1
 
 
@@ -169,22 +186,26 @@ def write_dcp_checkpoint(
     writer_process: WriterProcess | None = None,
     items_by_digest: dict[bytes, list[PlannedItem]] | None = None,
 ) -> None:
-    """Write this rank's shard file and table and, on rank 0, ``.metadata``.
+    """Write this rank's shard file, and the table that describes the items in the file.
 
-    All ranks have to call this function.
+    Rank 0 also writes ``.metadata``, and ``shard_checksums.json``, which lists the tables. All
+    ranks have to call this function.
 
     Args:
         state: Nested state dict.
         folder: Existing folder on this rank's host. Other ranks may use other folders.
-        planner: DCP's planner.
+        planner: DCP planner that lists the items of the state and provides their data.
         group: Process group of all ranks. None in a single process.
-        writer_process: Process that writes large shard files. None to write all files in this process.
-        items_by_digest: Cache of the items that this rank wrote in the engine's previous save, keyed by
-            a digest of the state dict's keys. It is updated in place. None to plan the items of each
-            save again.
+        writer_process: Process that writes large shard files. None to write all files in this
+            process.
+        items_by_digest: Cache of the items that this rank wrote in the engine's previous save,
+            keyed by a digest of the state dict's keys. It is updated in place. None to plan the
+            items again in each save.
 
     Raises:
-        OSError: On every rank, if any rank could not write its files.
+        OSError: On every rank, if any rank could not write its files, if a tensor has different
+            shapes or dtypes on two ranks, or if some elements of the state were not written. A rank
+            on which the save failed with another exception raises this exception instead.
     """
     ranks = _SaveCollectives(group)
     keys: list[KeyEntry] = []
@@ -200,12 +221,12 @@ def write_dcp_checkpoint(
         return digest
 
     def write_own_shards() -> TableRecord:
-        # The placements of an engine do not change, so equal keys have equal items.
+        # An engine does not change its placements, so the items are the same if the keys are the same.
         items = items_by_digest.get(digest) if items_by_digest is not None and not holders else None
         if items is None:
             items = _plan_local_items(planner, ranks, holders)
             if items_by_digest is not None and not holders:
-                items_by_digest.clear()  # an engine saves the same state again and again
+                items_by_digest.clear()  # one entry is enough, because an engine always saves the same keys
                 items_by_digest[digest] = items
         nbytes = sum(item.tensor_storage_size() or 0 for item, _ in items)
         is_large = writer_process is not None and nbytes >= MIN_PROCESS_BYTES
@@ -222,11 +243,16 @@ def write_dcp_checkpoint(
         try:
             metadata_file = write_and_sync(folder / ".metadata", content)
         finally:
-            for _ in pieces:  # receive the remaining pieces, otherwise the other ranks would wait forever
+            # Receive the remaining pieces after an error, because the other ranks would otherwise wait
+            # forever.
+            for _ in pieces:
                 pass
         stored, expected = sum(record.numel for record in records), count_elements(keys)
         if stored != expected:
-            raise OSError(f"{folder}: the ranks have written only {stored:,} of {expected:,} elements")
+            raise OSError(
+                f"{folder}: the ranks have written only {stored:,} of {expected:,} tensor elements; run the "
+                "same command again to resume from the last checkpoint"
+            )
         write_rank_tables_index(
             folder,
             records,
@@ -235,7 +261,7 @@ def write_dcp_checkpoint(
         )
 
     digests = ranks.run_on_all_ranks(describe_keys)
-    # The keys of ranks differ only if a custom optimizer has other state on another rank.
+    # Ranks have different keys only if the state of a custom optimizer differs between them.
     if not ranks.broadcast_from_rank_0(digests is not None and len(set(digests)) == 1):
         merged_keys = _merge_keys(ranks.all_gather_values(keys))
         keys[:], holders = merged_keys.keys, merged_keys.holders
@@ -248,7 +274,7 @@ def write_dcp_checkpoint(
 
 
 class _SaveCollectives:
-    """Host-side collectives of a save.
+    """Collective operations on the host that the ranks use while they save a checkpoint.
 
     Args:
         group: Process group of all ranks. None in a single process.
@@ -307,7 +333,11 @@ class _SaveCollectives:
         return values
 
     def broadcast_from_rank_0(self, value: T) -> T:
-        """Broadcast the value of rank 0 to all ranks and return it. The value must be picklable."""
+        """Broadcast rank 0's value, which must be picklable, to all ranks, and return it.
+
+        Args:
+            value: Value to broadcast. Ignored on the other ranks.
+        """
         values = [value]
         if self._group is not None:
             dist.broadcast_object_list(values, src=0, group=self._group)
@@ -354,18 +384,22 @@ def _build_key_entries(planner: DefaultSavePlanner) -> list[KeyEntry]:
 
 
 class _MergedKeys(NamedTuple):
-    """Union of the state dict keys of all ranks."""
+    """Union of the state dict keys of all ranks.
+
+    Attributes:
+        keys: All keys, in order of first occurrence.
+    """
 
     keys: list[KeyEntry]
     holders: Mapping[str, tuple[int, ...]]
-    """Ranks that have a key, for each key that is missing on some rank."""
+    """Ranks that have a key, for each key that at least one rank lacks."""
 
 
 def _merge_keys(keys_by_rank: Sequence[list[KeyEntry]]) -> _MergedKeys:
     """Merge the state dict keys of all ranks, in order of first occurrence.
 
     Args:
-        keys_by_rank: List of keys of each rank.
+        keys_by_rank: Keys of each rank, in rank order.
 
     Raises:
         OSError: If a key has different shapes or dtypes on two ranks.
@@ -376,8 +410,8 @@ def _merge_keys(keys_by_rank: Sequence[list[KeyEntry]]) -> _MergedKeys:
         for entry in keys_of_rank:
             if merged.setdefault(entry.key, entry) != entry:
                 raise OSError(
-                    f"{entry.key}: the shape or dtype on rank {rank} differs from a lower rank; build the "
-                    "same model on every rank"
+                    f"{entry.key}: the tensor has a different shape or dtype on rank {rank} than on lower "
+                    "ranks; build the same model on every rank"
                 )
             holders.setdefault(entry.key, []).append(rank)
     incomplete = {key: tuple(ranks) for key, ranks in holders.items() if len(ranks) < len(keys_by_rank)}
@@ -389,18 +423,22 @@ def _plan_local_items(
 ) -> list[PlannedItem]:
     """Choose the items that this rank writes.
 
-    These are the items that it owns, and copies of small replicated items that other ranks own.
+    An item that is replicated on several ranks has one owner among them, and the owner writes it.
+    If the item is small, the other ranks with a replica write it as well. A rank that resumes then
+    finds the item in its own file. Empty shards are not written. A tensor without elements is
+    written only by rank 0.
 
-    The owners of replicated items are chosen so that each rank with a replica writes about the same
-    number of bytes. Every rank computes the same assignment without communication.
+    The owners are chosen so that each rank with a replica writes about the same number of bytes.
+    Every rank computes the same assignment without communication.
 
     Args:
         planner: DCP's planner, after ``set_up_planner``.
         ranks: Collectives of the save. Only the rank and the world size are used.
-        holders: Ranks that have a key, keyed by this key. Contains only keys that some rank lacks.
+        holders: Ranks that have a key, for each key that is not present on all ranks.
     """
     everyone = tuple(range(ranks.world_size))
-    # Bytes that each rank of a group of replicas writes. All of them compute the same numbers.
+    # Bytes assigned so far to each rank of a group of replicas. All ranks of the group compute the same
+    # numbers.
     loads: dict[tuple[int, ...], list[int]] = {}
     items: list[PlannedItem] = []
     for item in planner.create_local_plan().items:
@@ -409,7 +447,7 @@ def _plan_local_items(
             replicas = _find_replica_ranks(value)
         elif isinstance(value, torch.Tensor) or data is None:
             replicas = holders.get(item.index.fqn, everyone)
-        else:  # a type of a custom planner; each of its pieces exists on one rank only
+        else:  # a custom planner's type, each of whose pieces exists on only one rank
             replicas = (ranks.rank,)
         is_empty = data is not None and 0 in data.chunk.sizes
         if data is not None and is_empty and (ranks.rank != 0 or 0 not in data.size):

@@ -1,11 +1,12 @@
-"""Write the shard file and the table of a rank, in the training process or in a separate process.
+"""Write a rank's shard file and the table that describes the items in this file.
 
-Serializing a large state runs Python code for each tensor. In a thread, this code would compete
-with the training loop for the global interpreter lock (GIL). Therefore a separate process
-serializes and writes large files. A thread of the training process sends it the bytes of the
-tensors through a pipe, mostly without holding the GIL. The process requests a few megabytes at a
-time, so the state is never in memory twice. It also builds the table, because the thread would have
-to hold the GIL for 35 us per tensor.
+Both are written in the training process or in a separate process. Serializing a large state runs
+Python code for each tensor. In a thread, this code would compete with the training loop for the
+global interpreter lock (GIL). Therefore, a separate process serializes and writes large files. A
+thread of the training process sends it the bytes of the tensors through a pipe, mostly without
+holding the GIL. The separate process requests a few megabytes at a time, so the state is never in
+memory twice. The separate process also builds the table, because the thread would have to hold the
+GIL for 35 us per tensor.
 """
 
 from __future__ import annotations
@@ -40,15 +41,15 @@ if TYPE_CHECKING:
 
 _READ, _DONE, _FAILED = "read", "done", "failed"
 _BATCH_BYTES, _BATCH_ITEMS = 4 << 20, 64
-"""Number of bytes and number of items at which a batch of items is complete and is sent."""
+"""Limits of a batch of items: it is sent when it contains this many bytes or this many items."""
 
 
 class PlannedItem(NamedTuple):
-    """DCP write item that a rank plans to write."""
+    """Item of a DCP save plan: a tensor shard or another value that this rank writes."""
 
     item: WriteItem
     is_owned: bool
-    """Whether ``.metadata`` refers to this item. If not, it is a copy of an item in another rank's file."""
+    """Whether ``.metadata`` refers to this item. If not, the item is a copy of another rank's item."""
 
 
 class WrittenFile(NamedTuple):
@@ -118,13 +119,15 @@ def write_and_sync(path: Path, content: Iterator[bytes]) -> WrittenFile:
 class WriterProcess:
     """Separate process that writes shard files.
 
-    It is started for the first file, and ends when the training process ends.
+    The process is started for the first file. It ends when :meth:`close` is called or the
+    training process ends. If it ends unexpectedly, it is started again for the next file.
     """
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._sent_items: Sequence[PlannedItem] | None = None
-        """Items of the previous file, which the process keeps so that they need not be sent again."""
+        """Items of the previous file. The process keeps them, so they do not have to be sent again for
+        the next file."""
         self.connection: Connection | None = None
 
     def write_shards(
@@ -135,10 +138,12 @@ class WriterProcess:
         keys: Sequence[KeyEntry],
         planner: SavePlanner,
     ) -> RankTable:
-        """Write the shard file and the table of a rank in the separate process. See :func:`write_shards`.
+        """Write the shard file of a rank and its table in the writer process.
 
-        Blocks until the files are written. The process is started if it is not running. If ``items`` is the
-        same object as for the previous file, neither ``items`` nor ``keys`` is sent again.
+        The arguments and the result are the same as for the function :func:`write_shards`. This
+        method blocks until the files are written. It starts the process if the process is not
+        running. If ``items`` is the same object as for the previous file, neither ``items`` nor
+        ``keys`` is sent again.
 
         Raises:
             OSError: If the file cannot be written, or if the process ends unexpectedly.
@@ -161,15 +166,17 @@ class WriterProcess:
         except (EOFError, BrokenPipeError, ConnectionResetError):
             code = None if self._process is None else self._process.wait()
             raise OSError(
-                f"the process that writes checkpoints ended with code {code}, possibly because memory ran "
-                "out; set checkpoint.async to false to save without this process"
+                f"the process that writes checkpoints ended with exit code {code}, possibly because memory "
+                "ran out; set checkpoint.async to false to save without this process"
             ) from None
 
     def _send_batch(self, items: Sequence[PlannedItem], planner: SavePlanner) -> None:
         """Send one batch of items to the process: a list of their sizes, followed by their bytes.
 
         Args:
-            items: Items that have not been sent yet. The batch contains the first few of them.
+            items: Items that have not been sent yet. The batch contains the first of them. It ends
+                as soon as it contains ``_BATCH_ITEMS`` items or at least ``_BATCH_BYTES`` bytes, so
+                its last item may exceed the limit in bytes.
             planner: DCP planner that provides the data of the items.
         """
         assert self.connection is not None
@@ -181,7 +188,7 @@ class WriterProcess:
             if nbytes >= _BATCH_BYTES:
                 break
         self.connection.send([len(part) for part in parts])
-        while parts:  # writev releases the lock, also while the socket is full
+        while parts:  # writev releases the GIL, even while it waits because the connection is full
             sent = os.writev(self.connection.fileno(), parts)
             while parts and sent >= len(parts[0]):
                 sent -= len(parts.pop(0))
@@ -189,7 +196,11 @@ class WriterProcess:
                 parts[0] = parts[0][sent:]
 
     def start(self) -> None:
-        """Start the process without access to accelerators, and connect to it."""
+        """Start the process and connect to it.
+
+        The process does not use accelerators: CUDA and ROCm GPUs are hidden from it, and torch does
+        not automatically load device backends from other packages.
+        """
         parent_connection, child_connection = Pipe()
         # Do not use `-m`, because classes of a main module cannot be sent to another process.
         command = [
@@ -198,7 +209,7 @@ class WriterProcess:
             f"from {__name__} import main; main()",
             str(child_connection.fileno()),
         ]
-        # The process needs no accelerator, and would allocate memory on it.
+        # The process does not need an accelerator, and would allocate memory on it.
         hidden = dict.fromkeys(("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"), "")
         environment = {**os.environ, **hidden, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
@@ -224,7 +235,9 @@ def _view_as_bytes(value: torch.Tensor | io.BytesIO) -> memoryview:
 
 
 class _RemotePlanner:
-    """Planner of the separate process. It requests the data of items from the training process.
+    """DCP planner in the separate process that writes shard files.
+
+    It requests the data of the items from the training process.
 
     Args:
         connection: Connection to the training process.
@@ -239,7 +252,7 @@ class _RemotePlanner:
     def resolve_data(self, item: WriteItem) -> torch.Tensor | io.BytesIO:
         """Return the data of an item: a tensor, or a BytesIO for an item of type BYTE_IO.
 
-        If the item has not been received yet, it is requested from the training process. The reply may also
+        If the item has not been received yet, requests it from the training process. The reply may also
         contain the next few items, which are then cached.
         """
         number = self._numbers[item.index]
@@ -270,7 +283,12 @@ class _RemotePlanner:
 def serve_write_requests(connection: Connection) -> None:
     """Write the shard files that the training process requests, until it closes the connection.
 
-    Write errors are sent to the training process. Connection errors are raised.
+    Write errors are sent to the training process. This function never returns normally.
+
+    Raises:
+        EOFError: If the training process has closed the connection.
+        BrokenPipeError: If the connection was closed while a reply was sent.
+        ConnectionResetError: If the connection was lost.
     """
     items: list[PlannedItem] = []
     keys: list[KeyEntry] = []
@@ -289,8 +307,12 @@ def serve_write_requests(connection: Connection) -> None:
 
 
 def main() -> None:
-    """Run the writer process. The first command-line argument is the file descriptor of the connection."""
-    # Ignore signals that are sent to all processes, because the training process decides when to stop.
+    """Run the writer process until the training process closes the connection.
+
+    The first command-line argument is the file descriptor of the connection. SIGINT and SIGTERM are
+    ignored, because only the training process decides when to stop.
+    """
+    # These signals may be sent to all processes, but only the training process decides when to stop.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(1)

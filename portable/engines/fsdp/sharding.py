@@ -26,11 +26,10 @@ from portable.engines.engine_interface import COMPUTE_DTYPES, get_dist_backend
 from portable.engines.fsdp.footprint import (
     HYBRID_STRATEGIES,
     STRATEGIES_KEPT_AFTER_FORWARD,
-    check_expert_groups,
     choose_expert_shard_dim,
+    compute_shard_group_size,
 )
 from portable.engines.fsdp.units import configure_prefetching, find_fsdp_units, find_unreached_layers
-from portable.errors import UserError
 from portable.model.parameters import materialize_model, replace_tensors
 
 if TYPE_CHECKING:
@@ -70,7 +69,7 @@ class ShardedModel:
     average_gradients: Callable[[], None] = lambda: None
 
     def get_autocast_context(self) -> AbstractContextManager[Any]:
-        """Return the autocast context for a forward pass, or a null context if ``autocast_dtype`` is None."""
+        """Return the autocast context for a forward pass. It does nothing if ``autocast_dtype`` is None."""
         if self.autocast_dtype is None:
             return nullcontext()
         return torch.autocast(self.device.type, self.autocast_dtype)
@@ -79,7 +78,8 @@ class ShardedModel:
         """Return the context for the forward and backward pass of a micro-batch.
 
         With DDP, the context delays the gradient all-reduce until the last micro-batch. With FSDP, it does
-        nothing: gradients are reduced after each micro-batch, so that a rank accumulates only its shards.
+        nothing. Gradients are then reduced after each micro-batch, so that a rank accumulates only its
+        shards.
 
         Args:
             last: Whether this is the last micro-batch of the step.
@@ -92,47 +92,11 @@ class ShardedModel:
         """Drop DDP's references to the process group before the group is destroyed.
 
         Dropping the last reference to a group joins gloo's threads. DDP's reducer would hold the GIL during
-        this join, and deadlock if one of the threads needs the GIL.
+        this join, which causes a deadlock if one of the threads needs the GIL.
         """
         if isinstance(self.forward_module, DistributedDataParallel):
             for name in ("logger", "reducer", "process_group"):
                 setattr(self.forward_module, name, None)
-
-
-def compute_shard_group_size(config: RunConfig, world_size: int, local_world_size: int) -> int:
-    """Compute the number of ranks over which one copy of the parameters is sharded.
-
-    With hybrid strategies, this is the size of a sharding group, by default the number of ranks of a
-    node. Otherwise, it is the world size. A group of tensor-parallel ranks counts as one rank.
-
-    Args:
-        config: Config of the run.
-        world_size: Number of ranks of the run.
-        local_world_size: Number of ranks on this node.
-
-    Raises:
-        UserError: If the group size does not divide the world size, or if the number of expert-parallel
-            ranks does not divide the group size.
-    """
-    world_size //= config.tensor_parallel_size
-    local_world_size //= config.tensor_parallel_size
-    size = world_size
-    if config.strategy in HYBRID_STRATEGIES:
-        size = config.fsdp.shard_group_size or max(1, local_world_size)
-    check_expert_groups(config, size)
-    if world_size % size:
-        fitting = [str(n) for n in range(1, world_size + 1) if world_size % n == 0]
-        tensor_parallel_size = config.tensor_parallel_size
-        ranks = (
-            "ranks"
-            if tensor_parallel_size == 1
-            else f"groups of {tensor_parallel_size} tensor-parallel ranks"
-        )
-        raise UserError(
-            f"fsdp.shard_group_size: {world_size} {ranks} are not divisible into groups of {size}; "
-            f"use one of {', '.join(fitting)}"
-        )
-    return size
 
 
 def shard_model(
@@ -142,21 +106,23 @@ def shard_model(
 
     Gradients are summed over ranks instead of averaged, because the loss is already divided by the
     number of target tokens in the global batch. On a single rank, the model is neither wrapped nor
-    sharded, unless its parameters are offloaded.
+    sharded, unless its parameters are offloaded to host memory. In this case, FSDP is also used on
+    a single rank. If there is no process group, this function creates one for FSDP.
 
     Args:
-        model: The model on the meta device, after its transforms.
+        model: The model on the meta device. All changes to its modules have already been made, see
+            :func:`portable.engines.transforms.apply_transforms`.
         config: Config of the run.
         rank_info: Device, rank and world size of this process.
-        all_parameters_used: Whether each backward pass reaches every trained parameter. Otherwise, DDP
-            searches for unused parameters in each pass.
+        all_parameters_used: Whether each backward pass reaches every trained parameter. Otherwise,
+            DDP searches for unused parameters in each pass.
 
     Returns:
         The model with uninitialized weights.
 
     Raises:
-        UserError: If the ranks cannot be divided into sharding groups, or if ``fsdp`` names a missing
-            module class.
+        UserError: If the ranks cannot be divided into sharding groups, or if a module class in the
+            section ``fsdp`` does not exist in the model.
     """
     device = rank_info.device
     offload = config.memory.offload_params == "cpu"
@@ -177,7 +143,7 @@ def shard_model(
     if not dist.is_initialized():  # FSDP needs a process group even for one rank
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(get_dist_backend(device), store=store, rank=0, world_size=1)
-    # Move the buffers first, because FSDP would assign their data, which fails between different device
+    # Move the buffers first. Otherwise, FSDP would assign their data, which fails between different device
     # types.
     replace_tensors(model, lambda _, parameter: parameter, lambda _, buffer: buffer.to(device))
     units = find_fsdp_units(model, config)  # before the model is changed, because it runs a trial pass
@@ -204,12 +170,19 @@ def shard_model(
 
 
 def is_unsharded(rank_info: RankInfo, *, offload: bool) -> bool:
-    """Return whether the model is neither wrapped nor sharded: on a single rank without offloading."""
+    """Return whether the model is neither wrapped nor sharded.
+
+    This is the case on a single rank if the parameters are not offloaded.
+
+    Args:
+        rank_info: Device, rank and world size of this process.
+        offload: Whether the parameters are offloaded to host memory.
+    """
     return rank_info.world_size == 1 and not offload
 
 
 def uses_ddp(config: RunConfig, rank_info: RankInfo) -> bool:
-    """Return whether DDP wraps the model: the strategy is ``no_shard`` and there are multiple ranks."""
+    """Return whether DDP wraps the model. This is the case for ``no_shard`` on several ranks."""
     needs_no_sharding = is_unsharded(rank_info, offload=config.memory.offload_params == "cpu")
     return config.strategy == "no_shard" and not needs_no_sharding
 
@@ -218,12 +191,13 @@ def _build_mesh(config: RunConfig, rank_info: RankInfo, shard_group_size: int) -
     """Build the device mesh of a run, with the axes ``replicate``, ``shard`` and ``tensor``.
 
     Only hybrid strategies have a replicate axis, and only tensor parallelism has a tensor axis. The
-    tensor axis is last, so that tensor-parallel ranks are consecutive. A number is appended to each
-    axis name, which makes it unique.
+    tensor axis is last, so that tensor-parallel ranks are consecutive. Each axis name ends with a
+    number, such as ``shard0``. The number differs between the meshes of a process, because DTensor
+    would otherwise confuse the mesh with an equal mesh of a previous engine.
 
     Args:
         config: Config of the run.
-        rank_info: Device and world size.
+        rank_info: Device, rank and world size of this process.
         shard_group_size: Size of the shard axis.
     """
     size = config.tensor_parallel_size
@@ -239,8 +213,8 @@ def _build_mesh(config: RunConfig, rank_info: RankInfo, shard_group_size: int) -
 def _build_expert_mesh(config: RunConfig, rank_info: RankInfo, shard_group_size: int) -> DeviceMesh:
     """Build the device mesh of the experts. Its last axis is the expert-parallel axis.
 
-    The shard axis of the other parameters is split into two axes, ``shard`` and ``expert``, so that the
-    ranks of an expert-parallel group are neighbors.
+    The axis over which the other parameters are sharded is split into two axes, ``shard`` and
+    ``expert``, so that the ranks of an expert-parallel group are neighbors.
     """
     size = config.expert_parallel_size
     axes = (
@@ -252,9 +226,16 @@ def _build_expert_mesh(config: RunConfig, rank_info: RankInfo, shard_group_size:
 
 
 def _init_named_mesh(device: torch.device, axes: dict[str, int]) -> DeviceMesh:
-    """Create a mesh over all ranks whose axes have the given names and sizes."""
-    # DTensor caches by mesh and never clears its caches, and meshes with the same shape and names are equal.
-    # Use a new name, otherwise DTensor would find the mesh of a previous engine and its destroyed process
+    """Create a device mesh over all ranks.
+
+    Args:
+        device: Device of this rank. The mesh has the same device type.
+        axes: Sizes of the axes, keyed by name. In the mesh, each name ends with the number of the
+            mesh, so axis names differ between meshes. DTensor would otherwise reuse an equal mesh
+            of a previous engine, and its destroyed process group.
+    """
+    # DTensor's caches are keyed by mesh and never cleared, and meshes with the same shape and names are
+    # equal. With the same names, DTensor would find the mesh of a previous engine and its destroyed process
     # group.
     number = next(_mesh_numbers)
     names = tuple(f"{name}{number}" for name in axes)
@@ -282,9 +263,9 @@ def _shard_units(
         mesh: Mesh with a shard axis and, with hybrid strategies, a replicate axis.
         compute_dtype: Dtype to which FSDP casts parameters. Gradients are reduced in fp32.
         offload_policy: Offload policy of FSDP.
-        expert_meshes: Mesh of each module whose experts are distributed over ranks, keyed by module.
+        expert_meshes: Mesh for each module whose experts are distributed over ranks, keyed by module.
     """
-    # FSDP registers its hook between this one and the next.
+    # FSDP's hook must run after this hook and before the next one, so it is registered between them.
     model.register_forward_hook(_expose_output_tensors)
     units = [unit for unit in units if unit not in expert_meshes]
     for module in [*expert_meshes, *reversed(units), model]:  # inner units first
@@ -297,13 +278,14 @@ def _shard_units(
             mp_policy=MixedPrecisionPolicy(
                 param_dtype=compute_dtype,
                 reduce_dtype=torch.float32,
-                cast_forward_inputs=is_layer,  # routing weights may be more precise than the compute dtype
+                # Do not cast the routing weights, which may be more precise than the compute dtype.
+                cast_forward_inputs=is_layer,
             ),
             reshard_after_forward=config.strategy not in STRATEGIES_KEPT_AFTER_FORWARD,
             offload_policy=offload_policy,
         )
         wrapped.set_gradient_divide_factor(1.0)
-        wrapped.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
+        wrapped.set_force_sum_reduction_for_comms(True)  # gloo does not support a scaled sum
     model.register_forward_hook(_restore_output)
     unused = [layer for _, layer in find_unreached_layers(model)]
     used = [m for m in (model, *units) if not any(m is layer for layer in unused)]
@@ -311,7 +293,16 @@ def _shard_units(
 
 
 def _place_experts(stack: nn.Parameter, *, ranks: int) -> Shard:
-    """Return the placement of a distributed stack of experts, or of a LoRA factor, on the shard axis."""
+    """Return the FSDP placement for a stack of experts or for its LoRA factor.
+
+    FSDP applies the placement along the mesh axis over which it shards the parameter. A stack or a
+    ``lora_A`` weight is sharded along the dim that :func:`choose_expert_shard_dim` returns. A
+    ``lora_B`` weight is sharded along dim 0, because its columns are already divided by expert.
+
+    Args:
+        stack: Parameter that is already distributed over the expert-parallel ranks.
+        ranks: Number of ranks over which FSDP shards the parameter.
+    """
     assert isinstance(stack, DTensor)
     if stack.placements[0] != Shard(0):  # a LoRA factor whose columns are divided by expert
         return Shard(0)
@@ -333,14 +324,14 @@ def _expose_output_tensors(module: nn.Module, args: Any, output: Any) -> tuple[A
 
 
 def _replace_dicts_by_lists(output: Any) -> Any:
-    """Convert nested dicts to lists of their values. Return an object that is not a dict unchanged."""
+    """Convert nested dicts to lists of their values. Any other object is returned unchanged."""
     return (
         [_replace_dicts_by_lists(value) for value in output.values()] if isinstance(output, dict) else output
     )
 
 
 def _restore_output(module: nn.Module, args: Any, exposed: tuple[Any, Callable[[], Any]]) -> Any:
-    """Return the original output of the model from the result of :func:`_expose_output_tensors`.
+    """Return the model's original output, given the result of :func:`_expose_output_tensors`.
 
     This is a forward hook.
     """
@@ -362,13 +353,15 @@ def _wrap_in_ddp(
 ) -> DistributedDataParallel:
     """Wrap a model in DDP.
 
+    DDP does not broadcast parameters or buffers, so every rank must load the same weights.
+
     In a memory trial, the process group is fake, so the gradient all-reduce is replaced by a no-op.
 
     Args:
         model: The model with allocated parameters.
         device: Device of this rank.
-        all_parameters_used: Whether each backward pass reaches every trained parameter. Otherwise, DDP
-            searches for unused parameters in each pass.
+        all_parameters_used: Whether each backward pass reaches every trained parameter. Otherwise,
+            DDP searches for unused parameters in each pass.
     """
     replica = DistributedDataParallel(
         model,
@@ -378,7 +371,7 @@ def _wrap_in_ddp(
         find_unused_parameters=not all_parameters_used,
         **cast("Any", {_BUFFER_SYNC_OPTION: False}),
     )
-    if dist.get_backend() == "fake":  # a memory trial has no other ranks, so replace DDP's reduction
+    if dist.get_backend() == "fake":  # a memory trial has no other ranks, so DDP's reduction is replaced
         replica.register_comm_hook(None, lambda _, bucket: _make_completed_future(bucket.buffer()))
     return replica
 

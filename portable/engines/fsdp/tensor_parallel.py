@@ -1,8 +1,9 @@
 """Tensor parallelism (``tensor_parallel_size``): shard the weight matrices of layers over ranks.
 
 The plan comes from :mod:`portable.model.tensor_parallel_plan`. After sharding, every parameter is a
-DTensor, sharded or replicated over the mesh axis of the group. Optimizers, norms and checkpoints
-therefore treat all parameters the same way. The embedding table and the head are replicated.
+DTensor that is sharded or replicated over the mesh axis of the tensor-parallel group. Optimizers,
+norms and checkpoints therefore treat all parameters the same way. The embedding table and the head
+are replicated.
 
 Source: Shoeybi et al., "Megatron-LM", arXiv:1909.08053.
 """
@@ -27,15 +28,21 @@ if TYPE_CHECKING:
 
 
 def shard_layers_tensor_parallel(model: Any, mesh: DeviceMesh) -> Callable[[], None]:
-    """Shard the layers of a model on the meta device over the ranks of a mesh with one axis.
+    """Shard the layers of a model over the ranks of a tensor-parallel group.
+
+    :func:`portable.model.tensor_parallel_plan.map_parallel_styles` determines which parameters are
+    sharded. All other parameters become replicated DTensors.
 
     Args:
-        model: The transformers model. Modified in place.
-        mesh: Mesh of the tensor-parallel group.
+        model: The transformers model, on the meta device. Modified in place.
+        mesh: Mesh of the tensor-parallel group, which has a single axis.
 
     Returns:
-        Function without arguments that averages the gradients of replicated parameters, to be called before
-        each update. See :func:`average_replicated_gradients`.
+        Function without parameters that averages the gradients of replicated parameters. It must be
+        called before each optimizer update. See :func:`average_replicated_gradients`.
+
+    Raises:
+        UserError: If the model has no tensor-parallel plan, or if the plan is not supported.
     """
     plan = map_parallel_styles(model, mesh.size())
     apply_tensor_parallel_plan(
@@ -54,7 +61,7 @@ def shard_layers_tensor_parallel(model: Any, mesh: DeviceMesh) -> Callable[[], N
         return nn.Parameter(replica, parameter.requires_grad)
 
     replace_tensors(model, replicate_parameter, lambda _, buffer: buffer)
-    # These modules compute with the local tensors of a rank.
+    # The modules without a plan compute with a rank's local tensors.
     apply_tensor_parallel_plan(model, mesh, unplanned_styles)
     return partial(
         average_replicated_gradients,
@@ -66,8 +73,9 @@ def shard_layers_tensor_parallel(model: Any, mesh: DeviceMesh) -> Callable[[], N
 def average_replicated_gradients(model: nn.Module, summed_names: Collection[str]) -> None:
     """Average the gradients of replicated parameters over the tensor-parallel ranks, in place.
 
-    Some kernels add in a nondeterministic order, so the gradients differ between ranks by rounding
-    errors. Without averaging, the replicas would drift apart. Does not trigger a host-device sync.
+    Some kernels add numbers in a nondeterministic order, so the gradients of different ranks differ by
+    rounding errors. Without averaging, the replicas would drift apart. Does not trigger a host-device
+    sync.
 
     Args:
         model: Model whose gradients are DTensors. The tensor-parallel group is the last axis of their
