@@ -1,7 +1,7 @@
 """Train Hugging Face models on CPUs, GPUs and TPUs from one YAML file.
 
 Example:
-    Train the settings of a file for 20 steps::
+    Train for 20 steps with the settings in a file::
 
         from portable import load_config, train
 

@@ -27,8 +27,9 @@ class Result:
 
     Attributes:
         folder: Output folder of the run, or its URL.
-        stopped: Whether a signal (Ctrl-C, the stop button of a notebook) stopped the run early. In this case,
-            the run has saved a checkpoint, and the same call of :func:`train` resumes from the checkpoint.
+        stopped: Whether a signal (Ctrl-C, the stop button of a notebook) stopped the run early. In
+            this case, the run has saved a checkpoint. To resume from it, call :func:`train` again
+            with the same arguments.
     """
 
     folder: AnyPath
@@ -79,9 +80,11 @@ def replace_settings_with_objects(
 ) -> RunConfig:
     """Register the objects passed to :func:`train`, and return a config whose settings refer to them.
 
-    Ranks read only the config, so each object is registered under a name that becomes the value of its
-    setting. A list of records is written to a file in the cache folder, and ``data.source`` is set to
-    that file.
+    Each object is registered under a name, and its setting is set to this name. The names of
+    metrics and callbacks are appended to their settings. Ranks receive only the config, so they
+    import each object by its name. If an object is defined in a script, a notebook or a function,
+    ranks cannot import it, and the config also stores its source code. A list of records is instead
+    written to a file in the cache folder, and ``data.source`` is set to that file.
 
     Args:
         config: Config of the run, which is not changed.
@@ -94,8 +97,7 @@ def replace_settings_with_objects(
         optimizer: See :func:`train`.
 
     Returns:
-        The new config. It includes the source code from which ranks create the objects. Returns
-        ``config`` itself if no object was passed.
+        The new config, or ``config`` itself if no object was passed.
 
     Raises:
         UserError: If ranks cannot create an object.
@@ -140,11 +142,13 @@ def train(
 ) -> Result:
     """Train a model, or resume the run in ``config.output_dir``, as ``portable-train`` does.
 
-    Some settings can also be passed as Python objects: a function, a class, a ``functools.partial`` of
-    one of these with plain values as arguments, or a dataclass instance whose fields are plain values.
-    With a single rank, training runs in this process and uses the objects directly. With several ranks,
-    each rank creates its own copy: it imports the object, or executes its source text if it is defined
-    in the script or notebook itself.
+    Some settings can also be passed as Python objects: a function, a class, or a
+    ``functools.partial`` of one. The arguments of a partial must be plain values. A dataclass
+    instance is also accepted if its fields are plain values. Training runs in this process and uses
+    the objects directly if there is a single rank without offloading, or if a launcher such as
+    torchrun has started this process. Otherwise, each rank is a child process and creates its own
+    copy: it imports the object, or executes its source text if it is defined in the script or
+    notebook itself.
 
     Example:
         >>> from portable import load_config, train
@@ -157,15 +161,16 @@ def train(
 
     Args:
         config: Config of the run, from :func:`portable.load_config`.
-        nproc: Number of processes to start. Default: one for each GPU, or only this process on a CPU.
-            XLA always runs in this process.
+        nproc: Number of processes to start. Default: one for each GPU, or only this process on a
+            CPU. XLA always runs in this process.
         loss: Replaces ``train.loss``.
         metrics: Metrics in addition to ``train.metrics``.
         callbacks: Callbacks in addition to ``train.callbacks``.
-        data: Replaces ``data.source``: a function or class that returns records, or a list of records.
+        data: Replaces ``data.source``: a function or class that returns records, or a list of
+            records.
         model: Replaces ``model.function``.
-        schedule: Replaces ``train.schedule``: a function of the step and the number of steps that
-            returns the factor of the learning rate.
+        schedule: Replaces ``train.schedule``: a function that receives the step and the total
+            number of steps, and returns the factor by which the learning rate is multiplied.
         optimizer: Replaces ``train.optimizer``: an optimizer class, a partial of one, or a function
             that creates one.
 
@@ -173,7 +178,8 @@ def train(
         The folder of the run, its metrics, and whether a signal stopped it early.
 
     Raises:
-        UserError: If the config or an object is not valid. In this case, nothing was trained.
+        UserError: If the config or an object is not valid. Also raised if an object fails during
+            training, or if the device memory is not sufficient.
         RunError: If the run failed.
     """
     from portable.cli import run_invocation
@@ -208,7 +214,7 @@ def plan(
     host_memory: str | None = None,
     price_per_hour: float | None = None,
 ) -> Plan:
-    """Compute the memory, strategy and time that a run needs on given devices, as ``portable-plan`` does.
+    """Compute the memory, strategy and time that a run needs, as ``portable-plan`` does.
 
     The devices do not have to exist on this machine, and no weights are loaded.
 
@@ -221,8 +227,8 @@ def plan(
     Args:
         config: Config of the run, from :func:`portable.load_config`.
         device: Name of the accelerator, for example ``h100``, ``a100-80``, or ``v5e``. If None, the
-            device is unknown, and the plan shows the memory that each strategy needs instead of what
-            fits.
+            device is unknown, and the plan shows the memory that each strategy needs instead of
+            what fits.
         devices: Number of devices.
         device_memory: Memory of a device, for example ``80GB``. Overrides the memory of ``device``,
             which is then optional.
@@ -230,12 +236,14 @@ def plan(
         price_per_hour: Price of one device for an hour. Requires ``device``.
 
     Returns:
-        The plan. ``print(plan)`` shows it as ``portable-plan`` does. ``plan.best`` is the recommended
-        option, or None if nothing fits. ``plan.options`` contains all options with their memory in
-        bytes, and ``plan.to_dict()`` returns plain values.
+        The plan. ``print(plan)`` shows it as ``portable-plan`` does. ``plan.best`` is the
+        recommended option, or None if nothing fits or the device memory is unknown.
+        ``plan.options`` contains all options with their memory in bytes, and ``plan.to_dict()``
+        returns plain values.
 
     Raises:
-        UserError: If the config is not valid, the device is unknown, or a memory size cannot be parsed.
+        UserError: If the config is not valid, the device is unknown, or a memory size cannot be
+            parsed.
     """
     from portable.checks import check_config
     from portable.errors import require
@@ -244,7 +252,7 @@ def plan(
     check_config(config)
     require(
         price_per_hour is None or device is not None,
-        ("price_per_hour: has no effect without device; set both"),
+        "price_per_hour: has no effect without device; set device, for example to h100",
     )
     config, target = resolve_target(
         config, device=device, devices=devices, device_memory=device_memory, host_memory=host_memory

@@ -71,7 +71,7 @@ class Engine(Protocol):
         """Load the model weights and the optimizer state. Each rank reads only its own shards.
 
         Args:
-            checkpoint: Checkpoint with the parameter names of the model.
+            checkpoint: Checkpoint whose tensors have the names of the model's parameters.
 
         Raises:
             CheckpointError: If the checkpoint does not fit the model or is damaged.
@@ -92,7 +92,8 @@ class Engine(Protocol):
     def begin_step(self, learning_rate: float) -> None:
         """Prepare a step. Must be called before the first :meth:`accumulate_gradients` of the step.
 
-        With ``train.fused_backward``, the backward pass updates the parameters.
+        With ``train.fused_backward``, the learning rate is already needed for the backward pass,
+        because this pass updates the parameters.
 
         Args:
             learning_rate: Learning rate for this step.
@@ -127,15 +128,17 @@ class Engine(Protocol):
 
         Does not trigger a host-device sync.
 
-        If the loss or the gradient norm is not finite, all ranks skip the update, which leaves the weights,
-        moments, and step counts bitwise unchanged. ``train.on_non_finite`` limits the number of consecutive
-        skipped updates (``stop`` allows one). Once the limit is reached, all further updates are skipped as
-        well.
+        If the loss or the gradient norm is not finite, all ranks skip the update, which leaves the
+        weights, moments, and step counts bitwise unchanged. ``train.on_non_finite`` limits the
+        number of consecutive skipped updates: with ``stop``, the limit is 1. Once the limit is
+        reached, all further updates are also skipped, until the host reads the counters
+        (:meth:`read_update_health`) and stops the run.
 
         Args:
             learning_rate: Learning rate for this step.
             max_grad_norm: Maximum global gradient norm for gradient clipping. 0 disables clipping.
-            loss: Global loss of this step, a device scalar. Used only to decide whether to skip the update.
+            loss: Global loss of this step, a device scalar. Used only to decide whether to skip the
+                update.
 
         Returns:
             The global gradient norm before clipping, an fp32 device scalar.
@@ -147,8 +150,8 @@ class Engine(Protocol):
         Triggers a host-device sync, so only call it when logging.
 
         Raises:
-            RunError: If the cause of the skipped updates is known, for example an fp16 loss scale at its
-                minimum.
+            RunError: If updates were skipped for a reason that training cannot recover from. For
+                example, fp16 gradients overflow even at the lowest loss scale.
         """
 
     def find_nonfinite_gradients(self) -> list[str]:
@@ -218,7 +221,7 @@ class DriverMemory(NamedTuple):
     used_bytes: int
     """Memory in use, including the memory of libraries and other processes."""
     total_bytes: int
-    """Memory of the device."""
+    """Total memory of the device."""
 
 
 class MemoryUsage(NamedTuple):
@@ -227,7 +230,7 @@ class MemoryUsage(NamedTuple):
     current_bytes: int
     """Memory in use now."""
     peak_bytes: int
-    """Largest memory that was in use so far."""
+    """Peak memory usage so far."""
 
 
 class Diagnostics:
@@ -288,7 +291,7 @@ class Backend(Protocol):
         """Number of devices driven by this rank."""
 
     def start(self) -> None:
-        """Join the process group, or start the runtime."""
+        """Select the device if necessary, and join the process group if there are several ranks."""
 
     def stop(self) -> None:
         """Destroy the process group."""
@@ -337,7 +340,7 @@ class Backend(Protocol):
         """
 
     def seed_device_generator(self, value: int) -> None:
-        """Seed the random number generator on this rank's device, which dropout uses.
+        """Seed the random number generator that dropout uses on this rank's device.
 
         Does not trigger a host-device sync.
         """
@@ -346,26 +349,30 @@ class Backend(Protocol):
         """Copy a micro-batch to the device. Does not trigger a host-device sync."""
 
     def sum_host_numbers(self, count: float, *, stop: bool = False) -> Tensor:
-        """Sum a number from each rank's host into a device scalar. Does not trigger a host-device sync.
+        """Sum the numbers of all ranks, and return the sum as a scalar on the device.
+
+        Ranks that count the same tokens, such as the ranks of a tensor-parallel group, must pass the
+        same number. It is added only once. Does not trigger a host-device sync.
 
         Args:
-            count: Number to add from this rank, for example its number of target tokens.
-            stop: Whether this rank requests that the run stops. The request is part of the same collective,
-                and :meth:`is_stop_requested` returns the result.
+            count: Number to add from this rank's host, for example its number of target tokens.
+            stop: Whether this rank requests that the run stops. The same collective passes the
+                request to all ranks, and :meth:`is_stop_requested` returns the result.
 
         Returns:
             An int64 scalar if ``count`` is an integer, otherwise a floating-point scalar.
         """
 
     def is_stop_requested(self, requested_by_rank: bool) -> bool:
-        """Return whether any rank requested a stop in the latest :meth:`sum_host_numbers`.
+        """Return whether any rank requested a stop in the latest call of :meth:`sum_host_numbers`.
 
-        The result is the same on all ranks. The host may block until the device has finished the work
-        queued before that call. Work queued after the call keeps the device busy in the meantime.
+        A rank requests a stop by passing ``stop=True`` to :meth:`sum_host_numbers`. The result is
+        the same on all ranks. The host may block until the device has finished the work queued
+        before that call. The device stays busy if the caller has queued more work since then.
 
         Args:
-            requested_by_rank: Whether this rank requests a stop now. Returned directly if there is only one
-                rank.
+            requested_by_rank: Whether this rank requests a stop now. If there is only one rank,
+                this value is returned. Otherwise, it is ignored.
         """
 
     def sum_tensor_over_ranks(self, value: Tensor) -> Tensor:
@@ -425,7 +432,10 @@ class Backend(Protocol):
 
 
 def measure_host_memory() -> MemoryUsage:
-    """Return the current and peak resident memory of this process, in bytes."""
+    """Return the current and peak resident memory of this process, in bytes.
+
+    On systems without ``/proc``, such as macOS, the current value is also the peak.
+    """
     # ru_maxrss is in bytes on macOS and in KiB on Linux.
     unit = 1 if sys.platform == "darwin" else 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

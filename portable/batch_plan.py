@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from portable.config.derived_defaults import find_largest_divisor
 from portable.data.samples.order import compute_first_sample_of_rank, count_accumulation_steps
 from portable.errors import UserError
+from portable.formatting import format_count
 
 if TYPE_CHECKING:
     from portable.backend import Backend
@@ -35,17 +36,19 @@ WHOLE_SEQUENCE = SequencePart(0, 1)
 class BatchPlan:
     """Plan that divides the global batch among ranks and into micro-batches.
 
-    Each global batch is split into ``world_size`` contiguous parts. Rank ``r`` processes part ``r`` in
-    ``accumulation_steps`` micro-batches. The devices of a rank share each micro-batch.
+    Each global batch is split into ``world_size`` contiguous parts. Rank ``r`` processes part ``r``
+    in ``accumulation_steps`` micro-batches. A rank can drive several devices, which share each
+    micro-batch.
 
     If the global batch cannot be divided evenly, the sizes of the parts differ by one sequence, and
-    padding sequences without labels fill up the micro-batches. All ranks therefore call the same number
-    of collectives. The mean loss stays exact, because the summed loss is divided by the number of
-    tokens in the global batch.
+    padding sequences without labels fill up the micro-batches. All ranks therefore call the same
+    number of collectives. The mean loss stays exact, because the summed loss is divided by the
+    number of tokens in the global batch.
 
     The ranks of a context-parallel or tensor-parallel group process the same sequences, so
-    ``world_size`` and ``rank`` then count groups instead of ranks. Under ``one_program``, the compiler
-    divides sequences among devices, so each rank's batches contain complete sequences.
+    ``world_size`` and ``rank`` then count groups instead of ranks. If all ranks run a single
+    program (``one_program``, as on XLA), the compiler splits sequences among devices. The batches
+    of each rank then contain complete sequences.
     """
 
     global_batch_size: int
@@ -55,7 +58,7 @@ class BatchPlan:
     world_size: int
     """Number of ranks, or of groups of ranks under context or tensor parallelism."""
     rank: int
-    """Index of this rank, or of its group."""
+    """Index of this rank, or of its group under context or tensor parallelism."""
     seed: int
     """Seed of the run."""
     one_program: bool = False
@@ -63,7 +66,7 @@ class BatchPlan:
     sequence_part: SequencePart = WHOLE_SEQUENCE
     """Part of each sequence that this rank processes."""
     groups_per_rank: int = 1
-    """Number of devices of a rank. Under context or tensor parallelism, the number of groups of devices."""
+    """Number of devices per rank. Under context or tensor parallelism, number of device groups per rank."""
     accumulation_steps: int = field(init=False)
     """Number of micro-batches of each rank in a step."""
     first_sequence_of_rank: int = field(init=False)
@@ -78,7 +81,7 @@ class BatchPlan:
 
     @property
     def max_sequences_per_rank(self) -> int:
-        """Largest number of sequences per step on any rank, without padding sequences."""
+        """Largest number of sequences per step on any rank, not counting padding sequences."""
         return -(-self.global_batch_size // self.world_size)
 
     @property
@@ -89,11 +92,13 @@ class BatchPlan:
     def compute_dropout_seed(self, first_sample: int, micro_batch: int) -> int:
         """Compute the dropout seed of a micro-batch.
 
-        It depends only on the seed of the run, on the samples, and on the part of each sequence that this
-        rank processes. A resumed run therefore uses the same seeds without saving a generator state.
+        The dropout seed depends only on the seed of the run, on the index of the micro-batch's
+        first sample, and on the part of each sequence that this rank processes. A resumed run
+        therefore uses the same dropout seeds, although no generator state is saved.
 
         Args:
-            first_sample: Index of the global batch's first sample in the order of the run.
+            first_sample: Index of the global batch's first sample, counted from the start of the
+                run.
             micro_batch: Index of the micro-batch within the step on this rank.
         """
         sample = first_sample + self.first_sequence_of_rank + micro_batch * self.micro_batch_size
@@ -105,24 +110,27 @@ class BatchPlan:
 def compute_batch_plan(
     config: RunConfig, *, world_size: int, rank: int, devices_per_rank: int = 1, one_program: bool = False
 ) -> BatchPlan:
-    """Compute how to divide the global batch, including the number of gradient accumulation steps.
+    """Compute how to divide the global batch among ranks and into micro-batches.
 
-    If the user has not set a micro-batch size, the default size is lowered to a divisor of the number
-    of sequences per rank. A size that the user has set must divide that number. Neither applies if the
-    global batch cannot be divided evenly among the ranks: padding sequences then fill up the last
-    micro-batch of each rank.
+    If the global batch can be divided evenly among the ranks, the micro-batch size must divide the
+    number of sequences per rank. A default micro-batch size is lowered to a divisor if necessary. A
+    micro-batch size that the user has set causes an error if it is not a divisor.
+
+    If the global batch cannot be divided evenly, padding sequences fill up the last micro-batch of
+    each rank. An uneven division is an error if ``one_program`` is True or if a rank has several
+    devices.
 
     Args:
-        config: Config of the run.
+        config: Config of the run. ``train.micro_batch_size`` must not be ``auto``.
         world_size: Number of ranks.
         rank: Rank to compute the plan for.
         devices_per_rank: Number of devices of each rank.
         one_program: Whether all ranks run a single program. See ``Backend.one_program``.
 
     Raises:
-        UserError: If there are more ranks than sequences, if the devices cannot be divided into groups
-            of context-parallel or tensor-parallel devices, or if the global batch or the micro-batch
-            size cannot be divided as required.
+        UserError: If there are more ranks than sequences, if the devices cannot be divided into
+            groups of context-parallel or tensor-parallel devices, or if the global batch or the
+            micro-batch size cannot be divided as required.
     """
     total, parts = config.train.global_batch_size, config.ranks_together
     key = "tensor_parallel_size" if config.tensor_parallel_size > 1 else "context_parallel_size"
@@ -135,33 +143,35 @@ def compute_batch_plan(
         )
         raise UserError(
             f"{key}: {divided_units} cannot be divided into groups of {parts}; "
-            f"use a divisor of {devices_per_rank if uneven else devices}, or another number of {unit}s"
+            f"set {key} to a divisor of {devices_per_rank if uneven else devices}, or use another number of "
+            f"{unit}s"
         )
     devices //= parts
-    hosts = max(1, parts // devices_per_rank)  # hosts whose devices share a sequence or layers
+    hosts = max(1, parts // devices_per_rank)  # hosts per context-parallel or tensor-parallel group
     world_size, (rank, part) = world_size // hosts, divmod(rank, hosts)
     groups = max(1, devices_per_rank // parts)
+    sharer, sharers = unit, f"{unit}s"
     if parts > 1:
-        unit = f"group of {parts} {unit}"
+        sharer, sharers = f"group of {parts} {unit}s", f"groups of {parts} {unit}s"
     if total < devices or (total % devices and (one_program or devices_per_rank > 1)):
         lower, upper = total - total % devices, total + -total % devices
         choices = " or ".join(str(n) for n in (lower, upper) if n)
         raise UserError(
-            f"train.global_batch_size: {total} sequences cannot be divided among {devices} {unit}s; set "
-            f"train.global_batch_size to {choices}, or use another number of {unit}s"
+            f"train.global_batch_size: {format_count(total, 'sequence')} cannot be divided evenly among "
+            f"{devices} {sharers}; set train.global_batch_size to {choices}, or use another number of {unit}s"
         )
     share = -(-total // devices)
     micro = config.train.micro_batch_size
-    assert micro != "auto"  # replaced or rejected before
+    assert micro != "auto"  # "auto" has been replaced or rejected earlier
     is_set = config.is_set("train.micro_batch_size")
     fitting = find_largest_divisor(share, micro)
     if total % devices:
-        # The smallest size for the same number of micro-batches has the fewest sequences without labels.
+        # For a given number of micro-batches, the smallest size needs the fewest padding sequences.
         fitting = min(micro, share) if is_set else -(-share // -(-share // micro))
     elif is_set and fitting != micro:
         raise UserError(
-            f"train.micro_batch_size: {micro} does not divide the {share} sequences of the global batch that "
-            f"each {unit} takes; use {fitting} or another divisor of {share}"
+            f"train.micro_batch_size: {micro} does not divide {share}, the number of sequences per "
+            f"{sharer} in a global batch; use {fitting} or another divisor of {share}"
         )
     micro_batch = fitting * groups
     is_cut = not one_program and config.context_parallel_size > 1
@@ -210,7 +220,7 @@ def compute_total_steps(config: RunConfig, samples: int) -> int:
         samples: Number of samples per epoch. Only used if ``train.epochs`` is set.
 
     Returns:
-        The number of steps, at least 1. A last step that the epochs fill only partly is counted.
+        The number of steps, at least 1. An incomplete last step counts as a step.
 
     Raises:
         UserError: If the number of steps exceeds :data:`MAX_STEPS`.
@@ -221,7 +231,7 @@ def compute_total_steps(config: RunConfig, samples: int) -> int:
     steps = config.train.epochs * samples / config.train.global_batch_size
     if not steps <= MAX_STEPS:
         raise UserError(
-            f"train.epochs: {config.train.epochs:g} epochs of {samples} samples result in more steps than "
-            "are supported; lower train.epochs, or set train.steps"
+            f"train.epochs: {config.train.epochs:g} epochs of {format_count(samples, 'sample')} need more "
+            f"than the maximum of {MAX_STEPS:,} steps; lower train.epochs, or set train.steps instead"
         )
     return max(1, math.ceil(steps))

@@ -33,14 +33,18 @@ if TYPE_CHECKING:
 class Callback:
     """Base class of objects whose methods the training loop calls between steps.
 
-    A run has an ordered list of callbacks, and every method is called on each of them in that order. The
-    methods run on all ranks, and an exception in any of them stops the run on all ranks. A run that is
-    resumed from a checkpoint has several launches: each launch is one start of ``portable-train``.
+    A run has an ordered list of callbacks, and each ``on_*`` method is called on all callbacks in
+    this order. The ``on_*`` methods run on all ranks, and an exception in any of them stops the run
+    on all ranks. The other methods are internal hooks, which custom callbacks cannot implement.
 
-    A custom callback, listed in ``train.callbacks`` as ``my_package.my_module:MyCallback``, can implement any
-    of the ``on_*`` methods. It does not need to inherit from this class, and it must not modify the model.
-    Since :meth:`on_step` runs after every step, it must not read from the device, because the read would
-    block the host until the device has finished the step.
+    Each start of ``portable-train`` is one launch. A run that is resumed from a checkpoint
+    therefore has several launches. :meth:`on_start` and :meth:`on_end` are called once per launch,
+    but :meth:`on_end` is not called if the launch fails.
+
+    A custom callback, listed in ``train.callbacks`` as ``my_package.my_module:MyCallback``, can
+    implement any of the ``on_*`` methods. It does not need to inherit from this class, and it must
+    not modify the model. Since :meth:`on_step` runs after every step, it must not read from the
+    device at each step, because a read blocks the host until the device has finished the step.
 
     Example:
         Print the loss every time it is logged::
@@ -54,9 +58,10 @@ class Callback:
         """Handle the start of a launch, before its first step."""
 
     def on_step(self, run: Run) -> None:
-        """Handle the end of a training step. Called before the step is logged, evaluated, or saved.
+        """Handle the end of a training step, before the step is logged, evaluated or saved.
 
-        This method may read from the device only after steps that are also logged, evaluated, or saved.
+        A read from the device blocks the host. Therefore, read from the device only at steps at
+        which the run logs, evaluates or saves.
         """
 
     def on_log(self, run: Run, values: Mapping[str, float]) -> None:
@@ -77,7 +82,11 @@ class Callback:
         """
 
     def on_save(self, run: Run) -> None:
-        """Handle the start of a save. The checkpoint may still be written in the background afterward."""
+        """Handle the start of a save.
+
+        When this method is called, a background thread may not have finished writing the files of
+        the checkpoint.
+        """
 
     def on_end(self, run: Run) -> None:
         """Handle the end of a launch, after its last step and before the final model is exported."""
@@ -111,7 +120,9 @@ class Callback:
         """
 
     def handle_completed_checkpoint(self, run: Run, checkpoint: AnyPath) -> None:
-        """Handle a completed checkpoint. Only called on rank 0, usually in a background thread.
+        """Handle a completed checkpoint, for example by uploading it.
+
+        Only called on rank 0, usually in a background thread.
 
         Args:
             run: The current run.
@@ -144,7 +155,9 @@ class Run:
 
     The attributes below are internal and may change:
 
-        prepared, backend, engine, progress, checkpoints: Objects that this launch trains with.
+        prepared, backend, engine: Prepared run, backend and engine of this launch.
+        progress: Numbers of steps, samples and skipped updates so far.
+        checkpoints: Checkpoints of the run.
         first_step: First step of this launch, counted from 1.
         end_step: Last step of this launch, counted from 1.
         is_stopped_by_signal: Whether a signal ends this launch after the latest step.
@@ -152,7 +165,8 @@ class Run:
         callbacks: Callbacks, in call order.
         health: Reporter of skipped updates and values that are not finite.
         pending_values: Values for the next logged step. See :meth:`log`.
-        is_stop_requested, is_save_requested: Requests of this rank's callbacks.
+        is_stop_requested: Whether a callback on this rank has requested that the run ends.
+        is_save_requested: Whether a callback on this rank has requested a checkpoint.
     """
 
     result: StepResult
@@ -198,9 +212,13 @@ class Run:
         return newest
 
     def log(self, values: Mapping[str, float | Tensor]) -> None:
-        """Add values to the next logged step, for ``metrics.jsonl``, the trackers and the report.
+        """Add values to the next logged step.
 
-        Only the values of rank 0 are logged. Tensors are only read from the device when the step is logged.
+        The values are logged to ``metrics.jsonl``, the trackers and the report. Only the values of
+        rank 0 are logged. If a name is passed several times before a step is logged, the last value
+        is logged. The name of a built-in metric, such as ``loss``, or of a value that ``train.loss``
+        logs ends the run with an error when the step is logged. Tensors are only read from the device
+        when the step is logged.
 
         Args:
             values: Numbers or scalar tensors, keyed by name.
@@ -213,14 +231,15 @@ class Run:
             if not isinstance(name, str) or not (scalar or isinstance(value, int | float)):
                 raise TypeError(
                     f"log({{{name!r}: {value!r:.60}}}): the name must be a string, and the value a number "
-                    "or a scalar tensor; convert the value (first call full_tensor() on a DTensor)"
+                    "or a scalar tensor; convert the value (for a DTensor, call full_tensor() first)"
                 )
         self.pending_values.update(values)
 
     def stop(self) -> None:
-        """Request that the run ends after this step, with a checkpoint and the exported model.
+        """Request the end of the run after this step.
 
-        The run ends even if only one rank makes the request.
+        The run then saves a checkpoint and exports the model. A request on one rank is sufficient
+        to end the run on all ranks.
         """
         self.is_stop_requested = True
 
@@ -232,12 +251,15 @@ class Run:
         self.is_save_requested = True
 
     def generate(self, prompt: str, *, max_new_tokens: int = 64, seed: int = 0) -> str:
-        """Continue a prompt with the current weights. Must be called on all ranks with the same arguments.
+        """Continue a prompt with the current weights.
+
+        Must be called on all ranks with the same arguments. On GPUs and CPUs, this method sets the
+        seed of torch's default generators and does not restore it.
 
         Args:
             prompt: Text to continue.
             max_new_tokens: Maximum number of tokens to generate.
-            seed: Sampling seed.
+            seed: Random seed for sampling.
 
         Returns:
             The decoded continuation without the prompt.
@@ -259,7 +281,11 @@ class Run:
 
     @property
     def is_last_step(self) -> bool:
-        """Whether this launch ends after the latest step: it was the last step, or a signal arrived."""
+        """Whether the latest step is the last step of this launch, or a signal has arrived.
+
+        A callback or an evaluation can also end the run after the latest step. This property does
+        not consider such a request.
+        """
         return self.is_stopped_by_signal or self.step == self.end_step
 
     def logs_step(self, step: int) -> bool:
@@ -290,9 +316,9 @@ class Run:
 
     @property
     def is_evaluation_due(self) -> bool:
-        """Whether an evaluation is due, according to ``train.eval_every`` and ``.eval_every_epochs``.
+        """Whether ``train.eval_every`` or ``train.eval_every_epochs`` requires an evaluation now.
 
-        Always False if there is no evaluation data.
+        Always False without evaluation data.
         """
         train = self.config.train
         return bool(self.prepared.data.evals) and self.is_interval_reached(
@@ -307,10 +333,13 @@ class Run:
         )
 
     def finish_step(self) -> None:
-        """Run the callbacks after a step, including logging, evaluation and saving if they are due.
+        """Run the callbacks after a step, which includes logging, evaluation and saving.
 
-        Evaluations run before saves, because a checkpoint records the best evaluation results. If a signal
-        ends the launch, a checkpoint is saved without an evaluation.
+        The step is logged and evaluated if this is due, and saved if a save is due or was
+        requested. The last step of a launch is always logged, evaluated and saved. If a signal ends
+        the launch earlier, the latest step is logged and saved, but not evaluated. Evaluations run
+        before saves, because a checkpoint records the best evaluation results. Must be called on
+        all ranks.
         """
         self.call_callbacks("on_step")
         if self.is_last_step or self.logs_step(self.step):
@@ -327,7 +356,7 @@ class Run:
 
         Args:
             method_name: Name of the method.
-            values: Arguments to pass after the run.
+            values: Arguments that follow the first argument, which is always this run.
         """
         for callback in self.callbacks:
             getattr(callback, method_name)(self, *values)
@@ -347,11 +376,14 @@ class Run:
     def exchange_requests(self) -> StepRequests:
         """Combine the requests from the callbacks of all ranks, and clear this rank's save request.
 
-        Must be called on all ranks, because they exchange requests if there are custom callbacks. Without
-        custom callbacks, the returned ``stop`` is always False.
+        Must be called on all ranks. If there are custom callbacks, the ranks exchange their
+        requests in a collective. Otherwise, nothing is exchanged, because only evaluations make
+        requests, and they make the same ones on all ranks. The returned ``stop`` is then always
+        False.
 
         Returns:
-            Whether any rank requested that the run ends, and whether any rank requested a checkpoint.
+            The combined requests. ``stop`` and ``save`` are True if at least one rank made the
+            request.
         """
         if (
             not self.config.train.callbacks
@@ -361,7 +393,8 @@ class Run:
             save, self.is_save_requested = self.is_save_requested, False
             return StepRequests(stop=False, save=save)
         requests, self.is_save_requested = (self.is_stop_requested, self.is_save_requested), False
-        if not self.backend.reduce_any(any(requests)):  # one collective in most steps
+        # Usually, no rank has a request, so that one collective is sufficient.
+        if not self.backend.reduce_any(any(requests)):
             return StepRequests(stop=False, save=False)
         self.is_stop_requested, save = (self.backend.reduce_any(request) for request in requests)
         return StepRequests(self.is_stop_requested, save)
@@ -397,11 +430,13 @@ def _wait_for_last_good_checkpoint(run: Run) -> str:
 class NonFiniteReporter:
     """Reporter for skipped updates and for weights or optimizer values that are not finite.
 
-    To avoid additional host-device syncs, call it only when the host waits for the device anyway.
+    To avoid additional host-device syncs, call its methods only when the host waits for the device
+    anyway.
 
     Args:
-        run: Run in training.
-        folder: Folder with the config of the run, for a command in error messages.
+        run: Current run.
+        folder: Folder with the config of the run. Error messages suggest a command that uses this
+            config.
     """
 
     def __init__(self, run: Run, folder: Path) -> None:
@@ -411,13 +446,15 @@ class NonFiniteReporter:
         self._config_path = folder / CONFIG_FILE
 
     def report_skipped_updates(self, run: Run) -> None:
-        """Update ``run.progress.skipped_updates``, and report new skipped updates to the callbacks.
+        """Update ``run.progress.skipped_updates``, and report new skips to the callbacks.
 
-        Triggers a host-device sync. Repeated calls in the same step do nothing.
+        Must be called on all ranks. Triggers a host-device sync. Repeated calls in the same step do
+        nothing.
 
         Raises:
             RunError: If the number of consecutive skipped updates has reached the limit of
-                ``train.on_non_finite``. The weights are unchanged since the first of these updates.
+                ``train.on_non_finite``, which is 1 for ``stop``. The weights are unchanged since
+                the first of these updates.
         """
         if self._last_checked_step == run.step:
             return
@@ -435,29 +472,31 @@ class NonFiniteReporter:
         sample = self._start_progress.samples + health.first_bad_update * batch
         subject = "loss is" if health.bad_loss else "gradients are"
         problem = f"step {step} (samples {sample} to {sample + batch - 1}): the {subject} not finite"
-        # On XLA, the processes of a slice find each other without a launcher.
+        # On XLA, the command does not start several ranks, because the processes of a slice find each other
+        # without a launcher.
         ranks = 1 if run.backend.one_program else run.world_size
         remedy = (
-            f"to locate the cause: "
+            "to locate the cause, run: "
             f"{launch.format_train_command(ranks, config=self._config_path, replay=step)}"
         )
         if not health.halted:
             run.call_callbacks("record_skipped_updates", newly_skipped, f"{problem}; {remedy}")
             return
+        skipped_text = "the update was skipped"
         if health.halted > 1:
-            problem += f", nor in the next {health.halted - 1} steps"
+            later = "step" if health.halted == 2 else f"{health.halted - 1} steps"
+            skipped_text = f"the updates of this step and the next {later} were skipped"
         last_good = _wait_for_last_good_checkpoint(run)
         raise RunError(
-            f"{problem}; the update was skipped; last good checkpoint: "
-            f"{last_good}; {remedy}; or lower "
-            "train.learning_rate or train.max_grad_norm"
+            f"{problem}; {skipped_text}; last good checkpoint: {last_good}; lower train.learning_rate or "
+            f"train.max_grad_norm; {remedy}"
         )
 
     def check_state_is_finite(self, run: Run) -> None:
-        """Check that all weights and optimizer values are finite. Must be called on all ranks before a save.
+        """Check that all trained weights and optimizer values are finite.
 
-        Even with finite gradients, values can overflow if the learning rate is too large or ``train.eps``
-        is too small.
+        Must be called on all ranks before a save. Even with finite gradients, values can overflow
+        if the learning rate is too large or ``train.eps`` is too small.
 
         Raises:
             RunError: If a value is not finite on any rank. No checkpoint is saved.
@@ -468,7 +507,7 @@ class NonFiniteReporter:
         first = next(text for text in run.backend.gather_text(", ".join(names)) if text)
         last_good = _wait_for_last_good_checkpoint(run)
         raise RunError(
-            f"step {run.step}: the weights or the optimizer state of {first} are not finite, so no "
-            f"checkpoint was saved; last good checkpoint: {last_good}; lower "
-            "train.learning_rate or raise train.eps"
+            f"step {run.step}: the optimizer state or the weights of {first} contain NaN or infinity, so no "
+            f"checkpoint was saved; last good checkpoint: {last_good}; lower train.learning_rate or raise "
+            "train.eps"
         )

@@ -1,4 +1,4 @@
-"""Command line program ``portable-train``."""
+"""Run the command-line program ``portable-train``."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ COMMANDS = {
 }
 """Subcommands in addition to training.
 
-Each value is a module in ``portable.commands`` and a function in it.
+Each value has the form ``module:function``, where the module is in ``portable.commands``.
 """
 
 
@@ -41,7 +41,7 @@ def run_command(name: str, *arguments: Any) -> int:
 
     Args:
         name: Key of :data:`COMMANDS`.
-        arguments: Arguments of the function.
+        arguments: Arguments of the command's function.
     """
     module, _, function = COMMANDS[name].partition(":")
     code: int = getattr(importlib.import_module(f"portable.commands.{module}"), function)(*arguments)
@@ -50,13 +50,20 @@ def run_command(name: str, *arguments: Any) -> int:
 
 @exit_without_traceback
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``portable-train`` in this process.
+    """Run ``portable-train`` or one of its subcommands.
+
+    A UserError or RunError is printed, not raised. If ``srun`` started this process as one of
+    several tasks and ``RANK`` is not set, this function adds to ``os.environ``
+    the rank variables that torchrun would set.
 
     Args:
         argv: Command-line arguments. Defaults to ``sys.argv``.
 
     Returns:
         The exit code. See :data:`portable.converters.commands.EXIT_CODES`.
+
+    Raises:
+        SystemExit: After ``--help`` or ``--version``, which print and exit.
     """
     try:
         from portable.command_line import parse_train_args
@@ -81,11 +88,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_as_process() -> int:
-    """Run :func:`main` as the entry point of this process, which a launcher may have started as a rank.
+    """Run :func:`main` as the entry point of this process.
+
+    A launcher may have started the process as one of several ranks.
 
     Returns:
-        The exit code. If there are several ranks, the process is also set to exit with this code
-        without finalizing the interpreter. See :func:`set_process_exit_code`.
+        The exit code. If there are several ranks, :func:`set_process_exit_code` also arranges that
+        the process exits with this code without finalizing the interpreter.
     """
     code = main()
     return code if os.environ.get("WORLD_SIZE", "1") == "1" else set_process_exit_code(code)
@@ -98,8 +107,8 @@ def _strip_local_rank(argv: Sequence[str]) -> list[str]:
         argv: Arguments of the command line.
 
     Returns:
-        The other arguments. All arguments if this process is not a rank, so that the option is reported
-        as unknown if the user has typed it.
+        The remaining arguments. If this process is not a rank, nothing is removed, so that an option
+        typed by the user is reported as unknown.
     """
     if "LOCAL_RANK" not in os.environ:
         return list(argv)
@@ -109,9 +118,14 @@ def _strip_local_rank(argv: Sequence[str]) -> list[str]:
 def run_invocation(invocation: Invocation) -> int:
     """Run a parsed command line of ``portable-train``.
 
-    By default, launches the ranks on this machine and waits for them. If a launcher such as torchrun
-    started this process, runs it as one of the launcher's ranks instead. Sets the required environment
-    variables.
+    By default, launches the ranks on this machine in child processes, and waits for them. A single
+    rank without offloading runs in this process. If a launcher such as torchrun started this
+    process, runs it as one of the launcher's ranks instead. With ``--dry-run``, ``--show-data`` or
+    ``--resume-info``, this function only prints information, and does not train.
+
+    Before launching child processes, sets the environment variables that the backend requires. If
+    an Accelerate config file selects GPUs, ``CUDA_VISIBLE_DEVICES`` is also set, unless this
+    process is a rank of a launcher or the variable already exists.
 
     Returns:
         The exit code.
@@ -159,7 +173,7 @@ def run_invocation(invocation: Invocation) -> int:
                 else 0
             )
         if invocation.show_data is not None:
-            raise UserError("--show-data: runs in one process; run the command without a launcher")
+            raise UserError("--show-data: works only in a single process; run the command without a launcher")
         launch.check_rendezvous_variables()
         if "TORCHELASTIC_RUN_ID" in os.environ:
             die_with_parent()
@@ -178,8 +192,8 @@ def run_invocation(invocation: Invocation) -> int:
     if ranks == 1 and not resolved.config.memory.has_offloading:
         return run_rank(name, resolved, mode)
     os.environ.update(package.get_launch_environment(ranks))
-    # Every rank is a child process, even a single rank if it offloads to the host, because the parent
-    # survives if the kernel kills a rank for lack of host memory, and can report it.
+    # Run every rank in a child process, even a single rank that offloads to the host. If the kernel kills a
+    # rank for lack of host memory, the parent process survives and can report it.
     return launch.launch_ranks(
         run_rank,
         (name, resolved, mode),
@@ -205,27 +219,28 @@ def _check_train_options(invocation: Invocation) -> None:
         raise UserError(f"--json: {invocation.json}: is a folder; specify a file, such as values.json")
     if invocation.json is not None and not _may_overwrite(Path(invocation.json)):
         raise UserError(
-            f"--json: {invocation.json}: exists, but does not contain an evaluation; specify another file"
+            f"--json: {invocation.json}: already exists and does not contain evaluation results; specify "
+            "another file"
         )
     if invocation.json is not None and invocation.dry_run:
         raise UserError(
-            "--json: has no effect with --dry-run, which evaluates nothing; remove one of the two"
+            "--json: has no effect with --dry-run, which evaluates nothing; remove --json or --dry-run"
         )
     if invocation.profile and invocation.eval_only:
         raise UserError(
-            "--profile: records training steps, but --eval-only does not train; remove one of the two"
+            "--profile: records training steps, but --eval-only does not train; remove --profile or "
+            "--eval-only"
         )
     if invocation.show_data is not None and (
         invocation.profile or invocation.eval_only or invocation.dry_run or invocation.replay is not None
     ):
         raise UserError(
-            "--show-data: cannot be combined with other switches, because it trains nothing; remove the "
-            "other switch"
+            "--show-data: cannot be combined with --dry-run, --eval-only, --profile or --replay; remove the "
+            "other options"
         )
     if invocation.replay is not None and (invocation.profile or invocation.eval_only):
         raise UserError(
-            "--replay: cannot be combined with --profile or --eval-only, because it trains nothing; "
-            "remove these switches"
+            "--replay: cannot be combined with --eval-only or --profile; remove the other options"
         )
 
 

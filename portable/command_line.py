@@ -1,8 +1,8 @@
 """Parse the command lines of ``portable-train`` and of all other commands that take a config.
 
-Settings can also come from Accelerate's config file or environment. Importing this module has a
-side effect: if the user enters a setting name of another program, such as Axolotl, the error
-message suggests the corresponding setting.
+Settings can also come from Accelerate's config file or environment. Importing this module registers
+a function that loads the setting names of other programs, such as Axolotl. If the user enters such
+a name, the error message suggests the corresponding setting.
 """
 
 from __future__ import annotations
@@ -52,15 +52,15 @@ usage: portable-train [--config FILE.yaml] [--KEY VALUE ...]
 Train a Hugging Face model on a CPU, GPUs or TPUs from one YAML file.
 
 examples:
-  portable-train                                    the quickstart, no download
-  portable-train --config run.yaml --train.steps 9  a file, one setting changed
-  portable-train --config run.yaml --backend xla    the same run on a TPU VM
+  portable-train                                    run the quickstart
+  portable-train --config run.yaml --train.steps 9  change one setting
+  portable-train --config run.yaml --backend xla    train on a TPU VM
 """
 
 PositiveCount = Annotated[
-    int, Field(ge=1, le=10**8), BoundsReason("More ranks, samples or steps than anyone looks at.")
+    int, Field(ge=1, le=10**8), BoundsReason("A larger number of ranks, samples or steps is a mistake.")
 ]
-"""Number of ranks, samples or steps on the command line."""
+"""Type of a number of ranks, samples or steps on the command line."""
 
 
 def _load_foreign_names() -> ForeignVocabulary:
@@ -76,7 +76,8 @@ register_foreign_vocabulary(_load_foreign_names)
 class CommandOptions(Section):
     """Options of every command that takes a config.
 
-    The defaults have no effect, because only the options on the command line are used.
+    This class only declares the options. :func:`parse_command_line` returns just the options that
+    are given on the command line, so the default values of the fields are never used.
     """
 
     config: Annotated[tuple[PathText, ...], Field(strict=False)] = ()
@@ -90,20 +91,20 @@ class TrainOptions(CommandOptions):
     """Options of ``portable-train``."""
 
     accelerate_config: PathText = ""
-    """A file that accelerate config has written. Its settings and its number of ranks are used. They must
-    agree with --config; flags override both."""
+    """Config file of Accelerate, whose settings and number of ranks apply to the run. They must agree with
+    --config; flags override both."""
     nproc: PositiveCount = 1
-    """Ranks to start on this machine. The default is one per GPU, and one on the CPU. Under torchrun,
-    accelerate launch, deepspeed or srun, this process joins the ranks of the launcher."""
+    """Number of ranks to start on this machine. The default is one per GPU, or one on the CPU. Under
+    torchrun, accelerate launch, deepspeed or srun, this process joins the ranks of the launcher."""
     dry_run: Flag = False
-    """Check everything, describe the run, and stop."""
+    """Check the config, the model and the data, describe the run, and stop."""
     show_data: PositiveCount = 1
     """Print the first N samples with their trained tokens marked, and stop."""
     eval_only: Flag = False
     """Evaluate the newest checkpoint, or the untrained model if there is none. Prints the values, writes
     output_dir/evaluation.json, and stops."""
     json_: PathText = Field(default="", alias="json")
-    """Also write the values of --eval-only to a file."""
+    """File to write the values of --eval-only to, in addition to output_dir/evaluation.json."""
     replay: PositiveCount = 1
     """Repeat step N to locate a NaN or infinity. Starts from the last checkpoint before the step, and prints
     the micro-batch, sample, module and parameters. Writes nothing."""
@@ -114,7 +115,7 @@ class TrainOptions(CommandOptions):
     profile: Flag = False
     """Write a trace of a few steps into output_dir/profile, for Perfetto."""
     quiet: Flag = False
-    """Print warnings and errors only (log.quiet)."""
+    """Print only warnings and errors (log.quiet)."""
 
 
 @dataclass(frozen=True)
@@ -153,7 +154,7 @@ class Invocation:
 
     @property
     def is_from_elsewhere(self) -> bool:
-        """Whether a YAML file is outside the current folder and may have been written by someone else."""
+        """Whether a config file is outside the current folder and may come from someone else."""
         return not all(path.resolve().is_relative_to(Path.cwd()) for path in self.config_files)
 
 
@@ -188,13 +189,18 @@ class ParsedCommand(NamedTuple):
 def parse_command_line(argv: Sequence[str], options: type[CommandOptions], usage: str) -> ParsedCommand:
     """Parse the command line of a command that takes a config.
 
+    The config also contains the settings from the environment of ``accelerate launch`` and from the
+    file in ``--accelerate-config``. ``--quiet`` and ``--allow-changes`` are converted to settings.
+
     Args:
         argv: Arguments, without the name of the program.
         options: Schema of the command's options.
         usage: First part of the help text.
 
     Returns:
-        The config and the options.
+        The config and the options. The number of ranks and the GPUs in the Accelerate file are
+        added to the options as ``nproc`` and ``gpu_ids``. If ``--nproc`` is given, it takes
+        precedence.
 
     Raises:
         UserError: If the command line or one of its config files is not valid.
@@ -221,7 +227,7 @@ def parse_command_line(argv: Sequence[str], options: type[CommandOptions], usage
     settings_of_accelerate = _read_accelerate_settings(values)
     values["notes"] = [note for settings in settings_of_accelerate for note in settings.notes]
     imported = [
-        Assignment(tuple(key.split(".")), value, settings.origins[key])
+        Assignment(tuple(key.split(".")), value, settings.origins[key], key in settings.assumed_keys)
         for settings in settings_of_accelerate
         for key, value in settings.values.items()
     ]
@@ -233,8 +239,8 @@ def _read_accelerate_settings(values: dict[str, Any]) -> list[ImportedRun]:
 
     Args:
         values: Options on the command line, changed in place. ``accelerate_config`` is removed. The
-            number of ranks and the GPUs in the file are added as ``nproc``, unless it is set already,
-            and ``gpu_ids``.
+            number of ranks in the file is added as ``nproc`` unless it is already set, and the GPUs in
+            the file are added as ``gpu_ids``.
 
     Returns:
         The settings from the environment and from the file, in this order. Empty if there is neither.

@@ -1,7 +1,7 @@
 """Entry points of the installed commands. Each function returns the exit code of the process.
 
-Importing this module installs a handler for Ctrl-C, so that an interrupt ends the process without a traceback
-even while a command is still being imported.
+Importing this module installs a handler for Ctrl-C. An interrupt then ends the process without a
+traceback, even while a command is still being imported.
 """
 
 from __future__ import annotations

@@ -1,8 +1,12 @@
-"""Exceptions that are not bugs. Commands report them as an error message without a traceback."""
+"""Exceptions for expected errors, as opposed to bugs.
+
+Commands report them as an error message without a traceback.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import time
 from typing import TYPE_CHECKING
 
@@ -14,15 +18,23 @@ if TYPE_CHECKING:
 USER_ERROR, RUN_ERROR, NOT_EXPORTED = 2, 1, 74
 """Exit codes of :class:`UserError`, :class:`RunError` and :class:`NotExportedError`."""
 REPORT_SECONDS = 15.0
-"""Maximum number of seconds that a rank waits for another rank to report an error."""
+"""Maximum time in seconds that a rank waits for another rank to report an error."""
 _POLL_SECONDS = 0.1
 _is_end_requested = False
 NOTICE_SECONDS, LAUNCHER_SECONDS = 1.0, 5.0
-"""Numbers of seconds that the other ranks wait before they exit after one rank has failed.
+"""Time in seconds that the other ranks wait before they exit after one rank has failed.
 
 ``LAUNCHER_SECONDS`` applies if the launcher ends all ranks as soon as one rank exits, and reports only that
 rank. ``NOTICE_SECONDS`` applies otherwise.
 """
+
+
+# Messages of out-of-memory errors that are not MemoryErrors. They come from torch, the host, the driver (for
+# kernels and pinned memory), the CUDA libraries and XLA.
+_OUT_OF_MEMORY = re.compile(
+    r"can't allocate memory|Cannot allocate memory|not enough memory|bad_alloc|[Oo]ut of memory|_ALLOC_FAILED"
+    r"|RESOURCE_EXHAUSTED"
+)
 
 
 class UserError(Exception):
@@ -35,10 +47,13 @@ class UserError(Exception):
 
 
 class MultipleMistakesError(UserError):
-    """Several mistakes in one input. ``str()`` of the exception returns only the first mistake.
+    """Several mistakes in one input.
+
+    The ``str()`` of the exception contains only the first line.
 
     Args:
-        lines: Lines to print, at least one for each mistake. The first line is the text of the exception.
+        lines: Lines to print, usually one for each mistake. If there are many mistakes, some have
+            no line, and the last line is a summary.
     """
 
     def __init__(self, lines: Sequence[str]) -> None:
@@ -47,10 +62,11 @@ class MultipleMistakesError(UserError):
 
 
 class ReportedElsewhereError(Exception):
-    """Error that another rank reports, because it occurred on that rank or on several ranks.
+    """Error that another rank reports to the user.
 
-    To avoid duplicate messages, the process that catches this exception should print nothing, call
-    :meth:`wait_for_report`, and exit with ``exit_code``.
+    If the error occurred on several ranks, possibly including this rank, only one of them reports
+    it. To avoid duplicate messages, the process that catches this exception should not print
+    anything. It should call :meth:`wait_for_report`, and exit with ``exit_code``.
 
     Args:
         message: Error message of the other rank.
@@ -62,10 +78,12 @@ class ReportedElsewhereError(Exception):
         self.exit_code = exit_code
 
     def wait_for_report(self) -> None:
-        """Sleep for up to 15 seconds, so that the other rank can report the error before this process exits.
+        """Wait until the rank that failed has had time to report its error.
 
-        Otherwise, a launcher that ends all ranks as soon as one rank exits could end the other rank before
-        its report. Returns at once after SIGTERM, because the launcher has then already noticed the failure.
+        This rank must not exit too early. Some launchers end all ranks as soon as one rank exits,
+        and could end the failed rank before its report is complete. With such a launcher, the wait
+        lasts at most 15 seconds. With other launchers, it lasts at most 1 second. After SIGTERM,
+        this method returns immediately, because the launcher has then already noticed the failure.
         """
         end = time.monotonic() + (REPORT_SECONDS if is_ended_by_launcher() else NOTICE_SECONDS)
         while not _is_end_requested and (seconds_left := end - time.monotonic()) > 0:
@@ -79,16 +97,32 @@ def record_end_request() -> None:
 
 
 def is_ended_by_launcher() -> bool:
-    """Return whether the launcher of this rank ends all ranks as soon as one rank exits."""
+    """Return whether the launcher of this rank ends all ranks as soon as one rank exits.
+
+    True for torchrun and ``portable-train --nproc``, which set ``TORCHELASTIC_USE_AGENT_STORE``.
+    """
     return "TORCHELASTIC_USE_AGENT_STORE" in os.environ  # set by torchrun and by `portable-train --nproc`
 
 
 class MissingDataError(UserError):
-    """Error raised if data files are not on this machine. Commands that only plan continue without them."""
+    """Error raised if data files are not on this machine.
+
+    Commands that only plan a run catch this error, and continue without the data.
+    """
 
 
 class DamagedError(UserError):
     """Error raised if a checkpoint is damaged. The caller may try an older checkpoint."""
+
+
+def is_memory_error(error: BaseException) -> bool:
+    """Return whether an error of Python, NumPy or torch means that the device or the host is out of memory.
+
+    True for :class:`MemoryError`, and for any RuntimeError whose message matches ``_OUT_OF_MEMORY``.
+    """
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error)) is not None
+    )
 
 
 def to_one_line(text: object) -> str:
@@ -107,14 +141,18 @@ def to_one_line(text: object) -> str:
 class RunError(Exception):
     """Failure of a run whose input is valid, such as a full disk.
 
-    Commands print the message as one ``error: ...`` line and exit with code 1.
+    Commands print the message as one ``error: ...`` line and exit with :attr:`exit_code`. The exit
+    code is 1, but some subclasses set another code.
     """
 
     exit_code: int = RUN_ERROR
 
 
 class NotExportedError(RunError):
-    """Error raised if a run is complete but its export failed. The next launch retries the export."""
+    """Error raised if a run is complete but its export failed.
+
+    The exit code is 74. The next launch retries the export.
+    """
 
     exit_code = NOT_EXPORTED
 
@@ -133,7 +171,7 @@ class StoppedError(RunError):
 
 
 def print_error_lines(error: Exception) -> None:
-    """Print an error to stderr as ``error: ...``, on one line per mistake if it has several."""
+    """Print an error to stderr as ``error: ...``. Prints one line per mistake if there are several."""
     for line in error.lines if isinstance(error, MultipleMistakesError) else [error]:
         print_error(f"error: {to_one_line(line)}")
 

@@ -39,7 +39,7 @@ def format_short_count(count: int) -> str:
 
 
 def format_time(seconds: float) -> str:
-    """Format a duration as ``1:02:03``, or as ``2:03`` if it is below an hour."""
+    """Format a duration as ``1:02:03``, or as ``2:03`` if it is less than an hour."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
@@ -67,8 +67,9 @@ def format_table(rows: Sequence[tuple[str, str]], max_width: int | None = None) 
 
     Args:
         rows: Name and value of each row. There must be at least one row.
-        max_width: Maximum line width, at which values are wrapped between words. None to not wrap them.
-            Lines can be wider if a word or the column of names is too long.
+        max_width: Maximum line width, or None to leave long values on one line. Longer values are
+            wrapped between words. A line can still be wider if a word or the column of names is too
+            long.
     """
     indent = max(len(name) for name, _ in rows) + 4
     lines = []

@@ -1,10 +1,10 @@
-"""Send requests to the Hugging Face hub from only one rank of each node.
+"""Send requests to the Hugging Face Hub from only one rank of each node.
 
-Even if all files are cached, loading a model sends several requests, and the hub limits the number
-of requests from an IP address. Therefore, the first rank of a node that needs a repository sends
-the requests. The other ranks of the node wait, and then read the files from the shared cache
-without requests. The ranks synchronize through a lock file, because the process group does not
-exist yet.
+Even if all files are cached, loading a model sends several requests, and the Hub limits the number
+of requests from an IP address. Therefore, on each node, only the first rank that starts to read a
+repository sends requests. The other ranks of the node wait for this rank, and then read the files
+from the shared cache without requests. The ranks synchronize through a lock file, because the
+process group does not exist yet.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _revisions: dict[str, str] = {}
-"""Commits of the repositories that this process has read, keyed by type and name, such as ``model org/name``.
+"""Commit of each repository that this process has read, keyed by type and name, such as ``model org/name``.
 
 The value is an empty string if the commit is unknown.
 """
@@ -32,19 +32,22 @@ _holds_lock = False
 
 
 def read_hub_once_per_node(name: str, purpose: str, read: Callable[[], T], *, repo_type: str = "model") -> T:
-    """Call a function that reads a hub repository, so that only one rank of each node sends requests.
+    """Read a Hub repository, so that only one rank of each node sends requests.
 
-    The first call on a node for a repository and purpose may send requests, and the other processes of
-    the launch wait for it. Later calls run ``read`` in offline mode, in which it only reads the cache.
-    If ``read`` fails in offline mode, for example because a file is not cached, it is called again with
-    requests.
+    The first call on a node for a repository and purpose may send requests, and the other processes
+    of the launch wait for it. If this call raises an exception, the next process may send requests.
+    In the 15 minutes after a successful call, further calls run ``read`` in offline mode, in which
+    it only reads the cache. If ``read`` fails in offline mode, for example because a file is not
+    cached, it is called again without offline mode.
+
+    ``read`` is called directly if ``HF_HUB_OFFLINE`` is set, if ``name`` is a local path, or if
+    this process already holds the lock of its node, for example in a nested call.
 
     Args:
-        name: Name of the repository. If it is a local folder, ``read`` is called without these
-            restrictions.
-        purpose: Description of the files that ``read`` reads, such as ``model`` or ``tokenizer``. Calls
-            with the same purpose must read the same files.
-        read: Function that reads the repository.
+        name: Name of the repository, or a local path.
+        purpose: Description of the files that ``read`` reads, such as ``model`` or ``tokenizer``.
+            Calls with the same purpose must read the same files.
+        read: Function that reads the repository. It may be called twice.
         repo_type: "model" or "dataset".
 
     Returns:
@@ -57,7 +60,7 @@ def read_hub_once_per_node(name: str, purpose: str, read: Callable[[], T], *, re
     done_marker = get_node_folder() / hashlib.sha256(f"{repo_type}/{name}/{purpose}".encode()).hexdigest()
     try:
         with (get_node_folder() / "lock").open("a") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file is closed
+            fcntl.flock(lock, fcntl.LOCK_EX)  # closing the file releases the lock
             if not is_recently_written(done_marker):
                 with _mark_lock_held():
                     result = read()
@@ -70,24 +73,30 @@ def read_hub_once_per_node(name: str, purpose: str, read: Callable[[], T], *, re
             raise
     finally:
         _revisions[f"{repo_type} {name}"] = _read_revision(name, repo_type)
-    return read()  # again with requests, because a file is not in the cache
+    return read()  # allow requests, because a file is not in the cache
 
 
 def get_revisions_read() -> dict[str, str]:
-    """Return the commits of the hub repositories that this process has read through this module.
+    """Return the commits of the Hub repositories that this process has read.
+
+    Only reads through this module are recorded. Nothing is recorded if ``HF_HUB_OFFLINE`` is set.
 
     Returns:
-        Commits, keyed by repository type and name, such as ``model org/name``. Repositories whose
-        commit is unknown are omitted.
+        Commits of the branch ``main``, keyed by repository type and name, such as
+        ``model org/name``. Repositories whose commit is unknown are omitted.
     """
     return {name: revision for name, revision in _revisions.items() if revision}
 
 
 def _is_path(name: str) -> bool:
-    """Return whether ``name`` is a local path instead of the name of a repository."""
+    """Return whether ``name`` is a local path rather than the name of a repository.
+
+    A name is a path if it exists on this machine, if it begins with ``/``, ``.`` or ``~``, or if it
+    contains more than one slash.
+    """
     try:
         return Path(name).exists() or name.startswith(("/", ".", "~")) or name.count("/") > 1
-    except (OSError, ValueError):  # not a possible path
+    except (OSError, ValueError):  # the name is not a valid path
         return False
 
 
@@ -104,7 +113,11 @@ def _read_revision(name: str, repo_type: str) -> str:
 
 @contextmanager
 def _mark_lock_held() -> Iterator[None]:
-    """Set ``_holds_lock`` within this context. Otherwise, a nested call would wait for the lock forever."""
+    """Set ``_holds_lock`` within this context, so that a nested read does not wait for the lock.
+
+    Without the flag, a nested call of :func:`read_hub_once_per_node` would wait forever for the
+    lock that its own process holds.
+    """
     global _holds_lock
     _holds_lock = True
     try:
@@ -115,7 +128,11 @@ def _mark_lock_held() -> Iterator[None]:
 
 @contextmanager
 def _force_offline() -> Iterator[None]:
-    """Make huggingface_hub and datasets read only their caches within this context."""
+    """Set ``HF_HUB_OFFLINE`` of huggingface_hub and datasets to True within this context.
+
+    All threads of this process then read only the caches of these libraries. The flag of datasets
+    is not set if datasets has not been imported yet.
+    """
     from huggingface_hub import constants
 
     modules = [constants, *(sys.modules[name] for name in ("datasets.config",) if name in sys.modules)]

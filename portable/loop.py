@@ -1,11 +1,11 @@
 """Training loop shared by all backends, strategies and world sizes.
 
-:func:`run_training_loop` runs a launch, :func:`iter_steps` iterates over its optimizer steps, and
-:func:`train_step` takes one step. The loop accesses the device only through a
-:class:`portable.backend.Backend` and a :class:`portable.backend.Engine`. SIGTERM and SIGINT stop it
-after the current step (see :class:`StopSignals`). With several ranks, the loop may take one more
-step, because a stop request reaches the other ranks in the all-reduce at the start of the next
-step.
+:func:`run_training_loop` trains until the end step of a run, :func:`iter_steps` iterates over the
+optimizer steps, and :func:`train_step` takes one step. The loop accesses the device only through a
+:class:`portable.backend.Backend` and a :class:`portable.backend.Engine`. SIGTERM and SIGINT stop
+the loop after the current step (see :class:`StopSignals`). With several ranks, the loop may take
+one more step, because a stop request reaches the other ranks in the all-reduce at the start of the
+next step.
 """
 
 from __future__ import annotations
@@ -138,17 +138,18 @@ def run_training_loop(run: Run, micro_batches: Iterable[Batch], signals: StopSig
     The loop also ends if a callback, an evaluation or a signal stops the run.
 
     Args:
-        run: The run to train. Its ``result`` and ``is_stopped_by_signal`` attributes are updated after
-            each step.
+        run: The run to train. Its ``result`` and ``is_stopped_by_signal`` attributes are updated
+            after each step.
         micro_batches: This rank's micro-batches, in host memory.
-        signals: Signal handlers to install while the loop runs. If a signal stopped the run, they stay
-            installed, so that another SIGTERM does not interrupt the checkpoint that is still being
-            written. The caller then restores the previous handlers.
+        signals: Signal handlers to install while the loop runs. If a signal stopped the run, they
+            stay installed, so that another SIGTERM does not interrupt the checkpoint that is still
+            being written. They also stay installed if an exception is raised. In both cases, the
+            caller restores the previous handlers.
 
     Returns:
-        Whether SIGTERM or SIGINT stopped the run early. In this case, the callbacks have begun to save
-        a checkpoint. False if the run reached ``run.end_step`` or was ended by a callback in the same
-        step.
+        Whether SIGTERM or SIGINT stopped the run early. In this case, the callbacks have begun to
+        save a checkpoint. False if the run reached ``run.end_step``, or if a callback or an
+        evaluation ended it, even if a signal arrived during the last step.
     """
     signals.install_handlers()
     batches, requested = iter(micro_batches), signals.is_requested
@@ -179,12 +180,16 @@ _STOP_MESSAGE = (
 
 
 class StopSignals:
-    """Signal handlers that turn SIGTERM and SIGINT into a request to stop after the current step.
+    """Handlers that turn SIGTERM and SIGINT into a request to stop after the current step.
 
-    A second Ctrl-C terminates the process immediately, because the first SIGINT restores the previous
-    handler. A second SIGTERM has no effect, because schedulers may send several, and the ranks still
-    have to save a checkpoint. Signals that were ignored before stay ignored. Python can set signal
-    handlers only in the main thread, so signals are not intercepted if training runs in another thread.
+    The constructor does not install the handlers. Call :meth:`install_handlers`, and later
+    :meth:`restore_handlers`.
+
+    A second Ctrl-C terminates the process immediately, because the first SIGINT restores the
+    previous handler. A second SIGTERM has no effect, because schedulers may send several signals,
+    and the ranks still have to save a checkpoint. Signals that were ignored before stay ignored.
+    Python can set signal handlers only in the main thread, so signals are not intercepted if
+    training runs in another thread.
 
     Attributes:
         requested: Whether a signal has been received.
@@ -195,7 +200,11 @@ class StopSignals:
         self._previous: dict[int, Any] = {}
 
     def install_handlers(self) -> None:
-        """Install the handlers and remember the previous ones. Does nothing outside of the main thread."""
+        """Install the handlers for SIGTERM and SIGINT, and remember the previous handlers.
+
+        Signals that were ignored before stay ignored. The method does nothing outside of the main
+        thread.
+        """
         if threading.current_thread() is not threading.main_thread():
             return
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -214,9 +223,12 @@ class StopSignals:
             signal.signal(*self._previous.popitem())
 
     def _request_stop(self, number: int, _: object) -> None:
-        """Handle a signal by requesting a stop. Rank 0 also prints a message if stderr is a terminal.
+        """Handle a signal by requesting a stop.
 
-        The first SIGINT also restores the previous handler of SIGINT.
+        On the first signal, a message is printed if this process draws the progress bars of the
+        run. SIGINT also restores the previous handler of SIGINT. SIGTERM is also recorded with
+        :func:`record_end_request`, so that this process does not wait for error reports of other
+        ranks.
 
         Args:
             number: Signal number.

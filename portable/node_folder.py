@@ -34,9 +34,11 @@ def write_once_per_node(key: str, write_file: Callable[[Path], None]) -> Path | 
     """Write a file in one process of this node, while the other processes of the launch wait.
 
     Args:
-        key: Name of the content. If a process of this launch has written this content in the last 15
-            minutes, the file is not written again.
-        write_file: Function that writes the content to a path.
+        key: Name of the content. If a process of this launch has written this content in the last
+            15 minutes, the file is not written again.
+        write_file: Function that writes the content to a path. If it raises an exception, the next
+            waiting process calls the function. An OSError is not passed on to the caller, but
+            makes the result None.
 
     Returns:
         Path of the file, which exists until :func:`remove_shared_files` is called. None if the file
@@ -59,15 +61,17 @@ def write_once_per_node(key: str, write_file: Callable[[Path], None]) -> Path | 
 
 
 def compute_once_per_node(key: str, compute: Callable[[], T]) -> T:
-    """Compute a value in one rank of this node, while the other ranks wait and then read the result.
+    """Compute a value on one rank of this node, and share it with the other ranks of the node.
 
-    A process that is not a rank always computes the value itself.
+    The other ranks wait, and then read the value from a temporary file. A process that is not a
+    rank always computes the value itself.
 
     Args:
-        key: Name of the value.
-        compute: Function that returns a picklable value. If it raises an exception, this rank raises
-            the exception, and the next waiting rank calls the function. If no file can be written for
-            the result, every rank calls the function.
+        key: Name of the value. If a rank of this launch has computed the value with this name in
+            the last 15 minutes, that value is reused.
+        compute: Function that returns a picklable value. If it raises an exception, this rank
+            raises the exception, and the next waiting rank calls the function. If no file can be
+            written for the result, every rank calls the function.
 
     Returns:
         The value.
@@ -90,8 +94,9 @@ def compute_once_per_node(key: str, compute: Callable[[], T]) -> T:
 def is_recently_written(path: Path) -> bool:
     """Return whether a file was written in the last 15 minutes. Returns False if it does not exist.
 
-    Callers ignore older files, because a process such as a notebook may start several launches, and a
-    later launch should read new data.
+    Callers check this before they reuse a file in the node folder, which the ranks on a node share.
+    If one process, such as a notebook, starts several launches, all of them use the same folder. An
+    older file may therefore be left over from an earlier launch, with outdated data.
     """
     try:
         return time.time() - path.stat().st_mtime < _RECENT_SECONDS
@@ -100,9 +105,10 @@ def is_recently_written(path: Path) -> bool:
 
 
 def remove_shared_files() -> None:
-    """Remove all files that :func:`write_once_per_node` has written for this launch.
+    """Remove all files of :func:`write_once_per_node` for this launch on this node.
 
-    Processes that have already opened a file can still read it.
+    Lock files are kept, and errors are ignored. Processes that have already opened a file can still
+    read it. A process that opens the file later does not find it.
     """
     with suppress(OSError):
         for path in get_node_folder().glob(f"{_SHARED_PREFIX}*"):
@@ -111,7 +117,15 @@ def remove_shared_files() -> None:
 
 
 def get_node_folder() -> Path:
-    """Return the folder of this launch on this node. The first call creates it."""
+    """Return the folder of this launch on this node. The first call creates it.
+
+    A launch is identified by its launcher process and by torchrun's restart count. If this process
+    is a rank (the environment variable ``LOCAL_RANK`` is set), the launcher is the parent process.
+    Otherwise, it is this process.
+
+    Raises:
+        OSError: If the folder cannot be created or belongs to another user.
+    """
     is_rank = "LOCAL_RANK" in os.environ
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
     return _create_node_folder(os.getppid() if is_rank else os.getpid(), attempt, is_rank)
@@ -119,16 +133,17 @@ def get_node_folder() -> Path:
 
 @cache
 def _create_node_folder(launcher: int, attempt: str, is_rank: bool) -> Path:
-    """Create the folder of a launch if it does not exist. The result is cached.
+    """Create the folder of a launch if it does not exist, and return its path.
 
-    The function first removes this user's folders of launchers that have ended. The launcher also
-    removes its own folder at exit.
+    First, this function removes the folders of launches that have ended. A launch has ended if its
+    launcher process has ended. Folders of other users are not removed. A launcher also removes its
+    own folder at exit. A restart by torchrun counts as a new launch. The result is cached.
 
     Args:
         launcher: Process id of the launcher, which is the parent of all ranks on a node.
         attempt: Number of times that torchrun has restarted the ranks, as a string. Empty without
             torchrun.
-        is_rank: Whether this process is a rank.
+        is_rank: Whether this process is a rank. If not, it is the launcher.
 
     Raises:
         PermissionError: If the folder belongs to another user or is a link.

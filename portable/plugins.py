@@ -2,10 +2,11 @@
 
 A setting refers to custom code as ``package.module:name`` or, with arguments, as
 ``package.module:name(gamma=2.0)``. A class is instantiated with the arguments. A function receives
-the arguments at each call. :func:`portable.train` accepts Python objects, and
-:func:`register_object` converts them to such names. If a notebook or script defines the object, its
-source text is sent to the ranks, and :func:`install_notebook_modules` creates a module from the
-text there. Nothing is pickled.
+the arguments at each call.
+
+:func:`portable.train` also accepts Python objects, and :func:`register_object` converts them to
+such names. If a notebook or script defines the object, its source text is sent to the ranks, where
+:func:`install_notebook_modules` creates a module from it. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import inspect
 import linecache
 import os
 import re
+import symtable
 import sys
 import textwrap
 import traceback
@@ -31,18 +33,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from portable.converters.similar_names import format_name_suggestion
-from portable.errors import RunError, UserError, to_one_line
+from portable.errors import RunError, UserError, is_memory_error, to_one_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
 NOTEBOOK_MODULE_PREFIX = "notebook_"
-"""Prefix of the name of a module that is created from the code of a notebook or script.
+"""Prefix of the names of modules that are created from the code of a notebook or script.
 
 The rest of the name is a digest of the code.
 """
 SOURCES_KEY = "plug-ins of this notebook"
-"""Config key under which the source text of such modules is sent to the ranks.
+"""Config key under which the source text of notebook modules is sent to the ranks.
 
 See ``RunConfig.with_document``.
 """
@@ -63,7 +65,12 @@ class CodeRefusedError(UserError):
 
 @contextmanager
 def refuse_custom_code(explain_refusal: Callable[[str], str | None] | None) -> Iterator[None]:
-    """Forbid the import of some custom code modules within this context.
+    """Make :func:`load_plugin` and similar functions refuse modules within this context.
+
+    These functions raise :class:`CodeRefusedError` instead of loading code from a module that
+    ``explain_refusal`` rejects, even if the module was imported before. Python's ``import``
+    statement is not affected. The function is stored in a context variable, and an inner context
+    replaces the function of the outer context.
 
     Args:
         explain_refusal: Function that takes a module name, and returns the reason why the module must
@@ -79,9 +86,10 @@ def refuse_custom_code(explain_refusal: Callable[[str], str | None] | None) -> I
 def explain_foreign_module(name: str) -> str | None:
     """Explain why a config from outside the current folder must not import a module.
 
-    Such a config may only import modules in the current folder or in a PYTHONPATH folder. Otherwise,
-    its author could run code of any installed package. Use this function with
-    :func:`refuse_custom_code`.
+    Such a config may only import modules in the current folder or in a PYTHONPATH folder.
+    Otherwise, its author could run code of any installed package. Modules that
+    :func:`install_notebook_modules` creates are also allowed. To enforce the rule, pass this
+    function to :func:`refuse_custom_code`.
 
     Args:
         name: Name of the module.
@@ -96,7 +104,7 @@ def explain_foreign_module(name: str) -> str | None:
         return None
     return (
         "is not run, because the code is not in this folder or on PYTHONPATH, and the config is in "
-        "another folder; copy the config into this folder if you trust both"
+        "another folder; if you trust the config and the code, copy the config into this folder"
     )
 
 
@@ -128,7 +136,7 @@ def parse_plugin_spec(text: str) -> PluginSpec:
 
     Args:
         text: Value such as ``package.module:name(gamma=2.0)``. The module and the arguments are
-            optional.
+            optional. Each argument must have a name, and its value must be a Python literal.
 
     Raises:
         ValueError: If ``text`` does not have this format.
@@ -143,24 +151,29 @@ def parse_plugin_spec(text: str) -> PluginSpec:
     if arguments_text := match["given"]:
         try:
             call = ast.parse(f"_({arguments_text})", mode="eval").body
-            if not isinstance(call, ast.Call) or call.args:
-                raise ValueError("pass all arguments by name")
+            if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
+                raise ValueError("more than one pair of parentheses")
+            if call.args:
+                raise ValueError("an argument has no name")
             for keyword in call.keywords:
                 if keyword.arg is None:
-                    raise ValueError("pass all arguments by name")
+                    raise ValueError("an argument has no name")
+                if keyword.arg in arguments:
+                    raise ValueError(f"{keyword.arg} is specified twice")
                 arguments[keyword.arg] = ast.literal_eval(keyword.value)
         except (SyntaxError, ValueError, RecursionError) as error:
             raise ValueError(
-                f"{text!r}: the arguments do not have the form name=value with plain values ({error}); "
-                "correct the arguments"
+                f"{text!r}: the arguments cannot be read ({error}); write each argument as name=value with a "
+                "Python literal, such as gamma=2.0"
             ) from error
     return PluginSpec(match["module"], match["name"], arguments)
 
 
 def is_plugin_name(text: object) -> bool:
-    """Return whether the value of a setting refers to custom code, as ``package.module:name``.
+    """Return whether a setting's value names custom code, in the form ``package.module:name``.
 
-    Returns False for paths and for built-in names.
+    Arguments may follow, as in ``package.module:name(gamma=2.0)``. Returns False for paths and for
+    built-in names.
     """
     if not isinstance(text, str):
         return False
@@ -186,19 +199,21 @@ def load_plugin(
         :func:`register_object` in this process is returned without an import.
 
     Raises:
-        UserError: If the object does not exist, if its module cannot be imported, or if the object does
-            not accept the arguments.
+        UserError: If the object does not exist, if its module cannot be imported, if the object
+            does not accept the arguments, or if the constructor of a class fails.
     """
-    spec = _parse_spec(key, text)
+    spec = parse_setting_spec(key, text)
     if str(spec) in _objects:
         return _objects[str(spec)]
     context = f"{key}: {text}"
     if spec.module is None:
         if spec.name not in (builtin_paths or {}):
-            names = [*(builtin_paths or ["none"]), *([] if default is None else [f"null for {default}"])]
+            names = [*(builtin_paths or ()), *([] if default is None else [f"null for {default}"])]
+            if not names:
+                raise UserError(f"{context}: does not refer to custom code; use package.module:name")
             raise UserError(
-                f"{context}: unknown name; use {', '.join(names)}, or package.module:name for "
-                f"custom code{format_name_suggestion(spec.name, builtin_paths or {})}"
+                f"{context}: unknown name; use {', '.join(names)}, or package.module:name for custom code"
+                f"{format_name_suggestion(spec.name, builtin_paths or {})}"
             )
         builtin_spec = parse_plugin_spec((builtin_paths or {})[spec.name])
         spec = PluginSpec(builtin_spec.module, builtin_spec.name, spec.arguments)
@@ -207,26 +222,29 @@ def load_plugin(
 
 
 def load_plugin_factory(key: str, text: str) -> Callable[..., Any]:
-    """Load the function or class in a setting, for a caller that adds arguments and calls it.
+    """Load the function or class that a setting refers to, without calling it.
 
-    Unlike :func:`load_plugin`, this function does not instantiate a class.
+    The caller adds its own arguments and calls the result. Unlike :func:`load_plugin`, this function
+    does not instantiate a class.
 
     Args:
         key: Setting, used in error messages.
-        text: Value of the setting.
+        text: Value of the setting. It must contain the name of a module, because built-in names are
+            not supported.
 
     Returns:
         The function or class, or a partial of it if ``text`` contains arguments.
 
     Raises:
-        UserError: If the object does not exist, or if it does not accept the arguments.
+        UserError: If the module cannot be imported, if the object does not exist or is not
+            callable, or if it does not accept the arguments.
     """
-    spec, context = _parse_spec(key, text), f"{key}: {text}"
+    spec, context = parse_setting_spec(key, text), f"{key}: {text}"
     target = _objects.get(str(spec))
     if target is None:
         target = _find_object(context, spec)
     if not callable(target):
-        raise UserError(f"{context}: is a {type(target).__name__}; use a class or a function")
+        raise UserError(f"{context}: is an object of type {type(target).__name__}; use a class or a function")
     factory: Callable[..., Any] = target
     if isinstance(factory, functools.partial) or not spec.arguments:
         return factory
@@ -235,22 +253,31 @@ def load_plugin_factory(key: str, text: str) -> Callable[..., Any]:
 
 
 def load_plugin_value(key: str, text: str) -> Any:
-    """Load the object that a setting refers to. If it is a function, call it and return its result.
+    """Load the object that a setting refers to, and call the object if it is callable.
+
+    For a class, the object is an instance of the class.
 
     Args:
         key: Setting, used in error messages.
         text: Value of the setting.
 
+    Returns:
+        The result of the call. The object itself if it is not callable.
+
     Raises:
-        UserError: If the object does not exist, or if the function fails.
+        UserError: If the object does not exist, if it cannot be created, or if the call fails.
     """
     target = load_plugin(key, text)
     with convert_user_errors(f"{key}: {text}"):
         return target() if callable(target) else target
 
 
-def _parse_spec(key: str, text: str) -> PluginSpec:
-    """Parse the value of the setting ``key``. Raise UserError instead of ValueError if it is invalid."""
+def parse_setting_spec(key: str, text: str) -> PluginSpec:
+    """Parse the value of the setting ``key`` with :func:`parse_plugin_spec`.
+
+    Raises:
+        UserError: If the value is invalid. The message contains the name of the setting.
+    """
     try:
         return parse_plugin_spec(text)
     except ValueError as error:
@@ -310,7 +337,7 @@ def _import_module(context: str, name: str) -> types.ModuleType:
 
     Raises:
         UserError: If the module cannot be imported.
-        CodeRefusedError: If the module must not be imported.
+        CodeRefusedError: If the current :func:`refuse_custom_code` context forbids the import.
     """
     check_code_may_run(context, name)
     if name.startswith(NOTEBOOK_MODULE_PREFIX) and name not in sys.modules:
@@ -318,7 +345,7 @@ def _import_module(context: str, name: str) -> types.ModuleType:
             f"{context}: was defined in a notebook or script; start the run from this notebook or script"
         )
     current_folder = str(Path.cwd())
-    if current_folder not in sys.path:  # as for a script in the current folder
+    if current_folder not in sys.path:  # Python does the same for a script in the current folder
         sys.path.append(current_folder)
     try:
         return importlib.import_module(name)
@@ -326,7 +353,9 @@ def _import_module(context: str, name: str) -> types.ModuleType:
         suggestion = ""
         if isinstance(error, ModuleNotFoundError) and error.name == name.partition(".")[0]:
             suggestion = format_name_suggestion(name, [path.stem for path in Path.cwd().glob("*.py")])
-        remedy = "use package.module:name of a module in this folder or on PYTHONPATH"
+        remedy = "correct the module, or install the packages that it imports"
+        if isinstance(error, ModuleNotFoundError) and error.name and f"{name}.".startswith(f"{error.name}."):
+            remedy = "specify a module in this folder or on PYTHONPATH, as package.module:name"
         raise UserError(
             f"{context}: cannot be imported ({type(error).__name__}: {to_one_line(error)}){suggestion}; "
             f"{remedy}"
@@ -334,16 +363,19 @@ def _import_module(context: str, name: str) -> types.ModuleType:
 
 
 def _create_object(context: str, target: Any, arguments: Mapping[str, Any]) -> Any:
-    """Instantiate a class, or bind the arguments of a spec to a function.
+    """Create the object that a setting describes, such as ``package.module:name(gamma=2.0)``.
+
+    A class is instantiated with the arguments. For a function, the arguments are bound. Any other
+    object is returned unchanged.
 
     Args:
         context: Beginning of the error message.
-        target: Object that the spec refers to.
-        arguments: Arguments of the spec, keyed by name.
+        target: Object that the setting names.
+        arguments: Arguments in the setting, keyed by name.
 
     Returns:
-        An instance of the class, or a partial of the function. ``target`` itself if it is not callable,
-        or if it is a function without arguments in the spec.
+        An instance of the class, or a partial of the function. ``target`` itself if it is not
+        callable, or if it is a function and there are no arguments.
 
     Raises:
         UserError: If ``target`` does not accept the arguments, or if the constructor fails.
@@ -351,7 +383,8 @@ def _create_object(context: str, target: Any, arguments: Mapping[str, Any]) -> A
     if not callable(target):
         if arguments:
             raise UserError(
-                f"{context}: is a {type(target).__name__}, which takes no arguments; remove the arguments"
+                f"{context}: is an object of type {type(target).__name__}, which takes no arguments; remove "
+                "the arguments"
             )
         return target
     if not inspect.isclass(target) and not arguments:
@@ -373,14 +406,14 @@ def _create_object(context: str, target: Any, arguments: Mapping[str, Any]) -> A
 def _check_arguments(context: str, target: Any, arguments: Mapping[str, Any], *, all_of_them: bool) -> None:
     """Raise UserError if ``target`` does not accept the arguments.
 
-    Nothing is checked if Python cannot determine the signature, for example of a C function.
+    Nothing is checked if Python cannot determine the signature, as for some C functions.
 
     Args:
         context: Beginning of the error message.
-        target: Function or class.
-        arguments: Arguments of the spec, keyed by name.
-        all_of_them: Whether the arguments must include all required arguments. False if the caller adds
-            more arguments later.
+        target: Function or class that a setting names.
+        arguments: Arguments that the setting passes to ``target``, keyed by name.
+        all_of_them: Whether the arguments must include all required arguments. False if the caller
+            adds more arguments later.
     """
     try:
         signature = inspect.signature(target)
@@ -398,7 +431,7 @@ def _check_arguments(context: str, target: Any, arguments: Mapping[str, Any], *,
 
 @contextmanager
 def convert_user_errors(context: str) -> Iterator[None]:
-    """Convert errors in custom code within this context to UserError.
+    """Convert errors that custom code raises within this context to UserError.
 
     Out-of-memory errors are not converted, because the run reports them with a remedy. UserErrors and
     RunErrors are raised unchanged.
@@ -414,10 +447,10 @@ def convert_user_errors(context: str) -> Iterator[None]:
     except (UserError, RunError):
         raise
     except (Exception, SystemExit) as error:
-        if "out of memory" in str(error).lower():  # the run reports a remedy
+        if is_memory_error(error):  # the run reports this error with a remedy
             raise
         raise UserError(
-            f"{context}: fails ({_describe_error_in_user_code(error)}); correct the code"
+            f"{context}: raises an error ({_describe_error_in_user_code(error)}); correct the code"
         ) from error
 
 
@@ -432,15 +465,16 @@ def _find_user_frame(frames: Sequence[traceback.FrameSummary]) -> traceback.Fram
     """Find the innermost frame in custom code, which is the code that the user can correct.
 
     Usually, custom code is all code outside of this project, the standard library and installed
-    packages. If the traceback has no such frame, the setting refers to code in an installed package. In
-    this case, the first package on the stack that is not in :data:`_FRAMEWORKS` counts as custom code.
+    packages. If the traceback has no such frame, the config must name custom code in an installed
+    package. In this case, custom code is the outermost package on the stack that is not in
+    :data:`_FRAMEWORKS`.
 
     Args:
         frames: Frames of a traceback, the innermost last.
 
     Returns:
         The innermost frame in custom code. If there is none, the innermost frame outside of this
-        project or, if there is none either, the innermost frame. None if there are no frames.
+        project, or else the innermost frame. None if there are no frames.
     """
     others = [frame for frame in frames if not frame.filename.startswith(_OWN_FOLDER)]
     packages = {frame.filename: _find_library(frame.filename) for frame in others}
@@ -484,8 +518,9 @@ def _find_library(filename: str) -> str | None:
 def compute_plugin_digest(text: str) -> str:
     """Compute a digest of the module that contains a setting's custom code.
 
-    The digest shows whether the code has changed since a checkpoint was saved. Comments and layout are
-    ignored.
+    The digest shows whether the code has changed since a checkpoint was saved. Comments and layout
+    are ignored. The module is imported. The modules that it imports and the arguments in the
+    setting do not affect the digest.
 
     Args:
         text: Value of the setting.
@@ -522,18 +557,20 @@ def register_object(
 
     Args:
         argument_name: Argument of :func:`portable.train`, used in error messages.
-        user_object: Function or class, ``functools.partial`` of one, or instance of a dataclass. A
-            string is returned unchanged, because it is already a name.
+        user_object: Function, class, ``functools.partial`` of a function or class, or instance of a
+            dataclass. A string is returned unchanged, because it is already a name.
         sources: Source code of modules, keyed by module name. Modified in place: if a notebook or
             script defines the object, a module is added.
-        instantiates_class: Whether this process uses an instance of a class, as :func:`load_plugin`
-            does. If False, it uses the class itself, as :func:`load_plugin_factory` does.
+        instantiates_class: Whether to create an instance of a class, or of a partial of a class, and
+            register the instance, for :func:`load_plugin`. If False, the class or partial itself is
+            registered, for :func:`load_plugin_factory`.
 
     Returns:
         The name, such as ``package.module:name(gamma=2.0)``.
 
     Raises:
-        UserError: If the ranks could not create the same object from the name.
+        UserError: If the ranks could not create the same object from the name, or if a constructor
+            fails or does not accept the arguments.
     """
     if isinstance(user_object, str):
         return user_object
@@ -542,9 +579,15 @@ def register_object(
     if isinstance(user_object, functools.partial):
         if user_object.args:
             raise UserError(
-                f"{argument_name}: is a partial with positional arguments; pass the arguments by name"
+                f"{argument_name}: is a functools.partial with positional arguments; pass the arguments by "
+                "name"
             )
         target, arguments = user_object.func, dict(user_object.keywords)
+        if not hasattr(target, "__qualname__"):
+            raise UserError(
+                f"{argument_name}: is a functools.partial of an object of type {type(target).__name__}; pass "
+                "a functools.partial of a function or class"
+            )
     elif not inspect.isclass(user_object) and not inspect.isfunction(user_object):
         target = type(user_object)
         if dataclasses.is_dataclass(user_object):
@@ -555,15 +598,15 @@ def register_object(
             }
         elif vars(user_object) if hasattr(user_object, "__dict__") else True:
             raise UserError(
-                f"{argument_name}: is an object of {target.__name__}, which the ranks cannot create; make "
-                "the class a dataclass, or pass the class itself"
+                f"{argument_name}: the ranks cannot recreate this instance of {target.__name__}; make "
+                f"{target.__name__} a dataclass, or pass the class itself"
             )
     for name, value in arguments.items():
         if not _is_plain(value):
             raise UserError(
-                f"{argument_name}: {getattr(target, '__name__', target)}: {name} is a "
+                f"{argument_name}: {getattr(target, '__name__', target)}: {name} is an object of type "
                 f"{type(value).__name__}, which cannot be sent to the ranks; use numbers, strings, lists "
-                "or mappings"
+                "or dicts"
             )
     module, name = target.__module__, target.__qualname__
     if module == "__main__" or "<locals>" in name or "<lambda>" in name:
@@ -572,18 +615,22 @@ def register_object(
         sources[module] = text
     elif _find_imported(module, name) is not target:
         raise UserError(
-            f"{argument_name}: the ranks would find another object as {module}:{name}; define the object "
+            f"{argument_name}: the ranks cannot import the object as {module}:{name}; define the object "
             "at the top level of a module"
         )
     full_name = str(PluginSpec(module, name, arguments))
-    _objects[full_name] = (
-        user_object if not (instantiates_class and inspect.isclass(user_object)) else user_object(**arguments)
-    )
+    if instantiates_class and (inspect.isclass(user_object) or isinstance(user_object, functools.partial)):
+        user_object = _create_object(f"{argument_name}: {target.__name__}", target, arguments)
+    _objects[full_name] = user_object
     return full_name
 
 
 def _is_default(field: dataclasses.Field[Any], value: Any) -> bool:
-    """Return whether a dataclass field has its default value. Returns False for a ``default_factory``."""
+    """Return whether a value is the default of a dataclass field.
+
+    Returns False if the field has a ``default_factory`` instead of a default. Values are compared
+    by identity.
+    """
     return field.default is not dataclasses.MISSING and value is field.default
 
 
@@ -611,7 +658,8 @@ def _build_source_with_globals(key: str, target: Any) -> str:
         target: Function or class in a notebook or script.
 
     Raises:
-        UserError: If the source cannot be read, or uses an object that ranks cannot create.
+        UserError: If the source cannot be read, or if it uses an object that the ranks cannot
+            recreate, such as a lambda or an open file.
     """
     source_by_name: dict[str, str] = {}
     _add_sources_of(key, target, source_by_name)
@@ -619,16 +667,17 @@ def _build_source_with_globals(key: str, target: Any) -> str:
 
 
 def _add_sources_of(key: str, target: Any, source_by_name: dict[str, str]) -> None:
-    """Add the source code of ``target`` to ``source_by_name``, after the code of everything that it uses.
+    """Add the source code of ``target`` and of everything it uses to ``source_by_name``.
 
-    This includes the imports, constants, functions and classes of the notebook or script that
-    ``target`` uses, directly or through other functions.
+    Definitions that ``target`` uses are added first, so that the code can be executed from top to
+    bottom. They are imports, constants, functions and classes of the same notebook or script.
+    ``target`` may use them directly or through other functions.
 
     Args:
         key: Argument of :func:`portable.train`, used in error messages.
         target: Function or class in a notebook or script.
-        source_by_name: Source code that defines each global name, in executable order. Modified in
-            place.
+        source_by_name: Source code that defines each global name, in the order of execution.
+            Modified in place.
 
     Raises:
         UserError: If the source cannot be read, or uses an object that the ranks cannot create.
@@ -636,15 +685,16 @@ def _add_sources_of(key: str, target: Any, source_by_name: dict[str, str]) -> No
     name = target.__name__
     if name in source_by_name:
         return
+    if name == "<lambda>":
+        raise UserError(f"{key}: is a lambda, which the ranks cannot import; define a function with def")
     if "<" in target.__qualname__:
         raise UserError(
-            f"{key}: {target.__qualname__} is defined within a function; define {target.__qualname__} "
-            "at the top level of a module"
+            f"{key}: {name} is defined inside a function; define {name} at the top level of a module"
         )
     text = _get_source(target)
     if text is None:
-        raise UserError(f"{key}: the source of {name} cannot be read; define {name} in a module")
-    source_by_name[name] = ""  # a placeholder, because a function may call itself
+        raise UserError(f"{key}: the source code of {name} cannot be read; define {name} in a module")
+    source_by_name[name] = ""  # reserve the name, because a function may call itself
     space = vars(sys.modules[target.__module__])
     before: dict[str, str] = {}
     for used in sorted(_list_used_names(text)):
@@ -656,6 +706,14 @@ def _add_sources_of(key: str, target: Any, source_by_name: dict[str, str]) -> No
             before[used] = f"import {value.__name__}{alias}"
         elif getattr(value, "__module__", None) == target.__module__ and hasattr(value, "__qualname__"):
             _add_sources_of(key, value, source_by_name)
+            if used != (definition := str(value.__name__)):
+                # Another decorated function, or an older definition, may have the same name.
+                if space.get(definition) is not value:
+                    raise _build_variable_error(key, name, used, value)
+                # The definition may not be complete yet, because functions may call each other.
+                alias_line = f"\n{used} = {definition}\n"
+                if alias_line not in source_by_name[definition]:
+                    source_by_name[definition] += alias_line
         elif hasattr(value, "__module__") and hasattr(value, "__qualname__"):
             before[used] = f"from {value.__module__} import {value.__qualname__} as {used}"
         elif _is_plain(value):
@@ -663,14 +721,25 @@ def _add_sources_of(key: str, target: Any, source_by_name: dict[str, str]) -> No
         elif type(value).__module__ == "__future__":
             continue
         else:
-            raise UserError(
-                f"{key}: {name} uses {used}, a {type(value).__name__} of the notebook or script, which "
-                f"the ranks do not have; pass {used} as an argument, or define both in a module"
-            )
-    placeholder = source_by_name.pop(name)
-    assert not placeholder
+            raise _build_variable_error(key, name, used, value)
+    alias_lines = source_by_name.pop(name)
     source_by_name |= {used: line for used, line in before.items() if used not in source_by_name}
-    source_by_name[name] = text
+    source_by_name[name] = text + alias_lines
+
+
+def _build_variable_error(key: str, name: str, used: str, value: Any) -> UserError:
+    """Build the error for a global variable that the ranks cannot recreate.
+
+    Args:
+        key: Argument of :func:`portable.train`.
+        name: Name of the function or class that uses the variable.
+        used: Name of the variable.
+        value: Value of the variable.
+    """
+    return UserError(
+        f"{key}: {name} uses the variable {used} (type {type(value).__name__}) of the notebook or script, "
+        f"which the ranks do not have; define {name} and {used} in a module"
+    )
 
 
 def _get_source(target: Any) -> str | None:
@@ -704,8 +773,21 @@ def _get_source(target: Any) -> str | None:
 
 
 def _list_used_names(text: str) -> set[str]:
-    """Return the names of all variables in a source text, including local variables."""
-    return {node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)}
+    """Return the names of all global variables that a source text uses or defines.
+
+    Local variables of functions are omitted. Attributes of a class are included if the class body
+    reads them, because a statement such as ``SCALE = SCALE`` reads the global variable.
+    """
+    tables = [symtable.symtable(text, "<source>", "exec")]
+    names: set[str] = set()
+    for table in tables:
+        tables.extend(table.get_children())
+        names |= {
+            symbol.get_name()
+            for symbol in table.get_symbols()
+            if symbol.is_global() or (table.get_type() == "class" and symbol.is_referenced())
+        }
+    return names
 
 
 def get_notebook_sources() -> dict[str, str]:
@@ -738,8 +820,9 @@ def install_notebook_modules(sources: Mapping[str, str]) -> None:
         except Exception as error:
             del sys.modules[name]
             raise UserError(
-                "a function or class of the notebook cannot be defined in a rank "
-                f"({_describe_error_in_user_code(error)}); move the function or class to a module"
+                "code of the notebook or script raises an error on a rank "
+                f"({_describe_error_in_user_code(error)}); "
+                "move the function or class to a module"
             ) from error
 
 

@@ -1,4 +1,4 @@
-"""Result of an optimizer step, and progress of a run."""
+"""Data classes for the result of an optimizer step and the progress of a run."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class StepResult:
     Attributes:
         loss: Mean loss over the valid tokens of the global batch, an fp32 scalar.
         grad_norm: Global gradient norm before clipping, an fp32 scalar.
-        metrics: Sums from which the logged values other than the loss are computed, fp32 ``[metrics]``.
-        metric_names: Names of the elements of ``metrics``.
-            :meth:`portable.model.loss.TrainingObjective.compute_logged_values` converts them to the
-            logged values.
+        metrics: Sums for the logged values other than the loss, fp32 ``[metrics]``.
+            :meth:`portable.model.loss.TrainingObjective.compute_logged_values` computes the logged
+            values from the sums.
+        metric_names: Name of each element of ``metrics``.
         learning_rate: Learning rate used for the step.
     """
 
@@ -36,14 +36,18 @@ class StepResult:
 
 @dataclass
 class RunProgress:
-    """Progress of the run, saved in every checkpoint and restored on resume.
+    """Progress of the run.
+
+    All attributes except ``has_ended`` are saved in every checkpoint and restored on resume.
 
     Attributes:
         step: Number of optimizer steps taken so far.
         samples: Number of samples consumed so far. It is also the position in the data.
-        skipped_updates: Number of steps whose update was skipped, as of the last read from the device.
+        skipped_updates: Number of steps whose update was skipped, as of the last read from the
+            device.
         eval_history: Best evaluation results and the early-stopping counters.
-        has_ended: Whether early stopping or a callback has ended the run.
+        has_ended: Whether early stopping or a callback has ended the run. It is False after a
+            resume, until early stopping is determined again from ``eval_history``.
     """
 
     step: int

@@ -1,9 +1,9 @@
-"""Registry of the backends. Each has a :class:`BackendPackage` record.
+"""Registry of the backends. Each backend has a package description (:class:`BackendPackage`).
 
-Commands use the records before a backend object exists, for example to detect devices, count the
-ranks to start, reject unsupported settings, or plan the memory. The module of a record does not
-import an accelerator library, so every command can use all records. To add a backend, write its
-package and add an entry to :data:`BACKENDS`.
+Commands use the descriptions before a backend object exists, for example to detect devices, count
+the ranks to start, reject unsupported settings, or plan the memory. Every command can import all
+descriptions on any machine, because their modules do not import accelerator libraries. To add a
+backend, write its package and add an entry to :data:`BACKENDS`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class RecordLocation(NamedTuple):
-    """Import location of a backend's :class:`BackendPackage` record."""
+    """Module and variable from which a backend's :class:`BackendPackage` object is imported."""
 
     module: str
     attribute: str
@@ -40,9 +40,9 @@ BACKENDS: dict[str, RecordLocation] = {
     "xla": RecordLocation("portable.tpu.xla.package", "XLA"),
     "tpu": RecordLocation("portable.tpu.torchtpu.package", "TPU"),
 }
-"""Location of each backend's record, keyed by the backend's name.
+"""Location of each backend's package description, keyed by the backend's name.
 
-``backend: auto`` chooses the last of the backends whose devices this machine has.
+``backend: auto`` chooses the last entry whose devices this machine has.
 """
 
 
@@ -59,29 +59,30 @@ DEFAULT_PLANNED_BACKEND = "cuda"
 
 @dataclass(frozen=True)
 class World:
-    """Number of ranks in a launch and of devices per rank."""
+    """Size of a launch: the number of ranks, and the number of devices per rank."""
 
     ranks: int
     devices_per_rank: int = 1
 
     @property
     def devices(self) -> int:
-        """Total number of devices of all ranks."""
+        """Total number of devices across all ranks."""
         return self.ranks * self.devices_per_rank
 
 
 @dataclass(frozen=True)
 class CompileTarget:
-    """Devices to compile the graphs of a run for, and options of the compilation.
+    """Devices for which the graphs of a run are compiled, and options of the compilation.
 
     Attributes:
-        device: Name of the device in :meth:`BackendPackage.list_devices`, or None if only its memory is
-            known.
+        device: Name of the device in :meth:`BackendPackage.list_devices`, or None if only its
+            memory is known.
         num_devices: Number of devices.
         topology: Topology of the devices, such as ``4x4``. None for the usual topology.
-        min_listed_elements: Minimum size, in elements, of the operation results that the report lists
-            as large values. 0 to list none.
-        stops_after_memory_report: Whether to stop before code generation, which takes most of the time.
+        min_listed_elements: Minimum number of elements of a large value. The report lists every
+            operation result with at least this many elements. 0 to list none.
+        stops_after_memory_report: Whether to stop before code generation, which takes most of the
+            time.
     """
 
     device: str | None
@@ -92,7 +93,11 @@ class CompileTarget:
 
 
 class BackendPackage(Protocol):
-    """Record of a backend. It describes the backend before a :class:`portable.backend.Backend` exists."""
+    """Description of a backend, used before its :class:`portable.backend.Backend` exists.
+
+    For example, commands use it to detect devices and to plan the memory. Each backend package
+    defines one object with this interface.
+    """
 
     name: str
     """Name of the backend in :data:`BACKENDS`."""
@@ -109,7 +114,10 @@ class BackendPackage(Protocol):
     """Whether DeepSpeed supports the backend."""
 
     def is_available(self) -> bool:
-        """Return whether this machine has the devices, so that ``backend: auto`` may choose the backend."""
+        """Return whether this machine has devices of this backend.
+
+        The setting ``backend: auto`` only chooses a backend for which this method returns True.
+        """
 
     def count_local_ranks(self) -> int:
         """Return the default number of ranks to start on this machine.
@@ -119,7 +127,7 @@ class BackendPackage(Protocol):
         """
 
     def check_ranks(self, ranks: int) -> None:
-        """Raise UserError if this machine cannot run ``ranks`` ranks, for example with too few devices."""
+        """Raise UserError if this machine cannot run ``ranks`` ranks, for example if devices are missing."""
 
     def get_launch_environment(self, ranks: int) -> dict[str, str]:
         """Return the environment variables to set before ranks are started on this machine.
@@ -132,11 +140,12 @@ class BackendPackage(Protocol):
         """
 
     def get_world(self, ranks: int) -> World:
-        """Return the numbers of ranks and devices in the launch that this process starts or belongs to.
+        """Return the size of the launch: its number of ranks, and its number of devices per rank.
 
         Args:
-            ranks: Number of ranks that this process starts. If the process is itself a rank, pass 1. The
-                number of ranks is then read from the environment or the runtime.
+            ranks: Number of ranks that this process will start. Pass 1 if this process is itself a
+                rank. In this case, the size of the launch is read from the environment or the
+                runtime.
         """
 
     def choose_default_precision(self, *, in_rank: bool) -> str | None:
@@ -210,17 +219,18 @@ class BackendPackage(Protocol):
         """Return this backend's device types that ``portable-plan --device`` accepts."""
 
     def compile_graphs(self, config: RunConfig, target: CompileTarget) -> CompiledRun:
-        """Compile every graph of a run for the target devices. This machine does not need such a device.
+        """Compile every graph of a run for the target devices, which this machine need not have.
 
         Args:
-            config: Config of the run, resolved as for a plan.
+            config: Config of the run, in which ``portable-plan`` has resolved ``auto`` settings.
             target: Devices to compile for, and options of the compilation.
 
         Returns:
             The compiler's statistics about the graphs, and problems such as too little memory.
 
         Raises:
-            UserError: If the compiler or the topology is not available, or if a graph does not compile.
+            UserError: If the compiler or the topology is not available, or if a graph does not
+                compile.
         """
 
     def create_backend(self) -> Backend:
@@ -228,7 +238,7 @@ class BackendPackage(Protocol):
 
 
 def load_backend_package(name: str) -> BackendPackage:
-    """Import the module that defines a backend's record, and return the record.
+    """Import the module that defines a backend's package description, and return the description.
 
     Args:
         name: Name of the backend in :data:`BACKENDS`.
@@ -286,7 +296,8 @@ def create_backend(name: str) -> Backend:
         name: Name of the backend in :data:`BACKENDS`.
 
     Raises:
-        UserError: If a library that the backend needs is not installed.
+        UserError: If a library that the backend needs is not installed, or if this machine has no
+            device for this rank.
     """
     package = load_backend_package(name)
     try:

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 
 _LASTING_FOLDER_VARIABLE = "PORTABLE_LASTING_TMPDIR"
-# A typical path of a data worker's socket below TMPDIR, and the maximum length of a socket's complete path in
-# bytes, with a margin, because the limit is 104 bytes on macOS.
+# Typical path of a data worker's socket below TMPDIR, and maximum length in bytes of the complete path of a
+# socket. The limit is 104 bytes on macOS, so 100 leaves a margin.
 _SOCKET_PATH, _MAX_SOCKET_PATH = "/t/pymp-12345678/listener-12345678", 100
 
 
@@ -37,7 +37,7 @@ def get_lasting_folder() -> Path:
 
 
 def _get_user_name() -> str:
-    """Return the user's name as inductor writes it in the name of its cache folder.
+    """Return the user's name as it appears in the name of inductor's cache folder.
 
     If the user has no name, return the user id as text.
     """
@@ -51,13 +51,18 @@ def _get_user_name() -> str:
 def redirect_temporary_files(folder: Path) -> Iterator[None]:
     """Make child processes create their temporary files below ``folder`` within this context.
 
-    torch, DeepSpeed and ``multiprocessing`` leave their temporary folders behind when they are killed.
-    The caller can remove them all by removing ``folder`` afterward. Caches stay in the usual folder.
-    Nothing is redirected if the path of ``folder`` is so long that sockets below it would exceed the
-    system's limit on path length.
+    The environment variable ``TMPDIR`` is changed within this context. ``tempfile`` in this process
+    still uses the usual folder, because it has cached the path.
+
+    torch, DeepSpeed and ``multiprocessing`` leave temporary folders behind if their process is
+    killed. The caller can remove them all by removing ``folder`` afterward. The cache of inductor
+    and the folder that :func:`get_lasting_folder` returns are not redirected. Nothing is redirected
+    if the path of ``folder`` is so long that sockets below it would exceed the system's limit on
+    path length.
 
     Args:
-        folder: Existing folder without an entry named ``t``.
+        folder: Existing folder. The files are created in its subfolder ``t``, which must not exist
+            yet.
     """
     if len(os.fsencode(folder)) + len(_SOCKET_PATH) > _MAX_SOCKET_PATH:
         yield
@@ -67,7 +72,8 @@ def redirect_temporary_files(folder: Path) -> Iterator[None]:
     changes = {"TMPDIR": str(folder / "t")}
     if _LASTING_FOLDER_VARIABLE not in os.environ:
         changes[_LASTING_FOLDER_VARIABLE] = usual
-    if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:  # kernels take minutes to compile
+    # Keep inductor's cache, because kernels take minutes to compile.
+    if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
         changes["TORCHINDUCTOR_CACHE_DIR"] = str(Path(usual) / f"torchinductor_{_get_user_name()}")
     before = {name: os.environ.get(name) for name in changes}
     os.environ.update(changes)
@@ -85,8 +91,8 @@ def redirect_temporary_files(folder: Path) -> Iterator[None]:
 def create_scratch_folder(name_prefix: str) -> Iterator[Path]:
     """Create a locked temporary folder for the duration of this context.
 
-    Unlocked folders of this user with the same prefix were left by killed processes and are removed
-    first.
+    First removes leftovers of killed processes: folders of this user with the same prefix that no
+    process has locked. If the file system does not support locks, leftovers are not removed.
 
     Args:
         name_prefix: Prefix of the folder's name. Each purpose needs its own prefix.
@@ -130,6 +136,7 @@ def _remove_leftover(folder: Path) -> None:
     """Remove a folder that a killed process has left behind.
 
     Does nothing if the folder belongs to another user, is locked by a process, or no longer exists.
+    Also does nothing if the path is not a folder, or if the file system does not support locks.
     """
     try:
         if folder.lstat().st_uid != os.getuid():
@@ -158,24 +165,26 @@ def open_or_build_cache_folder(
     """Open a cache folder. If it does not exist or is damaged, write it first.
 
     Any number of processes may call this function concurrently. One process writes, and the others
-    wait.
+    wait. A warning is printed before a damaged folder is replaced.
 
     Args:
         folder: Folder of the cache.
-        open_cached: Function that opens the folder and returns an object that represents its contents.
-            Returns None if the folder does not exist or is damaged.
+        open_cached: Function that opens the folder and returns an object that represents its
+            contents. Returns None if the folder does not exist or is damaged. It is called again
+            after the process has waited for the lock, and after the folder is written.
         write: Function that writes the contents to a temporary folder, which is its argument. This
             folder then replaces ``folder``.
-        resumes: Whether ``write`` can continue from the files of a killed process. If so, the temporary
-            folder may already contain such files. Otherwise, it is empty.
-        describe_defect: Function that describes why ``open_cached`` has returned None for an existing
-            folder.
+        resumes: Whether ``write`` can continue from the files of a killed process. If so, the
+            temporary folder may already contain such files. Otherwise, it is empty.
+        describe_defect: Function that describes why ``open_cached`` has returned None for an
+            existing folder.
 
     Returns:
         The result of ``open_cached``.
 
     Raises:
-        UserError: If the parent folder is not writable, or if ``write`` raises it.
+        UserError: If the parent folder is not writable, or if ``write`` raises a UserError, an
+            OSError or a NotImplementedError.
         RunError: If ``open_cached`` returns None right after the folder was written.
     """
     if (result := open_cached(folder)) is not None:
@@ -183,40 +192,41 @@ def open_or_build_cache_folder(
     with _lock_for_writing(folder, resumes=resumes) as draft:
         if (result := open_cached(folder)) is None:
             if folder.exists():
-                print_status(
-                    f"warning: data.cache_dir: {folder}: {describe_defect()}; creating the folder again"
-                )
+                print_status(f"warning: data.cache_dir: {folder}: {describe_defect()}; recreating the folder")
             write(draft)
-            for file in draft.iterdir():
-                with file.open("rb") as written:
-                    os.fsync(written.fileno())
+            for file in draft.rglob("*"):
+                if file.is_file():
+                    with file.open("rb") as written:
+                        os.fsync(written.fileno())
             if folder.exists():
                 shutil.rmtree(folder)
             draft.rename(folder)
             result = open_cached(folder)
     if result is None:
         raise RunError(
-            f"data.cache_dir: {folder}: was damaged immediately after it had been written; choose a folder "
-            "on another disk"
+            f"data.cache_dir: {folder}: was damaged right after it was written; choose a folder on another "
+            "disk"
         )
     return result
 
 
 @contextmanager
 def _lock_for_writing(folder: Path, *, resumes: bool) -> Iterator[Path]:
-    """Wait for the lock of a cache folder, and create a temporary folder next to the cache folder.
+    """Wait for the lock of a cache folder, and create a temporary folder next to it.
 
     Args:
         folder: Folder of the cache.
-        resumes: Whether writing is resumable. If so, the temporary folder keeps the files of a killed
-            process, and is not removed if this process is interrupted. A UserError or OSError still
-            removes it.
+        resumes: Whether an interrupted write can be continued. If so, the temporary folder may
+            already contain files of a killed process.
 
     Yields:
-        The temporary folder. It is removed at the end of the context unless the caller has renamed it.
+        The temporary folder, with the suffix ``.draft``. At the end of the context, it is removed
+        if the caller has not renamed it. If ``resumes`` is True, it remains after an exception
+        other than a UserError or an OSError, so that a later process can continue the write.
 
     Raises:
-        UserError: If the temporary folder or the lock file cannot be written.
+        UserError: If the temporary folder or the lock file cannot be written. An OSError or a
+            NotImplementedError that is raised within the context is also converted to a UserError.
     """
     from filelock import FileLock
 
@@ -233,7 +243,8 @@ def _lock_for_writing(folder: Path, *, resumes: bool) -> Iterator[Path]:
                 if not resumes or isinstance(error, UserError | OSError):
                     shutil.rmtree(draft, ignore_errors=True)
                 raise
-            # The caller has not renamed the draft if another process wrote the folder while this one waited.
+            # The draft still exists if the caller did not rename it, because another process wrote the folder
+            # while this one waited.
             shutil.rmtree(draft, ignore_errors=True)
     except (OSError, NotImplementedError) as error:
         raise UserError(

@@ -16,7 +16,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from portable.converters.console import color_error_label, escape_control_characters, wrap_lines
+from portable.converters.console import (
+    color_error_label,
+    escape_control_characters,
+    is_terminal,
+    wrap_lines,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -38,7 +43,12 @@ class TerminalHandler(logging.Handler):
     """Logging handler that prints to stderr, above the progress bar if there is one."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print the message of a record, wrapped to the width of the terminal."""
+        """Print the message of a record, wrapped to the width of the terminal.
+
+        Control characters in the message are escaped. Nothing is printed if stderr is closed.
+        """
+        if sys.stderr is None:  # closed at start-up, and print() would write to stdout
+            return
         line = color_error_label(wrap_lines(escape_control_characters(record.getMessage()), sys.stderr))
         with suppress(OSError, AttributeError):  # stderr is closed
             if "tqdm" in sys.modules:
@@ -58,9 +68,13 @@ class _RetryFilter(logging.Filter):
         self._reported_hosts: set[str] = set()
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Return False for messages about retries, so that they are not printed.
+        """Suppress huggingface_hub's messages about retries.
 
-        At the first message about a host, print a warning instead.
+        For each host, the first suppressed message is replaced by a warning that the host does not
+        respond and that the requests are tried again.
+
+        Returns:
+            False if the message is about a retry. True for all other messages.
         """
         text = record.getMessage()
         if match := re.search("thrown while requesting [A-Z]+ https?://([^/]+)", text):
@@ -93,7 +107,8 @@ def is_quiet() -> bool:
 def silence_checkpoint_warnings() -> None:
     """Suppress torch's warnings about TypedStorage and about saving in a single process.
 
-    They are suppressed for all threads, because background saves warn in another thread.
+    The warnings remain suppressed in all threads until the process ends, because background saves
+    run in another thread.
     """
     for message in ("TypedStorage is deprecated", "torch.distributed is disabled"):
         warnings.filterwarnings("ignore", message=message)
@@ -101,21 +116,25 @@ def silence_checkpoint_warnings() -> None:
 
 def shows_progress_bars() -> bool:
     """Return whether this process may draw progress bars: stderr is a terminal, and the run is not quiet."""
-    return not is_quiet() and sys.stderr.isatty()
+    return not is_quiet() and is_terminal(sys.stderr)
 
 
 def shows_run_progress_bars() -> bool:
-    """Return whether this process draws the progress bars of a run. Only rank 0 draws them."""
+    """Return whether this process draws the progress bars of a run. Only rank 0 draws them.
+
+    The rank is read from the environment variable ``RANK``. A process without this variable is rank
+    0.
+    """
     return shows_progress_bars() and os.environ.get("RANK", "0") == "0"
 
 
 @contextmanager
 def show_loading_message() -> Iterator[None]:
-    """Show a loading message while libraries are imported within this context, and clear it at the end.
+    """Show a message while libraries are imported within this context, and then clear it.
 
-    Only shown if rank 0 writes to a terminal and torch is not imported yet. Garbage collection is
-    disabled within this context. Imports create almost no garbage, and searching for it takes a tenth
-    of the time.
+    The message is shown if :func:`shows_run_progress_bars` returns True and torch is not imported
+    yet. Garbage collection is always disabled within this context, because it would account for a
+    tenth of the import time, and imports create almost no garbage.
     """
     shown = shows_run_progress_bars() and "torch" not in sys.modules
     if shown:
@@ -133,9 +152,11 @@ def show_loading_message() -> Iterator[None]:
 
 @contextmanager
 def discard_native_stdout() -> Iterator[None]:
-    """Discard everything that this process writes to stdout within this context, even from native code.
+    """Discard everything that is written to file descriptor 1 within this context.
 
-    This hides messages about connections that the C++ code of gloo prints to stdout.
+    Output of native code is also discarded. This hides messages about connections that the C++ code
+    of gloo prints to stdout. The descriptor is redirected for all threads. Text that is still in a
+    buffer at the end of the context, such as the buffer of ``sys.stdout``, is printed afterward.
     """
     sys.stdout.flush()
     stdout = os.dup(1)

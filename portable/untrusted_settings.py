@@ -57,10 +57,13 @@ _SPECIAL_FILE_SYSTEMS = ("/proc/", "/sys/", "/dev/")
 def check_downloaded_settings(
     key: str, name_or_path: str, files: tuple[str, ...], *, offline: bool = False
 ) -> None:
-    """Check a local folder or a repository on the hub before a library reads it.
+    """Check that a library can safely read a local folder or a repository on the hub.
 
-    Files of a repository are downloaded to the cache of the hub. A file that does not exist or cannot be
-    parsed is skipped, because the library reports it.
+    A local folder must not contain links to files outside it. The values in the JSON files must not
+    name files outside the folder. Numbers of layers must not be too large, and the values in
+    ``config.json`` must have valid types and sizes. Files of a repository are downloaded to the
+    cache of the hub. A file that does not exist or cannot be parsed is skipped, because the library
+    reports it.
 
     Args:
         key: Setting that names the folder, used in error messages.
@@ -69,9 +72,10 @@ def check_downloaded_settings(
         offline: Whether to use only cached files of the hub.
 
     Raises:
-        UserError: If a link leaves the folder, a name is not a regular file, a value of ``files`` names a
-            file outside the folder, a size is out of bounds, or a value of ``config.json`` has the wrong
-            type.
+        UserError: If a link or a value in one of the ``files`` leads outside the folder. Also
+            raised if an entry of the folder is not a regular file, if the folder has too many
+            files, if a size in the settings is out of bounds, or if a value in ``config.json`` has
+            the wrong type.
     """
     check_folder_files(key, name_or_path)
     for path in _fetch_settings_files(name_or_path, files, offline=offline):
@@ -87,12 +91,16 @@ def check_downloaded_settings(
 
 
 def check_setting_values(location: str, settings: Any, folder: Path) -> None:
-    """Check the values of a JSON or YAML file.
+    """Check that the settings in a JSON or YAML file do not name files outside ``folder``.
+
+    Also check that numbers of layers are at most :data:`MAX_MODEL_LAYERS`. All nested values are
+    checked, except strings whose key is in :data:`TEXT_KEYS` or ends in ``_token`` or ``_tokens``.
+    A path that does not exist is accepted, except in ``/proc``, ``/sys`` and ``/dev``.
 
     Args:
-        location: Beginning of the error message.
-        settings: Values of the file.
-        folder: Folder whose files the values may name.
+        location: Beginning of the error message, such as the path of the file.
+        settings: Content of the file.
+        folder: Folder that contains all files which the settings may name.
 
     Raises:
         UserError: If a string names a file outside the folder, or a number of layers is too large.
@@ -109,10 +117,11 @@ def check_setting_values(location: str, settings: Any, folder: Path) -> None:
 
 @contextmanager
 def convert_library_errors(key: str) -> Iterator[None]:
-    """Convert exceptions of a library that reads a downloaded folder to UserError within this context.
+    """Convert exceptions that are raised within this context to UserError.
 
-    Almost all types are converted, because libraries raise various exceptions for wrong values in
-    files. A MemoryError propagates unchanged.
+    The context is meant for a library that reads a downloaded folder. Almost all exception types
+    are converted, because libraries raise various exceptions for wrong values in files. A UserError
+    or a MemoryError propagates unchanged.
 
     Args:
         key: Setting that names the folder, used in error messages.
@@ -145,10 +154,10 @@ def describe_download_error(name: str, error: BaseException) -> str:
     if not any(isinstance(cause, LocalEntryNotFoundError) for cause in (error, error.__cause__)):
         return to_one_line(error)
     if constants.HF_HUB_OFFLINE:
-        return f"{name}: is not cached on this machine; unset HF_HUB_OFFLINE, or use a folder"
+        return f"{name}: is not cached on this machine; unset HF_HUB_OFFLINE, or specify a local folder"
     return (
-        f"{name}: is not cached on this machine, and the hub cannot be reached; use a folder, or run hf "
-        f"download {name} on another machine and copy its cache"
+        f"{name}: is not cached on this machine, and the hub cannot be reached; specify a local folder, or "
+        f"run hf download {name} on another machine and copy its cache to this one"
     )
 
 
@@ -186,7 +195,9 @@ def _fetch_settings_files(name_or_path: str, files: tuple[str, ...], *, offline:
 
 
 def _iter_values(value: Any, key: str) -> Iterator[tuple[str, Any]]:
-    """Yield each scalar in nested dicts and lists, with the key of the innermost dict around it.
+    """Yield each scalar in nested dicts and lists, with its key in the innermost dict around it.
+
+    For example, ``{"a": {"b": [1, 2]}}`` yields ``("b", 2)`` and ``("b", 1)``.
 
     Args:
         value: Parsed JSON or YAML.
@@ -207,21 +218,30 @@ def _iter_values(value: Any, key: str) -> Iterator[tuple[str, Any]]:
 
 
 def _is_text(key: str) -> bool:
-    """Return whether the values of a key are plain text, which no library opens as files."""
+    """Return whether the values of a key are plain text, not file paths.
+
+    No library opens such a value as a file, so the value is safe even if it looks like a path.
+    Examples of such keys are ``chat_template`` and ``eos_token``.
+    """
     return key in TEXT_KEYS or key.endswith(("_token", "_tokens"))
 
 
 def _is_layer_count(key: str) -> bool:
-    """Return whether a key of a model's config specifies a number of layers."""
+    """Return whether a key of a model's config specifies a number of layers.
+
+    Examples of such keys are ``num_hidden_layers``, ``n_layer`` and ``depth``.
+    """
     return key in {"n_layer", "n_layers", "depth"} or key.endswith(("_layers", "_blocks"))
 
 
 def _names_file_outside(value: str, folder: Path) -> bool:
     """Return whether opening ``value`` as a path would read a file outside the folder.
 
-    The path can be relative to the current folder, the home folder, or ``folder``. A path that does not
-    exist is harmless and returns False. Published settings contain many of them, such as the author's
-    cache. A single word that matches the name of a folder also returns False.
+    A relative path is resolved in the current folder and in ``folder``. A leading ``~`` is expanded
+    to the home folder. The result is False for a path that does not exist, because such a path is
+    harmless. Published settings contain many of them, for example paths in the author's cache. The
+    result is also False for a single word that happens to be the name of a folder. It is True for
+    all paths in ``/proc``, ``/sys`` and ``/dev``.
     """
     try:
         encoded = os.fsencode(value)

@@ -34,18 +34,20 @@ class StoredState:
 
 
 def match_checkpoint_to_model(checkpoint: Checkpoint, model: nn.Module) -> StoredState:
-    """Select the tensors and the optimizer state in a checkpoint that a model needs.
+    """Select from a checkpoint the tensors and the optimizer state that a model needs.
 
     Args:
-        checkpoint: Checkpoint with the parameter names of the model.
+        checkpoint: Checkpoint whose tensors have the names of the model's parameters.
         model: Model with the parameters to load.
 
     Returns:
         The weights and the optimizer state of the model.
 
     Raises:
-        CheckpointError: If a tensor of the model or the optimizer state of a trained parameter is
-            missing.
+        CheckpointError: If a tensor of the model is missing, or if there is no optimizer state.
+            Also raised if a trained parameter is neither in the optimizer state nor in its
+            parameter groups, except if the parameter never receives a gradient
+            (:func:`get_unreached_names`).
     """
     weights: dict[str, ReadableTensor] = dict(checkpoint.tensors)
     for name, others in map_tied_names(model).items():
@@ -55,14 +57,16 @@ def match_checkpoint_to_model(checkpoint: Checkpoint, model: nn.Module) -> Store
     model_tensors = get_checkpointed_tensors(model)
     missing = model_tensors.keys() - weights.keys()
     if missing:
-        remedy = "the checkpoint belongs to another model"
+        remedy = "use a checkpoint of this model"
         if "config.json" in checkpoint.companions and "adapter_config.json" not in checkpoint.companions:
             remedy += (
-                " or an earlier version of this program; to continue from its weights, convert the "
-                "checkpoint with portable-convert to OUT, and set model.name_or_path to OUT and "
-                "output_dir to a new folder"
+                f", or convert it with portable-convert {checkpoint.root} OUT, and set model.name_or_path to "
+                "OUT and output_dir to a new folder to start from only the weights"
             )
-        raise CheckpointError(f"{checkpoint.root}: has no {min(missing)}; {remedy}")
+        raise CheckpointError(
+            f"{checkpoint.root}: has no tensor {min(missing)}, because the checkpoint is from another "
+            f"model or from an earlier version of this program; {remedy}"
+        )
     if checkpoint.optimizer is None:
         raise CheckpointError(
             f"{checkpoint.root}: has no optimizer state; use a checkpoint that contains the optimizer state"
@@ -77,7 +81,7 @@ def match_checkpoint_to_model(checkpoint: Checkpoint, model: nn.Module) -> Store
             optimizer[name] = state
         elif name not in names_in_optimizer and name not in unreached:
             raise CheckpointError(
-                f"{checkpoint.root}: has no optimizer state for {name}; use a checkpoint that trained this "
-                "parameter"
+                f"{checkpoint.root}: has no optimizer state for {name}; use a checkpoint of a run that "
+                "trained this parameter"
             )
     return StoredState({name: weights[name] for name in model_tensors}, optimizer)

@@ -1,9 +1,11 @@
 """Match a checkpoint from another program to a run, so that the run can resume from it.
 
-The weights and the optimizer state are used unchanged. If an optimizer setting in the checkpoint
-differs from a default of the run, the run stops with an error until the user sets it explicitly. If
-the user has set it, the difference is only reported. The data order and the learning rate come from
-the run, not from the checkpoint.
+The values of the weights and of the optimizer state are used unchanged. If an optimizer
+setting has a single value in the checkpoint, and this value differs from a default of the
+run, the run stops with an error until the user sets the setting explicitly. If the user has
+set it, the difference is only reported. Differences are also only reported if a setting
+varies between the stored parameter groups, and for the weight decay of biases and norms.
+The data order and the learning rate schedule come from the run, not from the checkpoint.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from portable.checkpoint.external import HALF_DTYPES, ExternalCheckpoint, SourcedCount
 from portable.config.origins import format_short_value
-from portable.converters import Checkpoint, CheckpointError
+from portable.converters import Checkpoint
 from portable.converters import Tensor as StoredTensor
 from portable.converters.checkpoint import OptimizerState
 from portable.converters.errors import OptimizerStateError
@@ -23,6 +25,7 @@ from portable.model.parameter_groups import assign_parameter_groups
 from portable.model.parameters import get_checkpointed_tensors, list_embedding_weights, map_tied_names
 from portable.model.unused_parameters import get_unreached_names
 from portable.optim.optimizers import build_optimizer
+from portable.paths import convert_checkpoint_errors
 from portable.private.transformers_internals import get_ignored_checkpoint_patterns
 
 if TYPE_CHECKING:
@@ -35,7 +38,8 @@ if TYPE_CHECKING:
 ParameterState = dict[str, "StoredTensor | float | bool"]
 """Optimizer state of one parameter, keyed by the name of the entry, such as ``exp_avg``."""
 _MAX_NAMES_SHOWN = 3
-# Settings of parameter groups that change the update rule, with the values of our optimizers.
+# Flags in stored parameter groups that change the update rule, with the values that this project's optimizers
+# implement.
 _UPDATE_RULE_FLAGS: dict[str, dict[str, bool]] = {
     "adamw": {"amsgrad": False, "maximize": False, "decoupled_weight_decay": True},
     "adamw_8bit": {"amsgrad": False, "maximize": False, "decoupled_weight_decay": True},
@@ -47,12 +51,13 @@ _UPDATE_RULE_FLAGS: dict[str, dict[str, bool]] = {
 
 @dataclass(frozen=True)
 class AdoptedCheckpoint:
-    """Checkpoint from another program, matched to the run.
+    """Checkpoint from another program, converted so that the run can resume from it.
 
     Attributes:
         checkpoint: Tensors and optimizer state of the model, for an engine to load.
         step: Step at which the run starts.
-        samples: Number of sequences consumed before the run starts, which is its position in the data.
+        samples: Position in the data at which the run starts: the number of sequences already
+            consumed.
         summary_rows: Rows of a two-column table that describes the restored state to the user.
         warnings: Warnings for the user, for example about 16-bit weights.
     """
@@ -64,10 +69,13 @@ class AdoptedCheckpoint:
     warnings: list[str]
 
     def check_steps_remain(self, end_step: int) -> None:
-        """Check that the checkpoint is before the last step of the run. Raises UserError if it is not.
+        """Check that the run has steps left after the step of the checkpoint.
 
         Args:
             end_step: Step after which the run ends.
+
+        Raises:
+            UserError: If the step of the checkpoint is ``end_step`` or later.
         """
         if self.step >= end_step:
             raise UserError(
@@ -83,7 +91,7 @@ def adopt_external_checkpoint(
     model: nn.Module,
     learning_rate_at: Callable[[int], float],
 ) -> AdoptedCheckpoint:
-    """Match a checkpoint from another program to the run.
+    """Check that a checkpoint from another program fits the run, and convert it for resuming.
 
     Args:
         external: Checkpoint, opened with the model's parameter order.
@@ -92,48 +100,52 @@ def adopt_external_checkpoint(
         learning_rate_at: Function that returns the run's learning rate at a step, for the summary.
 
     Returns:
-        The matched checkpoint.
+        The weights, the optimizer state and the position from which the run continues.
 
     Raises:
-        UserError: If the checkpoint belongs to another model or optimizer, if the step is ambiguous, or
-            if the user has to set a setting explicitly.
-        DamagedError: If the checkpoint is damaged.
+        UserError: If the checkpoint belongs to another model or optimizer, if it has no optimizer
+            state, or if its step is missing or ambiguous. Also raised if the checkpoint's value of
+            an optimizer setting differs from the run's value and the user has not set this setting.
+            The user must then set it explicitly. Also raised for an error of the object store other
+            than an outage.
+        DamagedError: If the checkpoint is damaged, or if its tensors or its optimizer state cannot
+            be read or rearranged for the model.
+        RunError: If the object store is unavailable.
     """
     try:
-        external = external.rename_to_model_names(model)
-        weights = _match_weights_to_model(
-            external, model
-        )  # before the optimizer, because errors about weights are clearer
-        if external.optimizer is None:
-            raise _build_resume_error(external, "has no optimizer state", _suggest_weights_only(external))
-        return _ResumeMatcher(external, external.optimizer, config, model).build_adopted_checkpoint(
-            weights.tensors, weights.warnings, learning_rate_at
-        )
-    except OptimizerStateError as error:
-        raise DamagedError(f"checkpoint.resume: {error.reason}; choose another checkpoint") from error
-    except CheckpointError as error:
-        raise DamagedError(f"checkpoint.resume: {error}") from error
-
-
-def _build_resume_error(external: ExternalCheckpoint, reason: str, remedy: str) -> UserError:
-    """Build the error for a checkpoint that does not fit the run.
-
-    Args:
-        external: The checkpoint.
-        reason: Text that follows the path of the checkpoint, such as ``has no optimizer state``.
-        remedy: Instruction for the user.
-    """
-    return UserError(f"checkpoint.resume: {external.root} {reason}; {remedy}")
+        with convert_checkpoint_errors("checkpoint.resume", DamagedError):
+            external = external.rename_to_model_names(model)
+            weights = _match_weights_to_model(
+                external, model
+            )  # before the optimizer, because errors about weights are clearer
+            if external.optimizer is None:
+                raise UserError(
+                    f"checkpoint.resume: {external.root} has no optimizer state; "
+                    f"{_suggest_weights_only(external)}"
+                )
+            return _ResumeMatcher(external, external.optimizer, config, model).build_adopted_checkpoint(
+                weights.tensors, weights.warnings, learning_rate_at
+            )
+    except DamagedError as error:
+        # The remedy of an OptimizerStateError is an option of portable-convert.
+        if not isinstance(error.__cause__, OptimizerStateError):
+            raise
+        raise DamagedError(
+            f"checkpoint.resume: {error.__cause__.reason}; choose another checkpoint"
+        ) from error.__cause__
 
 
 def _suggest_weights_only(external: ExternalCheckpoint) -> str:
     """Describe how to start from only the weights of a checkpoint. Used in error messages."""
     checkpoint = external.checkpoint
     if checkpoint.format in ("safetensors", "torch") and "config.json" in checkpoint.companions:
-        return f"to start from only its weights, set model.name_or_path to {external.root} instead"
+        return (
+            "to start from only the weights, remove checkpoint.resume, and set model.name_or_path to "
+            f"{external.root}"
+        )
     return (
-        f"to start from only its weights, portable-convert {external.root} OUT and set model.name_or_path to "
-        "OUT instead"
+        "to start from only the weights, remove checkpoint.resume, convert the checkpoint with "
+        f"portable-convert {external.root} OUT, and set model.name_or_path to OUT"
     )
 
 
@@ -141,32 +153,35 @@ class MatchedWeights(NamedTuple):
     """Weights in an external checkpoint, matched to a model."""
 
     tensors: dict[str, StoredTensor]
-    """Stored tensors of the model, by the model's names. Tied parameters have one entry."""
+    """Stored tensors of the model, keyed by their names in the model. Tied parameters have one entry."""
     warnings: list[str]
-    """Warnings for the user: at most one, if trained weights are stored in only 16 bits."""
+    """Warnings for the user. Contains one warning if trained weights are stored in only 16 bits,
+    otherwise empty."""
 
 
 def _match_weights_to_model(external: ExternalCheckpoint, model: nn.Module) -> MatchedWeights:
-    """Select the tensors that a model needs. Each tied weight gets its first name in the model.
+    """Select the tensors that a model needs, and check their names and shapes.
+
+    A tied weight is listed under its first name in the model. Unexpected tensors are dropped if
+    their names match a pattern in the model's ``_keys_to_ignore_on_load_unexpected``.
 
     Args:
         external: Checkpoint with the parameter names of the model.
         model: Unsharded model on any device.
 
     Raises:
-        UserError: If a tensor is missing or unexpected, if its shape does not match, or if different
-            weights are tied in the checkpoint and in the model.
+        UserError: If a tensor is missing, if an unexpected tensor is not dropped, if a shape does
+            not match, or if different weights are tied in the checkpoint and in the model.
     """
     model_tensors = get_checkpointed_tensors(model)
     tensors = dict(external.checkpoint.tensors)
-    aliases = external.checkpoint.aliases
+    aliases, root = external.checkpoint.aliases, external.root
     for name, others in map_tied_names(model).items():
         stored = [other for other in (name, *others) if other in tensors]
         if len(stored) > 1:
-            raise _build_resume_error(
-                external,
-                f"has separate tensors {stored[0]} and {stored[1]}, which the model ties",
-                "set model.config.tie_word_embeddings to false",
+            raise UserError(
+                f"checkpoint.resume: {external.root} has separate tensors {stored[0]} and {stored[1]}, but "
+                "the model ties them; set model.config.tie_word_embeddings to false"
             )
         if stored:
             tensors[name] = tensors.pop(stored[0])
@@ -179,32 +194,36 @@ def _match_weights_to_model(external: ExternalCheckpoint, model: nn.Module) -> M
     ]
     remedy = "use the model that the checkpoint was trained with (model.name_or_path or model.config)"
     if missing and missing[0] in aliases:
-        raise _build_resume_error(
-            external,
-            f"ties {missing[0]} to {aliases[missing[0]]}, but the model does not",
-            "set model.config.tie_word_embeddings to true",
+        raise UserError(
+            f"checkpoint.resume: {root} ties {missing[0]} to {aliases[missing[0]]}, but the model does not; "
+            "set model.config.tie_word_embeddings to true"
+        )
+    if missing and unexpected:
+        raise UserError(
+            f"checkpoint.resume: {root} lacks tensors of the model ({_shorten_names(missing)}), and has "
+            f"other tensors that the model lacks ({_shorten_names(unexpected)}); {remedy}"
         )
     if missing:
-        unexpected_text = f", but has {_shorten_names(unexpected)}" if unexpected else ""
-        raise _build_resume_error(external, f"has no {_shorten_names(missing)}{unexpected_text}", remedy)
+        raise UserError(
+            f"checkpoint.resume: {root} lacks tensors of the model ({_shorten_names(missing)}); {remedy}"
+        )
     if unexpected:
-        raise _build_resume_error(
-            external, f"has {_shorten_names(unexpected)}, which the model does not have", remedy
+        raise UserError(
+            f"checkpoint.resume: {root} has tensors that the model lacks ({_shorten_names(unexpected)}); "
+            f"{remedy}"
         )
     for name, tensor in model_tensors.items():
         if tensors[name].shape != tuple(tensor.shape):
-            raise _build_resume_error(
-                external,
-                f"has {name} with shape {list(tensors[name].shape)}, but its shape in the model is "
-                f"{list(tensor.shape)}",
-                remedy,
+            raise UserError(
+                f"checkpoint.resume: {root} has {name} with shape {list(tensors[name].shape)}, but the model "
+                f"needs shape {list(tensor.shape)}; {remedy}"
             )
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
     half_precision_names = [name for name in trained if tensors[name].dtype in HALF_DTYPES]
     warnings = []
     if half_precision_names:
         warnings.append(
-            f"{external.root} has {len(half_precision_names)} of {len(trained)} weights only in "
+            f"{external.root} stores {len(half_precision_names)} of {len(trained)} weights only in "
             f"{tensors[half_precision_names[0]].dtype}, without 32-bit master weights; training continues "
             "from the rounded values"
         )
@@ -212,7 +231,7 @@ def _match_weights_to_model(external: ExternalCheckpoint, model: nn.Module) -> M
 
 
 class _ResumeMatcher:
-    """Matcher of an external checkpoint, with its optimizer state, to a run.
+    """Matches an external checkpoint and its optimizer state to a run.
 
     Args:
         external: Checkpoint with the parameter names of the model.
@@ -238,11 +257,14 @@ class _ResumeMatcher:
     def build_adopted_checkpoint(
         self, tensors: dict[str, StoredTensor], warnings: list[str], learning_rate_at: Callable[[int], float]
     ) -> AdoptedCheckpoint:
-        """Check the optimizer, and build the result of :func:`adopt_external_checkpoint`.
+        """Build the result of :func:`adopt_external_checkpoint`.
+
+        This method first checks that the stored optimizer fits the run.
 
         Args:
-            tensors: Weights, keyed by the names of the model.
-            warnings: Warnings about the weights. This method may append one about the optimizer state.
+            tensors: Weights and buffers, keyed by the names of the model.
+            warnings: Warnings about the weights. This method may append a warning about the
+                optimizer state.
             learning_rate_at: Function that returns the run's learning rate at a step.
         """
         self.check_update_rule()
@@ -258,12 +280,12 @@ class _ResumeMatcher:
             ("from", f"{self.external.root}, written by {self.external.writer_description}"),
             (
                 "restored",
-                f"{len(tensors)} weights and buffers; {', '.join(names)} of {len(state)} parameters",
+                f"{len(tensors)} weights and buffers; {', '.join(names)} for {len(state)} parameters",
             ),
             ("step", f"{step}: {counted_steps.source}"),
             (
                 "samples",
-                f"{counted_samples.count}: {counted_samples.source}; the data order is this run's own",
+                f"{counted_samples.count}: {counted_samples.source}; the data is in the order of this run",
             ),
             ("rate", self._describe_learning_rate(step, learning_rate_at)),
             ("not restored", "data order, random number generators, loss scales"),
@@ -272,8 +294,8 @@ class _ResumeMatcher:
         half_dtypes = [kind for kind in moment_dtypes if kind in HALF_DTYPES]
         if half_dtypes:
             warnings.append(
-                f"{self.external.root} has the optimizer state only in {' and '.join(half_dtypes)}; it is "
-                "converted to 32 bits"
+                f"{self.external.root} stores the optimizer state only in {' and '.join(half_dtypes)}; the "
+                "state is converted to 32 bits"
             )
         checkpoint = Checkpoint(
             format=self.external.checkpoint.format,
@@ -287,20 +309,21 @@ class _ResumeMatcher:
     # -- the optimizer -----------------------------------------------------------------------------------
 
     def build_optimizer_state(self, step: int) -> dict[str, ParameterState]:
-        """Select the stored entries that the run's optimizer needs, for every updated parameter.
+        """Build the state of the run's optimizer from the values stored in the checkpoint.
 
-        Stored entries that the optimizer does not use are listed in the notes.
+        The checkpoint stores several entries for each parameter, such as ``exp_avg`` and ``step``.
+        Entries that the run's optimizer does not use are left out and listed in :attr:`notes`.
 
         Args:
             step: Step count to use for parameters without a stored step count.
 
         Returns:
-            Entries, keyed by parameter name and then by entry name. Parameters that never had a gradient
-            are not included.
+            Entries, keyed by parameter name and then by entry name. Parameters that never had a
+            gradient are not included.
 
         Raises:
-            UserError: If the state belongs to another optimizer, if the optimizer has not taken a step, or
-                if a trained parameter has no state.
+            UserError: If the entries belong to another optimizer, if the stored optimizer has not
+                taken a step, or if it did not include a parameter that the run trains.
         """
         optimizer, kind = self.optimizer, self.config.train.optimizer
         tables = set(list_embedding_weights(self.model))
@@ -318,10 +341,10 @@ class _ResumeMatcher:
         for name, parameter in self.trained.items():
             wanted: Mapping[str, Tensor] = run_optimizer.build_initial_state(parameter)
             if name not in stored_state and name not in groups and name not in unreached:
-                raise _build_resume_error(
-                    self.external,
-                    f"has no optimizer state for {name}, which this run trains",
-                    f"the parameter may have been frozen; {_suggest_weights_only(self.external)}",
+                raise UserError(
+                    f"checkpoint.resume: {self.external.root} has no optimizer state for {name}, which this "
+                    "run trains (the parameter may have been frozen); "
+                    f"{_suggest_weights_only(self.external)}"
                 )
             values = dict(stored_state.get(name, {}))
             if not values:
@@ -332,33 +355,38 @@ class _ResumeMatcher:
             for key, tensor in wanted.items():
                 value = values.get(key)
                 shape = value.shape if isinstance(value, StoredTensor) else ()
-                if value is None or (tensor.dim() and shape != tuple(tensor.shape)):
-                    raise _build_resume_error(
-                        self.external,
-                        f"has {', '.join(sorted(values))} for {name}, but train.optimizer: {kind} needs "
-                        f"{', '.join(sorted(wanted))}",
-                        self._suggest_other_optimizer(values),
+                if value is None:
+                    raise UserError(
+                        f"checkpoint.resume: {self.external.root} has the optimizer state "
+                        f"{', '.join(sorted(values))} for {name}, but train.optimizer: {kind} needs "
+                        f"{', '.join(sorted(wanted))}; {self._suggest_other_optimizer(values)}"
+                    )
+                if tensor.dim() and shape != tuple(tensor.shape):
+                    raise UserError(
+                        f"checkpoint.resume: {self.external.root} has the optimizer state {key} of shape "
+                        f"{list(shape)} for {name}, but train.optimizer: {kind} needs shape "
+                        f"{list(tensor.shape)}; {self._suggest_other_optimizer(values)}"
                     )
             unused |= values.keys() - wanted.keys()
             state[name] = {key: values[key] for key in wanted}
         if not state and any(
             run_optimizer.build_initial_state(parameter) for parameter in self.trained.values()
         ):
-            raise _build_resume_error(
-                self.external,
-                "has an optimizer that has not taken a step",
-                _suggest_weights_only(self.external),
+            raise UserError(
+                f"checkpoint.resume: {self.external.root} has no optimizer state, because its optimizer has "
+                f"not taken a step; {_suggest_weights_only(self.external)}"
             )
         if unused:
             self.notes.append(
-                f"train.optimizer {kind} does not use {', '.join(sorted(unused))}: not restored"
+                f"{', '.join(sorted(unused))} in the checkpoint, which train.optimizer: {kind} does not use"
             )
         return state
 
     def _suggest_other_optimizer(self, values: Mapping[str, object]) -> str:
-        """Suggest an optimizer that fits the stored state of a parameter. Used in error messages.
+        """Suggest ``adamw`` or ``sgd`` if it fits the stored state. Used in error messages.
 
-        If none fits, suggest starting from only the weights.
+        If neither fits, or if the run already uses it, suggest starting from only the weights.
+        Other optimizers are never suggested.
 
         Args:
             values: Stored state of a parameter, keyed by entry name.
@@ -370,10 +398,13 @@ class _ResumeMatcher:
         return _suggest_weights_only(self.external)
 
     def check_update_rule(self) -> None:
-        """Check that no flag of the stored optimizer, such as ``amsgrad``, changes the update rule.
+        """Check that the flags of the stored optimizer match the update rule of the run's optimizer.
+
+        An example of such a flag is ``amsgrad``. A missing flag counts as equal. The flag
+        ``decoupled_weight_decay`` is ignored for groups without weight decay.
 
         Raises:
-            UserError: If there is such a flag.
+            UserError: If a flag differs from the value that the run's optimizer implements.
         """
         kind = self.config.train.optimizer
         for group in self.optimizer.param_groups:
@@ -381,30 +412,35 @@ class _ResumeMatcher:
                 theirs = group.get(name, ours)
                 without_effect = name == "decoupled_weight_decay" and not group.get("weight_decay")
                 if isinstance(theirs, bool | int) and bool(theirs) != ours and not without_effect:
-                    raise _build_resume_error(
-                        self.external,
-                        f"was trained with {name}: {bool(theirs)}, which train.optimizer: {kind} does not "
-                        "support",
-                        _suggest_weights_only(self.external),
+                    raise UserError(
+                        f"checkpoint.resume: {self.external.root} was trained with {name}: {bool(theirs)}, "
+                        f"which train.optimizer: {kind} does not support; "
+                        f"{_suggest_weights_only(self.external)}"
                     )
 
     def check_optimizer_settings(self) -> None:
-        """Compare the settings of the stored optimizer with the settings of the run.
+        """Check the settings of the stored optimizer against the settings of the run.
 
-        Differences from values that the user has set explicitly are added to the notes.
+        Only the settings that :meth:`_iter_stored_settings` yields are checked. Such a setting may
+        differ only if the user has set it explicitly. The run's value then applies, and the
+        difference is added to the notes.
+
+        Settings that vary between the stored parameter groups, and the weight decay of biases and
+        norms, may also differ from defaults of the run. :meth:`_iter_stored_settings` notes these
+        differences.
 
         Raises:
-            UserError: If a setting differs from a default of the run.
+            UserError: If a checked setting differs, and the run only uses its default value.
         """
         differing = [(key, theirs, self.config.get(key)) for key, theirs in self._iter_stored_settings()]
         differing = [(key, theirs, ours) for key, theirs, ours in differing if not _is_close(theirs, ours)]
         unset = [(key, theirs) for key, theirs, _ in differing if not self.config.is_set(key)]
         if unset:
             wanted = ", ".join(f"{key}: {format_short_value(value)}" for key, value in unset)
-            raise _build_resume_error(
-                self.external,
-                f"was trained with {wanted}, but this run has other defaults",
-                f"set {' and '.join(key for key, _ in unset)} to these values to continue as before",
+            raise UserError(
+                f"checkpoint.resume: {self.external.root} was trained with {wanted}, but the defaults of "
+                f"this run differ; set {' and '.join(key for key, _ in unset)} to these values to continue "
+                "as before"
             )
         self.notes += [
             f"{key}: {format_short_value(theirs)} in the checkpoint, {format_short_value(ours)} in this run"
@@ -412,10 +448,19 @@ class _ResumeMatcher:
         ]
 
     def _iter_stored_settings(self) -> Iterator[tuple[str, Any]]:
-        """Yield the name of each optimizer setting of the run, and its value in the checkpoint.
+        """Yield the name of each optimizer setting to compare, and its value in the checkpoint.
 
-        A setting whose value differs between parameter groups is not yielded. If it differs from the run,
-        it is added to the notes.
+        The settings are ``train.weight_decay``, ``train.learning_rate`` (the peak of the schedule),
+        and the following settings of the run's optimizer:
+
+        - AdamW: ``train.betas`` and ``train.eps``.
+        - SGD: ``train.betas``, with the stored momentum as the first value.
+        - Muon: ``train.muon_momentum``.
+
+        A setting is skipped if the checkpoint does not contain it, or if the stored parameter
+        groups have different values for it. Except for the momentum, a difference between such
+        values and the run is added to the notes. The weight decay of biases and norms is not
+        yielded, but is added to the notes if it is not 0.
         """
         kind = self.config.train.optimizer
         groups = [group for group in self.optimizer.param_groups if group.get("params")]
@@ -436,21 +481,29 @@ class _ResumeMatcher:
             self.notes.append(
                 f"weight decay of biases and norms: {value:g} in the checkpoint, none in this run"
             )
-        momenta = {float(group["momentum"]) for group in groups if "momentum" in group}
-        if kind == "muon" and len(momenta) == 1:
-            yield "train.muon_momentum", next(iter(momenta))
-        elif kind == "sgd":
-            if len(momenta) == 1:
-                yield "train.betas", (next(iter(momenta)), self.config.train.betas[1])
-        elif kind.startswith("adamw"):
-            for key in ("betas", "eps"):
-                values = {_to_hashable(group[key]) for group in groups if key in group}
-                if len(values) == 1:
-                    yield f"train.{key}", next(iter(values))
-                elif values:
-                    self.notes.append(
-                        f"train.{key}: several values in the checkpoint, by group; one value in this run"
-                    )
+        stored: list[tuple[str, set[Any]]] = []
+        if kind in ("muon", "sgd"):
+            momenta = {float(group["momentum"]) for group in groups if "momentum" in group}
+            stored.append(
+                ("train.muon_momentum", momenta)
+                if kind == "muon"
+                else ("train.betas", {(momentum, self.config.train.betas[1]) for momentum in momenta})
+            )
+        if kind == "muon" or kind.startswith("adamw"):
+            # The groups that AdamW updates have betas. Muon's own groups have no betas, and another eps.
+            adamw_groups = [group for group in groups if kind != "muon" or "betas" in group]
+            stored += [
+                (f"train.{key}", {_to_hashable(group[key]) for group in adamw_groups if key in group})
+                for key in ("betas", "eps")
+            ]
+        for setting, values in stored:
+            if len(values) == 1:
+                yield setting, next(iter(values))
+            elif values:
+                self.notes.append(
+                    f"{setting}: different values in the parameter groups of the checkpoint, one value in "
+                    "this run"
+                )
         peaks = {float(group["initial_lr"]) for group in groups if _is_number(group.get("initial_lr"))}
         if not peaks:
             bases = self.external.scheduler_state.get("base_lrs")
@@ -461,12 +514,14 @@ class _ResumeMatcher:
             self._note_group_differences("initial_lr", "train.learning_rate")
 
     def _note_group_differences(self, key: str, setting: str) -> None:
-        """Compare a setting, parameter by parameter, between the stored parameter groups and the run.
+        """Add a note to ``notes`` if a setting differs between checkpoint and run for any parameter.
 
-        Used if the stored groups have different values. Adds a note if the value differs for any parameter.
+        Call this method if the setting has several values in the checkpoint's parameter groups.
+        Then the checkpoint has no single value to compare, so each parameter is compared
+        separately.
 
         Args:
-            key: Name of the setting in the stored parameter groups.
+            key: Name of the setting in the checkpoint's parameter groups.
             setting: Name of the corresponding setting of the run, used in the note.
         """
         ours = assign_parameter_groups(self.model, self.config.train)
@@ -481,13 +536,16 @@ class _ResumeMatcher:
         if others:
             values = " and ".join(f"{value:g}" for value in sorted(set(theirs.values())))
             self.notes.append(
-                f"{setting}: {values} in the checkpoint, by group; another value in this run for "
-                f"{len(others)} of {len(theirs)} "
-                "parameters (train.parameter_groups)"
+                f"{setting}: {values} in the parameter groups of the checkpoint, another value in this run "
+                f"for {len(others)} of {len(theirs)} parameters (train.parameter_groups)"
             )
 
     def _describe_learning_rate(self, step: int, learning_rate_at: Callable[[int], float]) -> str:
-        """Describe the learning rate of the next step, and mention the stored rate, which is not used."""
+        """Describe the learning rate of the next step after resuming.
+
+        The text also explains that this run's schedule determines the rate, and that the learning
+        rate in the checkpoint is not used.
+        """
         train = self.config.train
         rates = [group["lr"] for group in self.optimizer.param_groups if _is_number(group.get("lr"))]
         last = f" of {float(rates[0]):.4g}" if rates else ""
@@ -501,13 +559,19 @@ class _ResumeMatcher:
     def determine_step_count(self) -> SourcedCount:
         """Determine the step at which the run starts.
 
-        The sources, in order of priority: ``checkpoint.resume_step``, the counts in the checkpoint, and the
-        step count of the optimizer.
+        The first of these that exists is used:
+
+        1. The setting ``checkpoint.resume_step``.
+        2. The count in ``trainer_state.json`` and in the shards. If several files contain a count,
+           the counts must be equal. The optimizer may have counted fewer steps, but not more.
+        3. The steps that the optimizer has counted, which must be equal for all parameters.
 
         Raises:
-            UserError: If no source contains the step, or if the sources disagree.
+            UserError: If ``checkpoint.resume_step`` is not set, and either there are no counts or
+                the counts contradict each other.
         """
-        counts, parameters_by_step = self.external.step_counts, self.external.num_parameters_by_optimizer_step
+        root, counts = self.external.root, self.external.step_counts
+        parameters_by_step = self.external.num_parameters_by_optimizer_step
         most_optimizer_steps = max(parameters_by_step, default=0)
         resume_step = self.config.checkpoint.resume_step
         if resume_step is not None:
@@ -519,16 +583,16 @@ class _ResumeMatcher:
             return SourcedCount(resume_step, f"checkpoint.resume_step{checkpoint_text}")
         remedy = "set checkpoint.resume_step to the number of completed steps"
         if len({count.count for count in counts}) > 1:
-            raise _build_resume_error(
-                self.external, f"has several step counts: {', '.join(map(str, counts))}", remedy
+            raise UserError(
+                f"checkpoint.resume: {root} has different step counts: {', '.join(map(str, counts))}; "
+                f"{remedy}"
             )
         if counts:
             done = counts[0].count
             if most_optimizer_steps > done:
-                raise _build_resume_error(
-                    self.external,
-                    f"is at step {counts[0]}, but its optimizer has taken {most_optimizer_steps} steps",
-                    remedy,
+                raise UserError(
+                    f"checkpoint.resume: {root} is at step {counts[0]}, but its optimizer has taken "
+                    f"{most_optimizer_steps} steps; {remedy}"
                 )
             source = " and ".join(count.source for count in counts)
             if parameters_by_step and most_optimizer_steps < done:
@@ -536,19 +600,21 @@ class _ResumeMatcher:
             return SourcedCount(done, f"{source}{' and the optimizer' if parameters_by_step else ''}")
         if len(parameters_by_step) == 1:
             return SourcedCount(most_optimizer_steps, "the optimizer's step count")
-        reason = (
-            "has no step count, and the number of optimizer steps differs between parameters "
-            f"({min(parameters_by_step)} to {most_optimizer_steps})"
-            if parameters_by_step
-            else "has no step count"
-        )
-        raise _build_resume_error(self.external, reason, remedy)
+        if parameters_by_step:
+            raise UserError(
+                f"checkpoint.resume: {root} has no step count, and the number of optimizer steps differs "
+                f"between parameters ({min(parameters_by_step)} to {most_optimizer_steps}); {remedy}"
+            )
+        raise UserError(f"checkpoint.resume: {root} has no step count; {remedy}")
 
     def determine_sample_count(self, step: int) -> SourcedCount:
         """Determine the number of consumed sequences, which is the position in the data.
 
-        Returns ``checkpoint.resume_samples`` if it is set, otherwise the count in the checkpoint. If there
-        is none, or if ``checkpoint.resume_step`` is set, returns the step times the global batch size.
+        The first of these that exists is used:
+
+        1. The setting ``checkpoint.resume_samples``.
+        2. The count in the checkpoint, but only if ``checkpoint.resume_step`` is not set.
+        3. The step times the global batch size.
         """
         resume_samples, counted = self.config.checkpoint.resume_samples, self.external.sample_count
         if resume_samples is not None:
@@ -561,7 +627,7 @@ class _ResumeMatcher:
 
 
 def _shorten_names(names: list[str]) -> str:
-    """Format a list of names for an error message: the first three, and the number of the rest."""
+    """Format a list of names for an error message: the first three, and the number of remaining names."""
     more = f" and {len(names) - _MAX_NAMES_SHOWN} more" if len(names) > _MAX_NAMES_SHOWN else ""
     return ", ".join(names[:_MAX_NAMES_SHOWN]) + more
 

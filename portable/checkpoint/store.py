@@ -56,8 +56,8 @@ if TYPE_CHECKING:
 
 CHECKPOINTS_FOLDER = "checkpoints"
 """Folder of the checkpoints in a run's output folder."""
-NO_CHECKPOINT = f"has no {STATE_FILE}, so it is not a checkpoint"
-"""Text for messages that gives the reason why a folder is not a checkpoint."""
+NO_CHECKPOINT = f"has no {STATE_FILE}, so the folder is not a checkpoint"
+"""Reason why a folder is not a checkpoint, used in error messages."""
 _RETRY_SECONDS = 5.0
 """Seconds between attempts to write the last checkpoint of a run, if the object store is unavailable."""
 
@@ -67,7 +67,12 @@ class StoreUnavailableError(RunError):
 
 
 class CompleteCheckpoint(NamedTuple, Generic[P]):
-    """Complete checkpoint of a run."""
+    """Complete checkpoint of a run.
+
+    Attributes:
+        step: Step at which the checkpoint was saved.
+        folder: Folder or URL of the checkpoint.
+    """
 
     step: int
     folder: P
@@ -80,12 +85,16 @@ class _PendingSave(Generic[P]):
     Attributes:
         final: Path or URL of the complete checkpoint.
         local_folder: Local folder that this rank writes to until the checkpoint is complete.
-        write_files: Function that waits for the shards, writes the other files on rank 0, and returns
-            this rank's manifest entries.
+        write_files: Function that waits for the shards, writes the other files on rank 0, and
+            returns manifest entries. With an object store, these are the entries of this rank's
+            files. On a shared disk, rank 0 returns the entries of all files, and other ranks
+            return none.
         build_manifest: Function that formats the manifest from the entries of all ranks.
         best_steps: Steps of the best checkpoints, which must not be deleted.
-        completion: Future that is done once the checkpoint is complete. If the save fails, it contains
-            the exception.
+        completion: Future that is done once the background thread of this rank has ended. The
+            checkpoint is then complete, except on ranks other than 0 on a shared disk, where
+            only this rank's shards are complete. If the save fails, the future contains the
+            exception.
     """
 
     final: P
@@ -97,7 +106,11 @@ class _PendingSave(Generic[P]):
 
     @cached_property
     def entries(self) -> ManifestEntries:
-        """Manifest entries of this rank. The first access calls :attr:`write_files`."""
+        """Entries of this rank's files in the checkpoint's manifest.
+
+        The first access calls :attr:`write_files`. It therefore waits until the shards are written,
+        and writes the other files on rank 0.
+        """
         return self.write_files()
 
 
@@ -116,9 +129,10 @@ class _AllRanksCaller:
 
     @cached_property
     def group(self) -> Any:
-        """Process group for collectives in background threads. None if there is only one rank.
+        """Process group for collectives in background threads.
 
-        The first access may create the group, so all ranks must access it at the same point.
+        None if torch.distributed is not initialized, as in a single process. The first access may
+        create the group, so all ranks must access it at the same point.
         """
         from portable.ranks.collectives import (
             get_or_create_background_group,  # imported here because it imports torch
@@ -127,9 +141,12 @@ class _AllRanksCaller:
         return get_or_create_background_group()
 
     def __call__(self, function: Callable[[], ManifestEntries | None]) -> ManifestEntries:
-        """Call a function on this rank, and gather the manifest entries that it returns on all ranks.
+        """Call a function on this rank, and return the manifest entries from the calls on all ranks.
 
-        Must be called on all ranks.
+        Must be called on all ranks. If the function fails on any rank, all ranks raise an error. A
+        failure is temporary if the object store is unavailable and the outage has not exceeded
+        ``max_outage_seconds``. If the failure on this rank is permanent, the function's own
+        exception is raised.
 
         Args:
             function: Function to call. It returns None if this rank has no entries.
@@ -138,10 +155,9 @@ class _AllRanksCaller:
             The manifest entries of all ranks.
 
         Raises:
-            StoreUnavailableError: If the only cause of failure, on any rank, is that the object store is
-                unavailable, and the outage has not exceeded the time limit.
-            RunError: If the function failed on another rank for another reason. If it failed on this rank,
-                the original exception is raised.
+            StoreUnavailableError: If the failures on all failed ranks are temporary.
+            RunError: If the function failed permanently only on other ranks. The message states the
+                rank and the cause.
         """
         failure: BaseException | None = None
         entries: ManifestEntries | None = None
@@ -219,8 +235,15 @@ class CheckpointStore(Generic[P]):
     def list_complete(self) -> list[CompleteCheckpoint[P]]:
         """Find the complete checkpoints.
 
+        A checkpoint is complete if its folder has a name such as ``step-000100``, contains
+        ``trainer_state.json``, and is not marked as incomplete. Other files are not checked.
+
         Returns:
-            The steps and folders, oldest first.
+            The steps and folders, oldest first. Empty if the folder does not exist.
+
+        Raises:
+            RemoteError: If a request to the object store fails. It is a RetriesExhaustedError if
+                the store is unavailable.
         """
         steps = [(parse_checkpoint_step(folder.name), folder) for folder in list_subfolders(self.path)]
         return sorted(
@@ -233,7 +256,14 @@ class CheckpointStore(Generic[P]):
         )
 
     def find_latest(self) -> P | None:
-        """Return the newest complete checkpoint, or None if there is none."""
+        """Return the newest complete checkpoint, or None if there is none.
+
+        The newest checkpoint is the checkpoint with the highest step. The result is stored
+        for :meth:`find_newest_known` and for error messages.
+
+        Raises:
+            RemoteError: See :meth:`list_complete`.
+        """
         self._newest_known = next((folder for _, folder in reversed(self.list_complete())), None)
         return self._newest_known
 
@@ -248,19 +278,27 @@ class CheckpointStore(Generic[P]):
         return self._newest_known
 
     def mark_damaged(self, folder: P) -> P:
-        """Rename the folder of a damaged checkpoint, so that it is not used again. Keeps the files.
+        """Prevent runs from resuming from a damaged checkpoint. Keeps the files.
+
+        Must be called only on rank 0.
+
+        On a disk, the folder is renamed. In an object store, markers are written to the folder,
+        which then counts as incomplete.
 
         Returns:
-            The new path of the damaged checkpoint.
+            The new path of the folder on a disk, or the path of the marker ``_DAMAGED`` in an
+            object store.
         """
         damaged_folder = quarantine_folder(folder)
         self.find_latest()
         return damaged_folder
 
     def remove_interrupted_saves(self) -> None:
-        """Delete the folders of interrupted saves, and warn about folders that only look like checkpoints.
+        """Delete the remains of interrupted saves and deletions, and warn about other folders.
 
-        Must be called only on rank 0, which holds the run's lock.
+        The warning is about folders that have the name of a checkpoint but no
+        ``trainer_state.json``. These folders are kept. Must be called only on rank 0, which holds
+        the run's lock.
         """
         for entry in list_subfolders(self.path):
             if is_abandoned_folder(entry):
@@ -270,7 +308,7 @@ class CheckpointStore(Generic[P]):
                 and not (entry / STATE_FILE).is_file()
                 and not is_incomplete_folder(entry)
             ):
-                print_status(f"warning: {entry}: {NO_CHECKPOINT}")
+                print_status(f"warning: {entry}: {NO_CHECKPOINT}; restore the file, or delete the folder")
 
     def begin_save(
         self,
@@ -279,19 +317,22 @@ class CheckpointStore(Generic[P]):
         save_shards: Callable[[Path], SaveHandle],
         write_other_files: Callable[[Path], None],
     ) -> None:
-        """Start saving a checkpoint once the previous save is complete. Must be called on all ranks.
+        """Start saving a checkpoint once the previous save has ended. Must be called on all ranks.
 
-        The checkpoint is complete once :meth:`finish_save` has returned.
+        Call :meth:`finish_save` to wait for the result. If the previous save failed because the
+        object store was unavailable, that save is discarded.
 
         Args:
             backend: Backend of this rank. Its barrier is called after the folder is created.
             state: Contents of ``trainer_state.json``.
-            save_shards: Function that writes this rank's shards to a folder, possibly in the background.
-            write_other_files: Function that writes the other files to a folder. Called only on rank 0, in
-                the background thread.
+            save_shards: Function that writes this rank's shards to a folder, possibly in the
+                background.
+            write_other_files: Function that writes the other files to a folder. Called only on rank
+                0, in the background thread.
 
         Raises:
-            RunError: If this or the previous save failed.
+            RunError: If the previous save failed permanently, or if this save fails before its
+                background thread starts. :meth:`finish_save` raises later errors.
         """
         self.finish_save()
         final = self.path / f"step-{state.step:06d}"
@@ -333,14 +374,17 @@ class CheckpointStore(Generic[P]):
             self.finish_save()
 
     def finish_save(self, *, is_last_save: bool = False) -> None:
-        """Wait until the save in progress is complete. Does nothing if there is no save.
+        """Wait until the save in progress has ended. Does nothing if there is no save.
 
-        If the object store is unavailable, prints a warning and returns, so that training continues without
-        this checkpoint.
+        On a shared disk, ranks other than 0 wait only for their shards. Call a barrier afterwards
+        if these ranks need the complete checkpoint. If the object store is unavailable, rank 0
+        prints a warning, and this method returns without a complete checkpoint, so that training
+        continues.
 
         Args:
-            is_last_save: Whether this is the last save of the run. If so, the save is retried while the
-                object store is unavailable, until the time limit for outages.
+            is_last_save: Whether this is the last save of the run. If so, the save is retried while
+                the object store is unavailable, until the time limit for outages. If no save is in
+                progress, an earlier save that failed for this reason is retried.
 
         Raises:
             RunError: If the save failed. Earlier checkpoints are intact.
@@ -378,12 +422,14 @@ class CheckpointStore(Generic[P]):
 
     @contextmanager
     def _convert_save_errors(self, folder: P) -> Iterator[None]:
-        """Add the failed folder and the last good checkpoint to errors raised within this context.
+        """Replace errors during a save with errors that explain the failure.
 
-        A StoreUnavailableError keeps its type. Any other exception is converted to a RunError.
+        The new message names the checkpoint, the cause, and the last good checkpoint. A
+        StoreUnavailableError keeps its type. Any other exception, except KeyboardInterrupt and
+        SystemExit, is converted to a RunError.
 
         Args:
-            folder: Checkpoint that is being written, used in the error message.
+            folder: Checkpoint that is being written.
         """
         try:
             yield
@@ -394,19 +440,29 @@ class CheckpointStore(Generic[P]):
                 raise
             reason = to_one_line(_find_root_cause(error))
             reason = reason if len(reason) <= 300 else f"... {reason[-300:]}"
-            error_type = StoreUnavailableError if isinstance(error, StoreUnavailableError) else RunError
-            raise error_type(
-                f"{folder}: could not be written ({reason}); last good checkpoint: "
-                f"{self._newest_known or 'none'}"
+            newest = self._newest_known or "none yet"
+            if isinstance(error, StoreUnavailableError):
+                raise StoreUnavailableError(
+                    f"{folder}: could not be written ({reason}); last good checkpoint: {newest}; check the "
+                    "connection to the object store"
+                ) from error
+            raise RunError(
+                f"{folder}: could not be written ({reason}); last good checkpoint: {newest}; correct the "
+                "cause, and run the command again to resume"
             ) from error
 
     def delete_old_checkpoints(self, best_steps: set[int]) -> None:
-        """Delete old checkpoints, and folders that could not be deleted earlier.
+        """Delete old checkpoints, folders that could not be deleted earlier, and leftovers.
 
         The newest ``keep`` checkpoints, the best checkpoints, and checkpoints in use are kept.
+        Leftovers are the files of failed uploads.
 
         Args:
             best_steps: Steps of the best checkpoints.
+
+        Raises:
+            RemoteError: If a request to the object store fails. It is a RetriesExhaustedError if
+                the store is unavailable. A later call tries the remaining deletions again.
         """
         if self._keep is not None:
             protected_steps = best_steps | self.get_steps_in_use()
@@ -423,10 +479,15 @@ class CheckpointStore(Generic[P]):
     # -- Completion of a save, in the background thread ------------------------------------------------------
 
     def _create_local_folder(self, final: P) -> Path:
-        """Create an empty local folder for this rank's files of the checkpoint ``final``.
+        """Create an empty local folder for the files that this rank writes.
 
-        Must be called on all ranks, followed by a barrier: without a publisher, rank 0 creates one folder
-        for all.
+        With a publisher, which uploads the files to an object store, each rank creates its own
+        folder. Without one, all ranks use a single folder that only rank 0 creates. Call this
+        method on all ranks and then synchronize them with a barrier, so that no rank writes before
+        the folder exists.
+
+        Args:
+            final: Path or URL of the complete checkpoint. The local folder is named after it.
         """
         if self._publisher is not None:
             # Create the process group here, because that is a collective and must not happen in a thread.
@@ -458,9 +519,12 @@ class CheckpointStore(Generic[P]):
             self._delete_old_or_warn(save)
 
     def _upload_save(self, save: _PendingSave[P], publisher: Publisher) -> None:
-        """Upload the files of this rank, and then write the manifest and the marker on rank 0.
+        """Upload the files of this rank, and complete the checkpoint.
 
-        Must be called on all ranks. If it fails on one rank, all ranks raise an error.
+        An existing checkpoint of the same step is deleted first. After all ranks have uploaded
+        their files, rank 0 writes the manifest and the marker, which is the object that marks the
+        checkpoint as complete. This method must be called on all ranks. If it fails on one rank,
+        all ranks raise an error.
 
         Args:
             save: Save to upload. Its local folder is deleted afterwards.
@@ -493,7 +557,8 @@ class CheckpointStore(Generic[P]):
     def _delete_old_or_warn(self, save: _PendingSave[P]) -> None:
         """Delete old checkpoints and the leftovers of failed saves, after a save is complete.
 
-        If the object store is unavailable, prints a warning. A later save then deletes them.
+        If the object store is unavailable, this method only prints a warning. The deletion is tried
+        again after a later save.
         """
         try:
             self._folders_to_delete = [folder for folder in self._folders_to_delete if folder != save.final]
@@ -530,19 +595,22 @@ def _rename_to_final(save: _PendingSave[P], entries: ManifestEntries) -> None:
 def _move_non_checkpoint_away(final: P) -> None:
     """Rename a file or folder that occupies the path of a new checkpoint, and print a warning.
 
-    Does nothing if the path does not exist or is a checkpoint.
+    Does nothing if the path does not exist, is a checkpoint, or is marked as an incomplete
+    upload or deletion.
     """
     if is_taken(final) and not (final / STATE_FILE).is_file() and not is_incomplete_folder(final):
         new_path = move_folder(final, find_unused_path(final.parent / f"{final.name}.kept"))
         print_status(
-            f"warning: {final}: had no {STATE_FILE}, so it was not a checkpoint; moved to {new_path}"
+            f"warning: {final}: is moved to {new_path}, because the folder has no {STATE_FILE} and so is "
+            "not a checkpoint"
         )
 
 
 def _find_root_cause(error: BaseException) -> BaseException:
-    """Return the exception of the lowest failed rank if torch combined exceptions from several ranks.
+    """Return the exception of the first failed rank if torch combined exceptions from several ranks.
 
-    Other exceptions are returned unchanged.
+    The first failed rank is the failed rank with the lowest number. Other exceptions are returned
+    unchanged.
     """
     failures = getattr(error, "failures", None)
     if not isinstance(failures, dict) or not failures:
@@ -585,12 +653,15 @@ def choose_resume_source(config: RunConfig, checkpoints: CheckpointStore[Any]) -
         checkpoints: Checkpoints in the run's output folder.
 
     Returns:
-        The path of the checkpoint, or None to start at step 0. If ``checkpoint.resume`` is a path and
-        the run has already written newer checkpoints, the newest one.
+        The path of the checkpoint, or None to start at step 0. If the run already has checkpoints,
+        the newest of them is chosen. This also applies if ``checkpoint.resume`` is a path outside
+        the folder of these checkpoints, because the run started from that path and has made
+        progress since then.
 
     Raises:
-        UserError: If ``checkpoint.resume`` is ``never`` but the run already has checkpoints, or if it
-            is a path that does not exist or the path of an older checkpoint of the same run.
+        UserError: If ``checkpoint.resume`` is ``never`` but the run already has checkpoints. Also
+            if it is a path that does not exist and the run has no checkpoints, or if it is a path
+            in the folder of the run's checkpoints other than the newest checkpoint.
     """
     with convert_storage_errors("output_dir"):
         latest: AnyPath | None = checkpoints.find_latest()
@@ -600,7 +671,7 @@ def choose_resume_source(config: RunConfig, checkpoints: CheckpointStore[Any]) -
     if resume == "never":
         if latest is not None:
             raise UserError(
-                f"checkpoint.resume: is never, but {checkpoints.path} has checkpoints; set "
+                f"checkpoint.resume: the value is never, but {checkpoints.path} contains checkpoints; set "
                 "checkpoint.resume: auto to resume, or choose another output_dir"
             )
         return None
@@ -615,15 +686,17 @@ def choose_resume_source(config: RunConfig, checkpoints: CheckpointStore[Any]) -
         return path
     if is_within(resolve_links(path), resolve_links(checkpoints.path)):
         raise UserError(
-            f"checkpoint.resume: {latest} is newer than {path} in the same run; "
-            "choose another output_dir to resume from the older one"
+            f"checkpoint.resume: {latest} is newer than {path} in the same run; choose another output_dir to "
+            "resume from the older checkpoint"
         )
     # The run started from `path`, which may have been deleted, and has written newer checkpoints since then.
     return latest
 
 
 def open_checkpoints(run_folder: AnyPath) -> CheckpointStore[Any]:
-    """Return a read-only store of a run's checkpoints. To save, use :class:`CheckpointStore`.
+    """Return a store that finds and reads the checkpoints of a run.
+
+    To save checkpoints, construct a :class:`CheckpointStore` directly.
 
     Args:
         run_folder: Output folder of the run, or its URL.
@@ -632,6 +705,13 @@ def open_checkpoints(run_folder: AnyPath) -> CheckpointStore[Any]:
 
 
 def resolve_to_newest_checkpoint(path: AnyPath) -> AnyPath:
-    """Return the newest checkpoint if ``path`` is a run's output folder, otherwise ``path`` itself."""
+    """Return the newest complete checkpoint in a run's output folder.
+
+    Returns ``path`` itself if it contains no complete checkpoint of this project, for example
+    because it is the folder of a checkpoint.
+
+    Raises:
+        RemoteError: If a request to the object store fails.
+    """
     newest: AnyPath | None = open_checkpoints(path).find_latest()
     return path if newest is None else newest

@@ -4,14 +4,14 @@ Each ``check_...`` function yields the problems that it finds, as
 :class:`~portable.config.rules.SettingProblem`. Backends and engines add their own checks through
 :meth:`portable.registry.BackendPackage.find_problems`.
 
-Most checks use only the values of settings, not whether the user has set them explicitly. A config
-that passes the checks therefore still passes after it is resolved, when all of its keys are set
-explicitly.
+Nearly all checks use only the values of settings, not whether the user has set them explicitly. The
+reason is that a resolved config sets all keys explicitly, and it must still pass the checks that
+the original config has passed.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from portable.checks.adapter import check_adapter
 from portable.checks.data import check_columns, check_data, check_sources
@@ -102,6 +102,20 @@ def check_config(config: RunConfig, *, is_resolved: bool = False, with_location:
         raise UserError(to_one_line(format_problem(problem, config) if with_location else problem.reason))
 
 
+def is_valid_with(config: RunConfig, changes: dict[str, Any]) -> bool:
+    """Return whether a config is still valid after some settings are changed.
+
+    Args:
+        config: Config of a run.
+        changes: New values, keyed by dotted setting.
+    """
+    try:
+        check_config(config.replaced(changes))
+    except UserError:
+        return False
+    return True
+
+
 def iter_setting_problems(config: RunConfig, *, is_resolved: bool = False) -> Iterator[SettingProblem]:
     """Yield the problems of all settings in a config.
 
@@ -114,5 +128,5 @@ def iter_setting_problems(config: RunConfig, *, is_resolved: bool = False) -> It
     """
     for check_section in SETTING_CHECKS:
         yield from check_section(config)
-    if config.backend in BACKENDS:  # not auto
+    if config.backend in BACKENDS:  # false for auto
         yield from load_backend_package(config.backend).find_problems(config, late=is_resolved)

@@ -18,20 +18,26 @@ IA3_ADAPTER_SETTINGS = ("type", "target_modules", "modules_to_save", "base", "na
 
 
 def check_adapter(config: RunConfig) -> Iterator[SettingProblem]:
-    """Yield the problems in the section ``adapter``, and unsuitable values of ``checkpoint.export``."""
+    """Yield a problem for each invalid setting in the section ``adapter``.
+
+    A setting is also invalid if it has no effect or conflicts with another setting. In addition,
+    ``checkpoint.export`` must suit the adapter and the base model. For example, the value
+    ``merged`` requires an adapter.
+    """
     adapter, export = config.adapter, config.checkpoint.export
     changed_names = [name for name in type(adapter).model_fields if is_not_default(config, f"adapter.{name}")]
     if changed_names and not has_adapter(config):
         yield SettingProblem(
             (f"adapter.{changed_names[0]}", "adapter.type"),
-            f"adapter.{changed_names[0]}: has no effect without adapter.type; set adapter.type to lora",
+            f"adapter.{changed_names[0]}: has no effect without adapter.type; set adapter.type to lora, or "
+            f"remove adapter.{changed_names[0]}",
         )
     if adapter.type == "ia3":
         for name in changed_names:
             if name not in IA3_ADAPTER_SETTINGS:
                 yield SettingProblem(
                     (f"adapter.{name}", "adapter.type"),
-                    f"adapter.{name}: is for LoRA, but adapter.type is ia3; remove adapter.{name}",
+                    f"adapter.{name}: applies only to LoRA, but adapter.type is ia3; remove adapter.{name}",
                 )
     if changed_names and config.train.has_frozen_patterns:
         yield SettingProblem(
@@ -42,25 +48,25 @@ def check_adapter(config: RunConfig) -> Iterator[SettingProblem]:
     if adapter.config is not None and adapter.name_or_path is not None:
         yield SettingProblem(
             ("adapter.config", "adapter.name_or_path"),
-            f"adapter.config: {adapter.config} has no effect with adapter.name_or_path, because that "
-            "adapter has its own config; remove adapter.config",
+            f"adapter.config: {adapter.config} has no effect if adapter.name_or_path is set, because an "
+            "existing adapter has its own adapter_config.json; remove adapter.config",
         )
     if export == "merged" and not has_adapter(config):
         yield SettingProblem(
             ("checkpoint.export", "adapter.type"),
-            "checkpoint.export: merged has no effect without adapter.type; set checkpoint.export to true",
+            "checkpoint.export: merged has no effect without an adapter; set checkpoint.export to true",
         )
     if export == "merged" and adapter.type is not None and config.model.name_or_path is None:
         yield SettingProblem(
             ("checkpoint.export", "model.name_or_path"),
-            "checkpoint.export: merged needs a pretrained base model (model.name_or_path); set "
-            "checkpoint.export to true",
+            "checkpoint.export: merged works only with a pretrained base model; set model.name_or_path to "
+            "the base model, or checkpoint.export to true",
         )
     if export == "like_base" and config.model.name_or_path is None:
         yield SettingProblem(
             ("checkpoint.export", "model.name_or_path"),
-            "checkpoint.export: like_base needs a quantized base model (model.name_or_path); set "
-            "checkpoint.export to true",
+            "checkpoint.export: like_base works only with a quantized base model; set model.name_or_path to "
+            "the base model, or checkpoint.export to true",
         )
     if not adapter.target_modules and not adapter.target_parameters:
         yield SettingProblem(

@@ -1,6 +1,6 @@
-"""Checks for backends that do not support NVIDIA GPUs or DeepSpeed.
+"""Validate settings for backends that do not support NVIDIA GPUs or DeepSpeed.
 
-These backends call the checks in ``find_problems``.
+These backends call the checks in their ``find_problems`` method.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 def check_cuda_only_settings(config: RunConfig, *, is_resolved: bool) -> Iterator[SettingProblem]:
     """Yield a problem for each setting that only NVIDIA GPUs support.
+
+    The settings are ``precision: tf32``, ``log.memory_snapshot``, and all values of
+    ``model.attention`` except ``sdpa`` and ``eager``.
 
     Args:
         config: Config of a run on a backend without NVIDIA GPUs.
@@ -38,12 +41,16 @@ def check_cuda_only_settings(config: RunConfig, *, is_resolved: bool) -> Iterato
     if is_resolved and config.log.memory_snapshot:
         yield SettingProblem(
             ("log.memory_snapshot",),
-            "log.memory_snapshot: PyTorch records only allocations on GPUs; set log.memory_snapshot to false",
+            "log.memory_snapshot: PyTorch can record memory allocations only on GPUs; set "
+            "log.memory_snapshot to false",
         )
 
 
 def check_strategy_without_zero(config: RunConfig) -> Iterator[SettingProblem]:
-    """Yield a problem if the strategy requires DeepSpeed, on a backend that DeepSpeed does not support."""
+    """Yield a problem if the strategy requires DeepSpeed.
+
+    Only called for backends that DeepSpeed does not support.
+    """
     if uses_zero_strategy(config):
         yield SettingProblem(
             ("strategy", "backend"),

@@ -35,8 +35,8 @@ def check_compile_mode(config: RunConfig) -> Iterator[SettingProblem]:
     if is_not_default(config, "compile_mode") and is_not_default(config, "compile_backend"):
         yield SettingProblem(
             ("compile_mode", "compile_backend"),
-            f"compile_mode: {config.compile_mode} is for inductor, not for compile_backend: "
-            f"{config.compile_backend}; remove one of the two",
+            f"compile_mode: {config.compile_mode} works only with compile_backend: inductor, but "
+            f"compile_backend is {config.compile_backend}; remove compile_mode or compile_backend",
         )
 
 
@@ -64,15 +64,15 @@ def check_memory_settings(config: RunConfig) -> Iterator[SettingProblem]:
 
 
 def _check_offloaded_activations(config: RunConfig) -> Iterator[SettingProblem]:
-    """Yield the settings that do not work with ``memory.offload_activations``."""
+    """Yield a problem for each setting that does not work with ``memory.offload_activations``."""
     key = "memory.offload_activations"
     if not config.memory.offload_activations:
         return
     if config.backend in ("xla", "tpu"):
         yield SettingProblem(
             (key, "backend"),
-            f"{key}: backend {config.backend} does not copy activations to the host; set "
-            "memory.activation_checkpointing to full instead",
+            f"{key}: backend {config.backend} cannot offload activations to host memory; remove {key}, and "
+            "set memory.activation_checkpointing to full",
         )
     if config.tensor_parallel_size > 1:
         yield SettingProblem(
@@ -85,14 +85,14 @@ def _check_offloaded_activations(config: RunConfig) -> Iterator[SettingProblem]:
     if config.compile:
         yield SettingProblem(
             (key, "compile"),
-            f"{key}: the compiler chooses the activations of compiled layers; set {checkpointing} to full, "
-            "or compile to false",
+            f"{key}: cannot offload the activations inside compiled layers, because the compiler manages "
+            f"them; set {checkpointing} to full, or set compile to false",
         )
     if uses_zero_strategy(config):
         yield SettingProblem(
             (key, "strategy"),
             f"{key}: with strategy {config.strategy}, the weights that DeepSpeed gathers would be offloaded "
-            f"as well; set {checkpointing} to full, or use full_shard",
+            f"as well; set {checkpointing} to full, or set strategy to full_shard",
         )
 
 
@@ -104,22 +104,24 @@ def check_fsdp_settings(config: RunConfig) -> Iterator[SettingProblem]:
             ("fsdp.shard_group_size", "strategy"),
             f"fsdp.shard_group_size: {fsdp.shard_group_size} needs strategy hybrid_shard or "
             f"hybrid_shard_zero2, but the strategy is {config.strategy}; remove fsdp.shard_group_size, or "
-            "change strategy",
+            "set strategy to hybrid_shard",
         )
     if policy == "size_based_wrap" and fsdp.min_num_params is None:
         yield SettingProblem(
             ("fsdp.auto_wrap_policy", "fsdp.min_num_params"),
-            "fsdp.auto_wrap_policy: size_based_wrap needs fsdp.min_num_params; set fsdp.min_num_params",
+            "fsdp.auto_wrap_policy: size_based_wrap needs fsdp.min_num_params; set fsdp.min_num_params, for "
+            "example to 100000000",
         )
     if fsdp.min_num_params is not None and policy not in (None, "size_based_wrap"):
         yield SettingProblem(
             ("fsdp.min_num_params", "fsdp.auto_wrap_policy"),
-            f"fsdp.min_num_params: {fsdp.min_num_params} is for size_based_wrap, but fsdp.auto_wrap_policy "
-            f"is {policy}; remove fsdp.min_num_params",
+            f"fsdp.min_num_params: {fsdp.min_num_params} works only with fsdp.auto_wrap_policy: "
+            f"size_based_wrap, but fsdp.auto_wrap_policy is {policy}; remove fsdp.min_num_params",
         )
     if fsdp.transformer_layer_cls_to_wrap is not None and policy not in (None, "transformer_based_wrap"):
         yield SettingProblem(
             ("fsdp.transformer_layer_cls_to_wrap", "fsdp.auto_wrap_policy"),
-            "fsdp.transformer_layer_cls_to_wrap: is for transformer_based_wrap, but fsdp.auto_wrap_policy "
-            f"is {policy}; remove fsdp.transformer_layer_cls_to_wrap",
+            "fsdp.transformer_layer_cls_to_wrap: works only with fsdp.auto_wrap_policy: "
+            f"transformer_based_wrap, but fsdp.auto_wrap_policy is {policy}; remove "
+            "fsdp.transformer_layer_cls_to_wrap",
         )

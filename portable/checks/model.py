@@ -1,4 +1,8 @@
-"""Validate the section ``model``, and settings in any section that must not be URLs."""
+"""Validate the section ``model``, and reject URLs in settings that accept only Hub ids or local paths.
+
+These settings may be in any section. Examples are ``data.tokenizer`` (Hub id or local folder) and
+``data.cache_dir`` (local folder).
+"""
 
 from __future__ import annotations
 
@@ -36,13 +40,14 @@ def check_model_source(config: RunConfig) -> Iterator[SettingProblem]:
     if name is not None and "model_type" in model_config:
         yield SettingProblem(
             ("model.config", "model.name_or_path"),
-            "model.config and model.name_or_path are both set; set only one of the two, or leave "
-            "model_type out of model.config to change keys of the named model's config",
+            "model.config: contains model_type, but model.name_or_path is set; remove model_type to change "
+            "other settings of the pretrained model, or remove model.name_or_path to train a new model",
         )
     if name is None and config.model.config is None:
         yield SettingProblem(
             ("model.config", "model.name_or_path"),
-            "model.config and model.name_or_path are both null; set one of the two",
+            "model.config: is null, and so is model.name_or_path; set model.name_or_path to a pretrained "
+            "model, or model.config to the settings of a new model",
         )
     if name is None and not isinstance(model_config.get("model_type"), str):
         yield SettingProblem(
@@ -63,7 +68,7 @@ def check_attention_precision(config: RunConfig) -> Iterator[SettingProblem]:
 
 
 def check_fp8(config: RunConfig) -> Iterator[SettingProblem]:
-    """Yield the settings that do not work with ``fp8``."""
+    """Yield a problem for each setting that does not work with ``fp8``."""
     if config.fp8 == "none":
         return
     if config.precision not in ("auto", "bf16"):
@@ -80,11 +85,12 @@ def check_fp8(config: RunConfig) -> Iterator[SettingProblem]:
     if config.adapter.type is not None:
         yield SettingProblem(
             ("fp8", "adapter.type"),
-            "fp8: torchao's layers would compute the gradients of the frozen base; set fp8: none",
+            f"fp8: {config.fp8} does not work with an adapter, because torchao's fp8 layers would compute "
+            "gradients of the frozen weights; set fp8: none",
         )
     if config.tensor_parallel_size > 1:
         yield SettingProblem(
             ("fp8", "tensor_parallel_size"),
-            "fp8: torchao's layers cannot be divided by the plan of transformers; set fp8: none or "
-            "tensor_parallel_size: 1",
+            f"fp8: {config.fp8} does not work with tensor parallelism, because the tensor-parallel plans of "
+            "transformers cannot shard torchao's fp8 layers; set fp8: none or tensor_parallel_size: 1",
         )

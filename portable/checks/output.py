@@ -6,6 +6,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from portable.config.rules import SettingProblem, format_setting_with_value, is_not_default
+from portable.config.sources import get_training_sources, list_evaluation_source_names
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,17 +24,19 @@ def check_tracker_names(config: RunConfig) -> Iterator[SettingProblem]:
 
 
 def check_resume_counters(config: RunConfig) -> Iterator[SettingProblem]:
-    """Yield a problem if ``checkpoint.resume_step`` or ``resume_samples`` is set without a checkpoint.
+    """Yield a problem if a resume counter is set, but ``checkpoint.resume`` is not a path.
 
-    These counters only apply to a checkpoint of another program whose path is the value of
-    ``checkpoint.resume``.
+    The resume counters are ``checkpoint.resume_step`` and ``checkpoint.resume_samples``. They apply
+    only if ``checkpoint.resume`` is the path of a checkpoint, of this or another program. With the
+    values ``auto`` and ``never``, they have no effect.
     """
     for key in ("checkpoint.resume_step", "checkpoint.resume_samples"):
         if config.get(key) is not None and config.checkpoint.resume in ("auto", "never"):
             yield SettingProblem(
                 (key, "checkpoint.resume"),
-                f"{key}: {config.get(key)} is for another program's checkpoint, but checkpoint.resume is "
-                f"{config.checkpoint.resume}; remove {key}",
+                f"{key}: {config.get(key)} applies only to a checkpoint that checkpoint.resume names, but "
+                f"checkpoint.resume is {config.checkpoint.resume}; remove {key}, or set checkpoint.resume to "
+                "the path of that checkpoint",
             )
 
 
@@ -51,7 +54,7 @@ def check_hub_settings(config: RunConfig) -> Iterator[SettingProblem]:
             yield SettingProblem(
                 (key, "hub.push"),
                 f"{format_setting_with_value(config, key)} has no effect without hub.push; set hub.push to "
-                "end",
+                f"end, or remove {key}",
             )
 
 
@@ -65,15 +68,19 @@ def check_has_evaluation(config: RunConfig) -> Iterator[SettingProblem]:
         yield SettingProblem(
             ("train.early_stopping_threshold", "train.early_stopping_patience"),
             f"train.early_stopping_threshold: {train.early_stopping_threshold:g} has no effect without "
-            "train.early_stopping_patience; set train.early_stopping_patience",
+            "train.early_stopping_patience; set train.early_stopping_patience, for example to 3",
         )
-    if not config.data.eval and config.data.eval_fraction == 0:
+    if not list_evaluation_source_names(config.data):
+        # A stream cannot hold out samples.
+        is_streamed = all(source.stream for source in get_training_sources(config.data).values())
+        remedy = "" if is_streamed else ", or data.eval_fraction to a fraction such as 0.05"
         for key in ("train.early_stopping_patience", "checkpoint.export_best", "checkpoint.keep_best"):
             if config.get(key):
                 yield SettingProblem(
                     (key, "data.eval_fraction"),
                     f"{format_setting_with_value(config, key)} needs an evaluation, but there is no "
-                    "evaluation data; set data.eval or data.eval_fraction",
+                    "evaluation data; set data.eval to the evaluation data, such as {source: test.jsonl}"
+                    f"{remedy}",
                 )
 
 
@@ -83,7 +90,8 @@ def check_best_checkpoint(config: RunConfig) -> Iterator[SettingProblem]:
     if checkpoint.export_best and checkpoint.keep_best is None:
         yield SettingProblem(
             ("checkpoint.export_best",),
-            "checkpoint.export_best: the best checkpoint is not kept; set checkpoint.keep_best to 1",
+            "checkpoint.export_best: needs the best checkpoint, but checkpoint.keep_best is not set; set "
+            "checkpoint.keep_best to 1",
         )
     compares_evaluations = train.early_stopping_patience or checkpoint.export_best or checkpoint.keep_best
     for key in ("checkpoint.best_metric", "checkpoint.best_mode"):
@@ -91,12 +99,12 @@ def check_best_checkpoint(config: RunConfig) -> Iterator[SettingProblem]:
             yield SettingProblem(
                 (key, "checkpoint.keep_best", "train.early_stopping_patience"),
                 f"{format_setting_with_value(config, key)} has no effect without checkpoint.keep_best or "
-                "train.early_stopping_patience; set one of the two",
+                f"train.early_stopping_patience; set one of these settings, or remove {key}",
             )
     evaluates = train.eval_every is not None or train.eval_every_epochs is not None
     if train.early_stopping_patience is not None and not evaluates:
         yield SettingProblem(
             ("train.early_stopping_patience",),
             f"train.early_stopping_patience: {train.early_stopping_patience} needs evaluations during "
-            "training; set train.eval_every",
+            "training; set train.eval_every to a number of steps",
         )

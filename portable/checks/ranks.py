@@ -18,7 +18,7 @@ def check_context_parallel(config: RunConfig) -> Iterator[SettingProblem]:
     if config.data.seq_len % size:
         yield SettingProblem(
             ("data.seq_len", "context_parallel_size"),
-            f"data.seq_len: {config.data.seq_len} is not divisible by context_parallel_size ({size}); set "
+            f"data.seq_len: {config.data.seq_len} is not divisible by context_parallel_size: {size}; set "
             f"data.seq_len to a multiple of {size}",
         )
     if size > 1:
@@ -30,7 +30,9 @@ def check_context_parallel(config: RunConfig) -> Iterator[SettingProblem]:
             if is_needed:
                 value = format_value(config.get(key))
                 yield SettingProblem(
-                    (key,), f"{key}: {value} needs complete sequences; set context_parallel_size to 1"
+                    (key,),
+                    f"{key}: {value} does not work with context parallelism, which divides each sequence "
+                    "among ranks; set context_parallel_size to 1",
                 )
 
 
@@ -56,12 +58,15 @@ def check_tensor_parallel(config: RunConfig) -> Iterator[SettingProblem]:
     for key, is_needed in needs_layers.items():
         if is_needed:
             value = format_value(config.get(key))
-            reason = f"{key}: {value} does not work with tensor-parallel ranks; set tensor_parallel_size to 1"
+            reason = f"{key}: {value} does not work with tensor parallelism; set tensor_parallel_size to 1"
             yield SettingProblem((key,), reason)
 
 
 def check_expert_parallel(config: RunConfig) -> Iterator[SettingProblem]:
-    """Yield a problem for each setting that does not work with expert parallelism, if it is used."""
+    """Yield a problem for each setting that does not work with expert parallelism.
+
+    Yields nothing if the config does not use expert parallelism.
+    """
     if config.expert_parallel_size == 1:
         return
     train, adapter = config.train, config.adapter
@@ -78,7 +83,7 @@ def check_expert_parallel(config: RunConfig) -> Iterator[SettingProblem]:
     for key, refused in is_refused.items():
         if refused:
             value = format_value(config.get(key))
-            reason = f"{key}: {value} does not work with expert-parallel ranks; set expert_parallel_size to 1"
+            reason = f"{key}: {value} does not work with expert parallelism; set expert_parallel_size to 1"
             yield SettingProblem((key,), reason)
 
 

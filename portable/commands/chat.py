@@ -18,7 +18,7 @@ from portable.converters.commands import (
     exit_without_traceback,
     format_exit_codes,
 )
-from portable.converters.console import escape_control_characters, print_error, print_line
+from portable.converters.console import escape_control_characters, is_terminal, print_error, print_line
 from portable.converters.errors import to_printable
 from portable.errors import RunError, UserError, to_one_line
 from portable.formatting import format_count
@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _CONVERSATION_HELP = (
-    "/image PATH adds an image to the next message, /reset starts a new conversation, /exit or Ctrl-D ends"
+    "/image PATH adds an image to the next message, /reset starts a new conversation, "
+    "/exit or Ctrl-D ends the chat"
 )
 _IMAGE_COMMAND = "/image"
 
@@ -79,7 +80,11 @@ class ChatModel:
     """
 
     def __init__(self, folder: Path, device: str = "auto") -> None:
-        """Load the model and its tokenizer."""
+        """Load the model and its tokenizer.
+
+        Raises:
+            UserError: If the tokenizer, the model or the adapter cannot be loaded.
+        """
         import torch
 
         from portable.data.tokens.tokenizer import load_tokenizer
@@ -117,19 +122,23 @@ class ChatModel:
         has_files = any((self._folder / name).is_file() for name in PROCESSOR_FILES)
         processor = load_image_processor(str(self._folder) if has_files else self._base)
         if processor is None or not self.has_template:
+            missing = "image processor" if processor is None else "chat template"
             raise UserError(
-                f"{_IMAGE_COMMAND}: {self._folder} has no image processor or no chat template; use a model "
-                "that accepts images"
+                f"{_IMAGE_COMMAND}: {self._folder} has no {missing}; use a chat model that accepts images"
             )
         return processor
 
     def render_prompt(self, messages: Sequence[Message]) -> str:
         """Render a conversation as the prompt for the assistant's next answer.
 
-        Without a chat template, this is the text of the last message.
+        Without a chat template, returns the content of the last message.
 
         Args:
             messages: Conversation so far, as dictionaries with ``role`` and ``content``.
+
+        Raises:
+            UserError: If the chat template does not accept the conversation, or takes too much time
+                or memory.
         """
         from portable.data.tokens import limited_calls
         from portable.data.tokens.rendering import TemplateRenderer
@@ -151,9 +160,9 @@ class ChatModel:
         if len(pieces) != len(images) + 1:
             raise UserError(
                 f"{_IMAGE_COMMAND}: the rendered conversation contains the image placeholder "
-                f"{self.image_processor.placeholder!r} {format_count(len(pieces) - 1, 'time')}, but has "
-                f"{format_count(len(images), 'image')}; start a new conversation with /reset, and do not "
-                "write the placeholder in messages"
+                f"{self.image_processor.placeholder!r} {format_count(len(pieces) - 1, 'time')}, but the "
+                f"conversation has {format_count(len(images), 'image')}; start a new "
+                "conversation with /reset, and do not write the placeholder in messages"
             )
         try:
             replacements = [self.image_processor.compute_replacement(image.size) for image in images]
@@ -165,7 +174,12 @@ class ChatModel:
         return pieces[0] + "".join(map("".join, zip(replacements, pieces[1:], strict=True)))
 
     def _build_image_arguments(self, images: Sequence[ImageFile], tokens: Any) -> dict[str, Any]:
-        """Build the model's inputs for the images in ``tokens``, int64 ``[1, tokens]`` on the host."""
+        """Build the model inputs for the images in a prompt, on the device of the model.
+
+        Args:
+            images: Images, in the order of their placeholders in the prompt.
+            tokens: Token ids of the prompt, an int64 tensor of shape ``[1, tokens]`` on the host.
+        """
         import torch
 
         columns = self.image_processor.build_columns(images, tokens.numpy())
@@ -180,10 +194,12 @@ class ChatModel:
     ) -> Iterator[str]:
         """Generate an answer in a background thread, and yield its text incrementally.
 
-        Generation stops if the caller closes the generator.
+        Generation starts when the first part is requested, and stops if the caller closes the
+        generator.
 
         Args:
-            messages: Conversation so far. Without a chat template, the model continues the last message.
+            messages: Conversation so far. Without a chat template, the model continues the last
+                message.
             images: Images of the conversation, in the order in which the messages contain them.
             options: Arguments of transformers' ``generate``.
 
@@ -191,7 +207,8 @@ class ChatModel:
             Parts of the text as soon as they are generated.
 
         Raises:
-            UserError: If the model does not accept the images.
+            UserError: If the model does not accept the images, or if the conversation cannot be
+                rendered or tokenized.
             RunError: If the generation fails.
         """
         import threading
@@ -245,7 +262,7 @@ class ChatModel:
     def _find_end_tokens(self) -> list[int]:
         """Find the ids of all tokens that can end an answer.
 
-        They include the end-of-sequence tokens of the generation config and of the tokenizer. A chat
+        The tokens include the end-of-sequence tokens of the generation config and of the tokenizer. A chat
         template may end answers with a different special token, which is found by rendering a short
         conversation.
 
@@ -276,25 +293,30 @@ class ChatModel:
 def _read_base_model_name(folder: Path) -> str:
     """Read the path or Hub id of an adapter's base model.
 
+    The existence of the base model is checked only if its name cannot be a Hub id, for example
+    because it begins with a slash or a dot. A relative path is resolved against the current folder.
+
     Raises:
-        UserError: If the adapter does not specify its base model, or if the specified folder does not
-            exist.
+        UserError: If the config of the adapter cannot be read or does not specify the base model,
+            or if the specified folder does not exist.
     """
     try:
-        base = read_json_file(folder / ADAPTER_CONFIG)["base_model_name_or_path"]
-    except (OSError, ValueError, LookupError, TypeError) as error:
+        settings = read_json_file(folder / ADAPTER_CONFIG)
+    except (OSError, ValueError) as error:
         raise UserError(
-            f"RUN: {folder / ADAPTER_CONFIG}: {to_one_line(error)}; export the run again"
+            f"RUN: {folder / ADAPTER_CONFIG}: cannot be read ({to_one_line(error)}); export the run again"
         ) from error
+    base = settings.get("base_model_name_or_path") if isinstance(settings, dict) else None
     if not isinstance(base, str) or not base:
         raise UserError(
-            f"RUN: {folder / ADAPTER_CONFIG} does not name its base model; merge the adapter with "
-            f"portable-convert {folder} OUT --merge-into BASE and chat with OUT"
+            f"RUN: {folder / ADAPTER_CONFIG} does not specify the base model; merge the adapter with "
+            f"portable-convert {folder} OUT --merge-into BASE, and chat with OUT"
         )
     if (base.startswith(("/", ".")) or base.count("/") > 1) and not Path(base).is_dir():
         raise UserError(
-            f"RUN: {folder} is an adapter of {base}, which does not exist; run the command in the folder in "
-            f"which it was trained, or merge the adapter with portable-convert {folder} OUT --merge-into BASE"
+            f"RUN: {folder}: the base model of the adapter, {base}, does not exist; run the command in the "
+            "folder in which the adapter was trained, or merge the adapter with portable-convert "
+            f"{folder} OUT --merge-into BASE, and chat with OUT"
         )
     return base
 
@@ -322,8 +344,8 @@ def _load_base_model(name: str, device: Any) -> Any:
 def _add_adapter(model: Any, folder: Path) -> Any:
     """Load an adapter for a base model, and return the PEFT model.
 
-    If the adapter contains embeddings with a different vocabulary size, resizes the embeddings of the
-    base model first.
+    If the adapter contains embeddings with a different vocabulary size, the embeddings of the base
+    model are resized first.
 
     Args:
         model: Base model. It is changed in place.
@@ -351,7 +373,7 @@ def build_chat_parser() -> argparse.ArgumentParser:
     """Build the argument parser of ``portable-chat``."""
     parser = CommandParser(
         prog="portable-chat",
-        description="Chat with the model of a run in the terminal: with final/, a full model or an adapter.\n"
+        description="Chat in the terminal with the model or adapter that a run has exported to final/.\n"
         "A model without a chat template continues the text that you type.",
         epilog=f"in the conversation: {_CONVERSATION_HELP}; Ctrl-C stops an "
         f"answer\n\n{format_exit_codes(DONE, FAILED, REFUSED)}",
@@ -360,19 +382,29 @@ def build_chat_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action=ShowVersion, help="print the version and exit")
     parser.add_argument("run", metavar="RUN", help="output_dir of a run, or a folder with a model or adapter")
     parser.add_argument("--prompt", metavar="TEXT", help="print the answer to TEXT and exit")
-    parser.add_argument("--system", metavar="TEXT", help="system message before the conversation")
+    parser.add_argument("--system", metavar="TEXT", help="system message at the start of the conversation")
     parser.add_argument(
-        "--max-tokens", type=int, default=512, metavar="N", help="tokens of an answer (default: %(default)s)"
+        "--max-tokens",
+        type=int,
+        default=512,
+        metavar="N",
+        help="maximum number of tokens per answer (default: %(default)s)",
     )
     parser.add_argument(
         "--temperature",
         type=float,
         metavar="T",
-        help="sampling temperature; 0 always takes the likeliest token (default: as in the model's files)",
+        help="sampling temperature; 0 always selects the most likely token (default: the temperature in "
+        "the model's generation config)",
     )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the sampling (default: 0)")
     parser.add_argument(
-        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU if there is one"
+        "--seed", type=int, default=0, metavar="N", help="random seed for sampling (default: 0)"
+    )
+    parser.add_argument(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="device of the model; auto (the default) uses a GPU if there is one",
     )
     return parser
 
@@ -401,10 +433,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run_conversation(chat: ChatModel, folder: Path, arguments: argparse.Namespace) -> None:
-    """Answer ``--prompt``, or each line of standard input, and print the answers as they are generated.
+    """Print the answers to ``--prompt``, or to each line of standard input.
 
-    In standard input, ``/image PATH`` adds an image to the next message, ``/reset`` starts a new
-    conversation, and ``/exit`` or ``/quit`` exits. Sets torch's random seed.
+    The answers are printed as they are generated. In standard input, ``/image PATH`` adds an image
+    to the next message, ``/reset`` starts a new conversation, and ``/exit`` or ``/quit`` exits. In
+    an interactive conversation, a ``UserError`` about a message or an image is printed, and Ctrl-C
+    stops only the current answer. Sets torch's random seed.
 
     Args:
         chat: The loaded model.
@@ -412,8 +446,8 @@ def _run_conversation(chat: ChatModel, folder: Path, arguments: argparse.Namespa
         arguments: Parsed command line.
 
     Raises:
-        UserError: If ``--system`` is set, but the tokenizer has no chat template. In a non-interactive
-            conversation, also if an image cannot be used.
+        UserError: If ``--system`` is set but the tokenizer has no chat template. In a
+            non-interactive conversation, also if a message or an image cannot be used.
         RunError: If generating an answer fails.
     """
     import torch
@@ -428,13 +462,13 @@ def _run_conversation(chat: ChatModel, folder: Path, arguments: argparse.Namespa
         raise UserError("--system: the tokenizer has no chat template; remove --system")
     messages: list[Message] = list(system)
     images: list[ImageFile] = []
-    num_shown = 0  # images in messages
-    interactive = arguments.prompt is None and sys.stdin.isatty()
+    num_shown = 0  # number of images that earlier messages contain
+    interactive = arguments.prompt is None and is_terminal(sys.stdin)
     if interactive:
         with suppress(ImportError):
             import readline  # noqa: F401 (line editing and history of input())
         kind = "" if chat.has_template else "; the model has no chat template, so it continues your text"
-        print_status(f"{folder} on {chat.device}{kind}. {_CONVERSATION_HELP}.")
+        print_status(f"loaded {folder} on {chat.device}{kind}. {_CONVERSATION_HELP}.")
     for text in (
         [arguments.prompt] if arguments.prompt is not None else _read_user_messages(interactive=interactive)
     ):
@@ -478,7 +512,7 @@ def _read_image(chat: ChatModel, path: str) -> ImageFile:
     chat.image_processor  # noqa: B018 (raises an error if the model does not accept images)
     try:
         return read_image_file(Path(path).expanduser())
-    except (ValueError, RuntimeError) as error:  # RuntimeError if the home of a user is not known
+    except (ValueError, RuntimeError) as error:  # RuntimeError if the home folder of a user is unknown
         raise UserError(
             f"{_IMAGE_COMMAND}: cannot read {to_one_line(path)[:200]!r} ({error}); specify the path of an "
             "image"
@@ -486,7 +520,10 @@ def _read_image(chat: ChatModel, path: str) -> ImageFile:
 
 
 def _build_content(text: str, num_images: int) -> str | list[dict[str, str]]:
-    """Build the content of a message: the images, followed by the text."""
+    """Build the content of a message: one placeholder per image, followed by the text.
+
+    Without images, the content is the text as a string.
+    """
     if not num_images:
         return text
     return [*[{"type": "image"}] * num_images, {"type": "text", "text": text}]

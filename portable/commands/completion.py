@@ -37,7 +37,7 @@ def print_completion_script(argv: Sequence[str]) -> int:
     """
     parser = CommandParser(
         prog="portable-train completion",
-        description="Print a script that completes portable-train and the other commands in a shell.",
+        description="Print a script for tab completion of portable-train and the other commands in a shell.",
         epilog='In ~/.bashrc or ~/.zshrc:  eval "$(portable-train completion bash)"\n'
         "In ~/.config/fish/config.fish:  portable-train completion fish | source",
         formatter_class=argparse.RawDescriptionHelpFormatter,

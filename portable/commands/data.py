@@ -11,7 +11,7 @@ from portable.checks import check_config
 from portable.command_line import CommandOptions, PositiveCount, parse_command_line
 from portable.config.field_types import PathText  # noqa: TC001  (pydantic reads it)
 from portable.converters.commands import DONE, FAILED, REFUSED, exit_without_traceback, format_exit_codes
-from portable.converters.console import print_line
+from portable.converters.console import is_terminal, print_line
 from portable.errors import RunError, UserError, print_error_lines
 from portable.formatting import format_count
 from portable.paths import parse_place_setting
@@ -26,15 +26,17 @@ USAGE = f"""\
 usage: portable-data --config FILE.yaml --out PLACE [--processes N]
                      [--part I/N] [--KEY VALUE ...]
 
-Tokenize the sources of a config, so that a run starts without tokenizing.
-PLACE is a folder or a URL (s3://, gs://). A run reads PLACE as data.source,
-with data.stream true. Each source of a mixture is a separate folder in PLACE.
-The same command continues after an interruption. No accelerator is needed.
+Tokenize the data sources of a config in advance, so that a run can start at
+once.
+PLACE is a folder or a URL (s3://, gs://). To train on the tokens, set
+data.source: PLACE and data.stream: true. Each source of a mixture becomes a
+separate folder in PLACE. To continue after an interruption, run the command
+again. No accelerator is needed.
 
 examples:
   portable-data --config run.yaml --out tokens/
   portable-data --config run.yaml --out s3://b/tokens --processes 32
-  portable-data --config run.yaml --out s3://b/tokens --part 2/8  one of eight
+  portable-data --config run.yaml --out s3://b/tokens --part 2/8
 
 {format_exit_codes(DONE, FAILED, REFUSED)}
 """
@@ -54,6 +56,9 @@ class DataOptions(CommandOptions):
 @exit_without_traceback
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``portable-data``. UserErrors and RunErrors are printed, not raised.
+
+    If ``argv`` is None, sets the environment variable ``USE_TORCH_XLA`` to 0 if it is not set yet,
+    so that transformers does not import torch_xla.
 
     Args:
         argv: Command-line arguments. Defaults to ``sys.argv``.
@@ -78,6 +83,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run_pretokenization(argv: Sequence[str]) -> int:
     """Tokenize the training sources of a config, write the token files, and print their sizes.
+
+    Skips shards that are already complete, and shards that do not belong to ``--part``. If the
+    sources have names, the tokens of each source are written to a subfolder of ``--out`` with this
+    name. Evaluation sources are not tokenized.
 
     Args:
         argv: Arguments after ``portable-data``.
@@ -121,7 +130,7 @@ def run_pretokenization(argv: Sequence[str]) -> int:
             output,
             num_processes=options.get("processes", count_usable_cores()),
             machine_part=(part_number - 1, num_parts),
-            progress=sys.stderr.isatty(),
+            progress=is_terminal(sys.stderr),
         )
         remaining = (
             f"; {format_count(result.num_shards_left, 'shard')} left to other machines"
@@ -135,11 +144,14 @@ def run_pretokenization(argv: Sequence[str]) -> int:
 
 
 def _read_vocab_size_for_new_tokenizer(config: RunConfig) -> int | None:
-    """Return the size of the tokenizer to train: the vocabulary size in the model's config.
+    """Return the vocabulary size for a tokenizer that is trained on the data.
 
-    Returns None if no tokenizer is trained, because ``data.tokenizer`` or ``model.name_or_path`` is
-    set. In this case, the slow import of transformers is avoided. Also returns None if the model's
-    config has no ``vocab_size``.
+    The size is ``vocab_size`` in the model's config.
+
+    Returns:
+        The vocabulary size. None if no tokenizer is trained, because ``data.tokenizer`` or
+        ``model.name_or_path`` is set. This case is fast, because transformers is not imported. Also
+        None if the model's config has no ``vocab_size``.
     """
     if config.data.tokenizer or config.model.name_or_path:
         return None
@@ -165,13 +177,14 @@ def _parse_shard_part(text: str) -> ShardPart:
     """Parse the value of ``--part``, such as ``2/8``.
 
     Raises:
-        UserError: If the value has a different format, or if the first number exceeds the second.
+        UserError: If the value has a different format, or if the first number is 0 or exceeds the
+            second.
     """
     match = re.fullmatch(r"(\d+)/(\d+)", text)
     if match is None or not 1 <= int(match[1]) <= int(match[2]):
         raise UserError(
-            f"--part: {text!r} does not have the form MACHINE/MACHINES; specify the number of this machine "
-            "and the number of all machines, such as 2/8"
+            f"--part: {text!r} does not have the form I/N with 1 <= I <= N; specify the position of "
+            "this machine and the total number of machines, such as 2/8"
         )
     return ShardPart(int(match[1]), int(match[2]))
 

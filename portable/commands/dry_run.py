@@ -58,7 +58,10 @@ _CLASSIFICATION_TASKS = ("sequence-classification",)
 
 
 def print_dry_run(resolved: ResolvedRun) -> int:
-    """Print the resolved config, the origins of its settings, and a summary of the run. Writes no files.
+    """Print the resolved config, the origins of its settings, and a summary of the run.
+
+    Writes no files to ``output_dir``, and neither downloads nor tokenizes the data. The config of a
+    Hub model may be downloaded.
 
     Args:
         resolved: The resolved run.
@@ -74,7 +77,8 @@ def print_dry_run(resolved: ResolvedRun) -> int:
     config = resolved.config
     assembled, data = inspect_run(config)
     model = assembled.model
-    if config.model.task not in _CLASSIFICATION_TASKS:  # the metrics of a classifier depend on its labels
+    # The metrics of a classifier depend on the labels in the data.
+    if config.model.task not in _CLASSIFICATION_TASKS:
         user_loss = config.train.loss is not None
         setting = MetricSettings(config.model.task, tokenizer=data.tokenizer_object, user_loss=user_loss)
         build_best_tracker(
@@ -96,7 +100,7 @@ def print_dry_run(resolved: ResolvedRun) -> int:
         print_status(line)
     print_line("# The config with every setting")
     print_line(dump_yaml(config))
-    print_line("# Where each setting was set; all others are defaults or derived from these")
+    print_line("# Where settings were set; all other settings are defaults or derived from these")
     print_line(format_table([*config.came_from.items(), *_build_default_rows(resolved)]) + "\n")
     print_line("# What this run will do")
     print_line(format_table(rows, get_terminal_width(sys.stdout)))
@@ -104,7 +108,10 @@ def print_dry_run(resolved: ResolvedRun) -> int:
 
 
 def _build_default_rows(resolved: ResolvedRun) -> list[tuple[str, str]]:
-    """Build table rows for the settings that an existing run or the kind of training determines.
+    """Build table rows for settings that are inherited or have a default for the kind of training.
+
+    A setting is inherited if its value comes from the existing run in the output folder. The kind
+    of training, such as pretraining or fine-tuning, determines the defaults of some other settings.
 
     Returns:
         Pairs of a setting's dotted key and the origin of its value.
@@ -129,7 +136,11 @@ def _collect_notes(
     data: DataSizes,
     plan: BatchPlan,
 ) -> list[str]:
-    """Return the notes that a run prints before its first step, except notes that require a download.
+    """Return the notes that a run prints before its first step.
+
+    Notes that require a download are omitted. Notes about the pretrained weights are included only
+    if ``model.name_or_path`` is a local folder. They are omitted for classifiers, because the size
+    of a classifier's head depends on the labels in the data.
 
     Args:
         resolved: The resolved run.
@@ -142,11 +153,12 @@ def _collect_notes(
     weight_notes: list[str] = []
     model = assembled.model if adapter is None else adapter.blueprint.model
     name = config.model.name_or_path
-    # The head of a classifier has one row per label, and the labels in the data are not counted yet.
+    # Skip classifiers, because the size of a classifier's head depends on the labels in the data, which are
+    # not counted yet.
     is_sized = config.model.task not in _CLASSIFICATION_TASKS
     if is_sized and name is not None and not config.model.from_scratch and Path(name).is_dir():
         weight_notes = load_pretrained_weights(config.model, model, assembled.grown_from).build_notes()
-    is_micro_batch_searched = config.train.micro_batch_size == "auto"  # so that the size is not known yet
+    is_micro_batch_searched = config.train.micro_batch_size == "auto"  # if so, the size is not known yet
     hints = build_shape_hints(
         model.config,
         micro_batch_tokens=0 if is_micro_batch_searched else plan.micro_batch_size * config.data.seq_len,
@@ -159,7 +171,9 @@ def _collect_notes(
 def _build_run_rows(
     resolved: ResolvedRun, model: PreTrainedModel, adapter: Adapter | None, data: DataSizes, plan: BatchPlan
 ) -> list[tuple[str, str]]:
-    """Build the rows of the table that describes a run: model, data, ranks, batch, steps and checkpoint.
+    """Build the rows of the table that describes a run.
+
+    The rows describe the model, the data, the ranks, the batch, the steps and the checkpoint.
 
     Args:
         resolved: The resolved run.
@@ -172,7 +186,8 @@ def _build_run_rows(
         Pairs of a label and a value.
 
     Raises:
-        UserError: If the warmup is longer than the run.
+        UserError: If the warmup is longer than the run, if ``checkpoint.resume`` is not valid for
+            this run, or if the run cannot resume from the checkpoint of another program.
     """
     config, world = resolved.config, resolved.world
     devices = format_rank_count(world.ranks, world.devices_per_rank)
@@ -196,17 +211,17 @@ def _build_run_rows(
         ("ranks", f"{devices} ({config.backend}, {config.strategy}, {config.precision})"),
         (
             "batch",
-            f"{format_count(plan.global_batch_size, 'sequence')} a step = "
+            f"{format_count(plan.global_batch_size, 'sequence')} per step = "
             f"{format_count(plan.world_size, 'rank')} x "
             + (
-                f"{plan.max_sequences_per_rank}, as many at a time as fit"
+                f"{format_count(plan.max_sequences_per_rank, 'sequence')}, in micro-batches as large as fit"
                 if config.train.micro_batch_size == "auto"
                 else f"{format_count(plan.accumulation_steps, 'accumulation step')} x "
                 + format_count(plan.micro_batch_size, "sequence")
                 + describe_padding(plan)
             ),
         ),
-        ("tokens a step", f"{plan.global_batch_size * config.data.seq_len:,}"),
+        ("tokens per step", f"{plan.global_batch_size * config.data.seq_len:,}"),
         (
             "steps",
             _describe_unknown_steps(config, data)
@@ -239,20 +254,22 @@ def _build_change_rows(config: RunConfig, source: AnyPath | None) -> list[tuple[
 
 
 def _describe_unknown_steps(config: RunConfig, data: DataSizes) -> str:
-    """Describe the number of steps before the data is tokenized, with an upper bound if possible.
+    """Describe the number of steps of a run whose data is not tokenized yet.
 
-    The bound is known only if samples are packed. It is computed from the size of the data in bytes,
-    because each token has at least one byte.
+    If the samples are packed and the size of the data in bytes is known, the text gives an upper
+    bound. The bound is computed from this size, because each token has at least one byte.
+    Otherwise, the text contains the formula for the number of steps.
     """
     known_later = "known once the data is tokenized"
     if data.size_bytes is None or not data.packing:
         return (
-            f"{known_later}; {config.train.epochs:g} x the samples to train / "
+            f"{known_later}: {config.train.epochs:g} x the number of training samples / "
             f"{config.train.global_batch_size}"
         )
     max_steps = compute_total_steps(config, max(1, data.size_bytes // config.data.seq_len))
     return (
-        f"at most {max_steps:,}, a token for each byte; English text takes a quarter of that; {known_later}"
+        f"at most {max_steps:,}, with one token per byte (English text has about a quarter of that); "
+        f"{known_later}"
     )
 
 

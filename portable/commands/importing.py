@@ -31,32 +31,38 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
 _DESCRIPTION = (
-    f"Print a config made from files of {format_program_names()}, and from the arguments of their scripts, "
-    "after --. Comments name the origin of each setting, the keys without effect and the unsupported "
+    f"Convert config files of {format_program_names()} to one config, and print it. Put the arguments of a "
+    "script after --. Comments in the config show the origin of each setting, ignored keys and unsupported "
     "keys."
 )
 _REQUIRED_SETTINGS = {
-    "model.name_or_path": "the files name no model",
-    "data.source": "the files name no data that can be read here",
+    "model.name_or_path": "the files do not specify a model",
+    "data.source": "the files do not specify data that can be read here",
 }
-"""Settings that a config for training needs, with the reason to report if the files do not set them."""
+"""Settings that every training config needs. The values are the reasons to report if the files do not
+set them."""
 _ALTERNATIVE_SETTINGS = {"model.name_or_path": "model.config", "data.source": "data.sources"}
-"""Settings that may be set instead of the settings in :data:`_REQUIRED_SETTINGS`."""
+"""For each setting in :data:`_REQUIRED_SETTINGS` that can be replaced, the setting that replaces it."""
 
 
 def print_imported_config(argv: Sequence[str]) -> int:
-    """Convert config files of other trainers to one config, and print it.
+    """Convert config files of other trainers to a single config of this trainer, and print it.
+
+    If several files set the same setting, the last value is used. However, a value that is only
+    assumed, such as a default of the other trainer, does not replace an explicit value. Files that
+    set ``num_processes`` are converted first, because the global batch size depends on it.
 
     Args:
-        argv: Arguments after ``import``: paths of files and, after ``--``, the command line of a
-            script.
+        argv: Arguments after ``import``: paths of files, optionally ``--devices N``, and, after
+            ``--``, the command line of a script.
 
     Returns:
-        Exit code: 0 if all keys were converted, ``USER_ERROR`` if keys have no counterpart.
+        Exit code: 0 if all keys were converted, ``USER_ERROR`` if some keys are not supported.
 
     Raises:
-        UserError: If a file cannot be read, or does not belong to a supported program. If the config is
-            not valid or lacks a required setting, the error is raised after the config is printed.
+        UserError: If a file cannot be read or does not belong to a supported program, or if the
+            converted config is not valid or lacks a required setting. A converted config is printed
+            even if it causes an error.
     """
     files, script = list(argv), []
     if "--" in files:
@@ -65,18 +71,28 @@ def print_imported_config(argv: Sequence[str]) -> int:
     parser = CommandParser(prog="portable-train import", description=_DESCRIPTION)
     parser.add_argument("files", nargs="*", metavar="FILE", type=Path)
     parser.add_argument(
-        "--devices", type=int, default=0, help="number of devices across which the batch was divided"
+        "--devices",
+        type=int,
+        default=0,
+        help="number of devices on which the other program trains",
     )
     arguments = parser.parse_args(files)
     if not arguments.files and not script:
-        raise UserError("import: no file is specified; specify a file, or put arguments after --")
+        raise UserError(
+            "import: no file is specified; specify a file, or put the arguments of a script after --"
+        )
     for path in arguments.files:
         if path.suffix == ".py":
             raise build_script_error(str(path))
     documents = [(str(path), _read_foreign_document(path)) for path in arguments.files]
     launched_processes = None
     if script:
-        launched_processes, script = split_launcher_and_script(script)
+        launched_processes, undefined_count, script = split_launcher_and_script(script)
+        if undefined_count and not arguments.devices:
+            raise UserError(
+                f"command line: {undefined_count}: the number of devices is not fixed, and the global batch "
+                "size depends on it; specify the number with --devices"
+            )
         documents.append(("command line", YamlDocument(parse_script_arguments(script), {})))
     merged = ImportedRun()
     # Convert files with the number of processes first, because the global batch size depends on it.
@@ -90,7 +106,7 @@ def print_imported_config(argv: Sequence[str]) -> int:
         if imported.num_processes:
             count = f"num_processes: {imported.num_processes}"
             merged.notes.append(
-                f"{name}: {count}: start the same number of ranks: portable-train --nproc "
+                f"{name}: {count}: start the same number of ranks with portable-train --nproc "
                 f"{imported.num_processes}"
             )
         merged.differing_programs += [
@@ -114,19 +130,21 @@ def print_imported_config(argv: Sequence[str]) -> int:
         raise MultipleMistakesError(mistakes) if len(mistakes) > 1 else UserError(mistakes[0])
     if merged.refusals:
         unsupported = format_count(len(merged.refusals), "unsupported key")
-        print_error(f"note: {unsupported}; comments at the end explain what to do")
+        print_error(f"note: {unsupported}; the comments at the end of the config explain what to do")
         return USER_ERROR
     return 0
 
 
 def _remove_assumed_train_on(imported: ImportedRun) -> None:
-    """Remove TRL's default of ``data.train_on`` if the data does not contain conversations.
+    """Remove an assumed ``data.train_on`` if it does not suit the format of the data.
 
-    The format is detected from the first record. Does nothing if the data would have to be downloaded
-    first.
+    The value was assumed because TRL trains on all tokens of a conversation by default. It is
+    removed if the data consists of plain text, or of records with a prompt and a completion. The
+    format of the data is detected from the first record. Does nothing if the format cannot be
+    detected, for example because the data would have to be downloaded first.
 
     Args:
-        imported: The imported settings. They are changed in place.
+        imported: Imported settings. They are changed in place.
     """
     if "data.train_on" not in imported.assumed_keys:
         return
@@ -164,11 +182,15 @@ class ImportedConfig(NamedTuple):
 
 
 def format_imported_config(imported: ImportedRun) -> ImportedConfig:
-    """Format the settings as a YAML file with comments, and validate the config.
+    """Format the settings as a YAML file with comments, and validate the resulting config.
+
+    Mistakes in the config are returned, not raised. The checks of the backend are skipped, because
+    they require the machine of the run.
 
     Args:
-        imported: The imported settings, changed in place: each setting with an invalid value is
-            removed, and the reason is added as a refusal.
+        imported: The imported settings, changed in place. Each setting with an invalid value is
+            removed, and the reason is appended to ``refusals``, the list of settings that cannot be
+            imported.
     """
     for key in list(imported.values):
         if (mistake := find_setting_mistake(RunConfig, key, imported.values[key])) is not None:
@@ -192,7 +214,7 @@ def format_imported_config(imported: ImportedRun) -> ImportedConfig:
     text = "\n".join(parts) + "\n"
     try:
         config = load_config(parse_yaml(text, "run.yaml").value or {})
-        # Without the rules of a backend, because only the machine of the run can check them.
+        # Skip the checks of the backend, because they require the machine of the run.
         check_config(config.replaced({"backend": "auto"}))
     except MultipleMistakesError as error:
         mistakes += error.lines
@@ -202,7 +224,11 @@ def format_imported_config(imported: ImportedRun) -> ImportedConfig:
 
 
 def _iter_setting_lines(imported: ImportedRun) -> Iterator[str]:
-    """Yield the lines of the YAML file in the order of the schema, with origins as comments."""
+    """Yield the lines of the YAML file, in the order of the schema.
+
+    The comment at the end of each line states the origin of the value, such as the key from which
+    it was converted.
+    """
     current_section = ""
     for key, setting in keys.get_setting_fields(RunConfig).items():
         if key not in imported.values:
@@ -220,7 +246,7 @@ def _iter_setting_lines(imported: ImportedRun) -> Iterator[str]:
 
 
 def _wrap_comment_line(line: str) -> Iterable[str]:
-    """Wrap a message into lines of comments."""
+    """Wrap a line of text, and return it as YAML comment lines."""
     return textwrap.wrap(
         line,
         100,

@@ -36,12 +36,12 @@ examples:
   portable-train init --task lora --model Qwen/Qwen3-8B --device h100:8
   portable-train init run.yaml --for sky --device h100:8 --output_dir s3://bucket/run
 
-With --device, the planner chooses settings with which the run fits: a base in 16 or 4 bits, the micro-batch
-size, activation checkpointing, the strategy, and (with --data) packing. The comments of the file contain the
-plan. The weights of the model are not downloaded.
+With --device, the planner chooses settings with which the run fits into memory: a 16-bit or 4-bit base model,
+the micro-batch size, activation checkpointing, the strategy, and (with --data) packing. The comments in the
+file describe the plan. The weights of the model are not downloaded.
 """
 _CHEAPER_TASKS = {"chat": ("lora",)}
-"""Tasks to suggest instead of a task whose run does not fit on a device, because they need less memory."""
+"""For each task, the tasks that need less memory. They are suggested if a run does not fit on a device."""
 _COMMENT_WIDTH = 100
 """Maximum width of a comment line, in characters."""
 
@@ -89,8 +89,8 @@ def _build_init_parser(
     )
     parser = CommandParser(
         prog="portable-train init",
-        description="Write a short config with comments. With --for: write a file that starts the run of a\n"
-        "config on rented machines, into the folder of the config.",
+        description="Write a short config with comments. With --for: write a file next to the config that\n"
+        "starts the run on rented machines.",
         epilog="tasks:\n" + "\n".join(task_lines) + "\n\n" + _EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -117,7 +117,9 @@ def _build_init_parser(
         "--output_dir", metavar="URL", help="output_dir of the run, instead of the value in the config"
     )
     parser.add_argument(
-        "--install", metavar="WHAT", help="argument of pip install on the machines; default: this version"
+        "--install",
+        metavar="WHAT",
+        help="package that pip installs on the machines; default: this version of portable-trainer",
     )
     parser.add_argument("--on-demand", action="store_true", help="do not rent machines that may be preempted")
     return parser
@@ -126,6 +128,10 @@ def _build_init_parser(
 def write_starter_config(argv: Sequence[str]) -> int:
     """Write a starter config, or a launch file if ``--for`` is set, and print the next steps.
 
+    With ``--for``, the config must already exist, and it is not changed. With ``--device`` but
+    without ``--for``, settings with which the run fits on the device are written into the starter
+    config.
+
     Args:
         argv: Arguments after ``init``.
 
@@ -133,8 +139,9 @@ def write_starter_config(argv: Sequence[str]) -> int:
         Exit code 0.
 
     Raises:
-        UserError: If the file already exists or cannot be written, or if the run does not fit on the
-            device.
+        UserError: If an argument is invalid or has no effect, if the file already exists or cannot
+            be written, or if the run does not fit on the device.
+        SystemExit: If the arguments cannot be parsed. Also raised after ``--help``.
     """
     starters = read_starter_configs()
     templates = list_launch_templates(machines := get_config_folder().joinpath("machines"))
@@ -146,7 +153,7 @@ def write_starter_config(argv: Sequence[str]) -> int:
     for flag in ("--output_dir", "--install", "--on-demand") if options.target is None else ():
         value = getattr(options, flag[2:].replace("-", "_"))
         require(
-            not value, f"{flag}: has an effect only with --for; specify the program, for example --for sky"
+            not value, f"{flag}: has no effect without --for; add --for and a program, for example --for sky"
         )
     if options.target is not None:
         for flag in ("task", "model", "data"):
@@ -166,7 +173,10 @@ def write_starter_config(argv: Sequence[str]) -> int:
             install=options.install,
             spot=not options.on_demand,
         )
-        print_line(f"wrote {launch_file}; its first lines show how to start it, from its folder")
+        print_line(
+            f"wrote {launch_file}; to start the run, run the command in the first lines of this file, in its "
+            "folder"
+        )
         return 0
     require(len(options.device) < 2, "--device: is specified more than once; specify one kind of device")
     require(not file.exists(), f"init: {file} already exists; use another name")
@@ -188,10 +198,11 @@ def write_starter_config(argv: Sequence[str]) -> int:
     text = f"# yaml-language-server: $schema={get_config_folder().joinpath('schema.json')}\n{text}"
     write_new_file(file, text, "use another name")
     command = f"  portable-train --config {shlex.quote(str(file))}"
-    print_line(f"wrote {file}{size_note}; edit it, then\n{command} --dry-run\n{command}")
+    print_line(f"wrote {file}{size_note}; edit the file, then run\n{command} --dry-run\n{command}")
     if options.model is not None and not size_note:
         print_line(
-            "for settings that fit on a device, add --device, such as --device 4090, h100:8, v5e:8 or cpu"
+            "to write settings with which the run fits on a device, add --device and a device, such as 4090, "
+            "h100:8, v5e:8 or cpu"
         )
     return 0
 
@@ -202,7 +213,8 @@ def _fill_starter(starter: str, file: Path, model: str | None, data: str | None)
     Args:
         starter: Text of the starter config.
         file: Path of the config to write. Its stem becomes the name of the run.
-        model: Hub id or folder of the model. None keeps the starter's model.
+        model: Hub id or folder of the model. None keeps the starter's model. If the starter has
+            ``model.config``, only the architecture of the model is used, with random weights.
         data: File, glob or Hub dataset. None keeps the starter's data.
     """
     folder = _format_yaml_value(f"runs/{file.stem}")
@@ -255,11 +267,12 @@ def _format_yaml_value(value: object) -> str:
 
 
 class _SizedConfig(NamedTuple):
-    """A config whose run fits on a device.
+    """Config of a run that fits on the chosen devices, and a note about the memory.
 
     Attributes:
         text: Text of the YAML file.
-        size_note: End of a sentence for the user, with the device and the planned memory.
+        size_note: Devices and planned memory, appended to the message that the file was written.
+            For example ``, sized for 1 x 4090: about 18.4 GiB of 24.0 GiB``.
     """
 
     text: str
@@ -267,13 +280,19 @@ class _SizedConfig(NamedTuple):
 
 
 def _fit_to_device(text: str, device: str, cheaper: Mapping[str, str], *, has_data: bool) -> _SizedConfig:
-    """Choose settings that make the run fit on a device, and add comments that describe the plan.
+    """Choose settings with which the run fits on a device, and describe the memory plan in comments.
 
     Args:
         text: Text of the config.
         device: Value of ``--device``, such as ``h100:8``.
-        cheaper: Configs of other tasks that need less memory, keyed by the flag that selects them.
+        cheaper: Texts of alternative configs that need less memory. The key of each config is the
+            flag that selects its task, such as ``--task lora``. If the run does not fit, the error
+            message suggests the flags of the configs that fit.
         has_data: Whether the user has set ``--data``. If so, the size of the data is estimated.
+
+    Returns:
+        The text of the config with the chosen settings and the comments, and a note about the
+        planned memory.
 
     Raises:
         UserError: If the run does not fit with any combination of settings.

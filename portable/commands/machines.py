@@ -1,8 +1,9 @@
-"""``portable-train init --for``: write launch files for programs that rent machines, such as SkyPilot.
+"""Launch files for cloud launchers and job schedulers, such as SkyPilot and Slurm.
 
-The files are created from the templates in ``configs/machines``. In a template, ``@name@`` is a
-placeholder for a value. A line that begins with a condition, such as ``@several@``, is kept only if
-the condition is true. See :data:`_LINE_CONDITIONS`.
+``portable-train init --for`` creates the files from the templates in ``configs/machines``. In a
+template, ``@name@`` is a placeholder for a value. A line that begins with a condition is kept only
+if the condition is true. For example, ``@several@`` is true if there are several nodes with GPUs.
+See :data:`_LINE_CONDITIONS`.
 """
 
 from __future__ import annotations
@@ -44,26 +45,29 @@ others TPUs. ``alike``: all of them have GPUs, or all have TPUs. ``selected``: n
 slice."""
 _PLACEHOLDER = re.compile(r"@(\w+)@")
 _UNSAFE_IN_PACKAGE = re.compile(r"[^\w .,@:/+=\[\]~<>!-]|: |^-| #")
-"""Matches characters that are not safe within quotes, in the shell or in YAML. For ``--install``."""
+"""Matches characters in the value of ``--install`` that are not safe in a shell or in YAML, even in
+quotes."""
 _VERSION = metadata.version("portable-trainer")
 _UNSAFE_IN_NAME = re.compile(r"[^\w./:@+=,-]|^[^\w./]|:$", re.ASCII)
-"""Matches characters that are not safe in a word without quotes, in the shell or in YAML.
+"""Matches characters that are not safe in an unquoted word in a shell or in YAML.
 
-Quotes cannot be added, because some templates contain the word within the quotes of a longer text."""
+Quotes cannot be added, because some templates insert the word into a longer quoted text.
+"""
 _MULTI_DEVICE_PROGRAMS = ("sky", "dstack")
 """Programs that can choose among several types of devices, so that ``--device`` may be repeated."""
 _GPU_ONLY_PROGRAMS = ("dstack", "hf-jobs", "slurm")
 """Programs that do not offer TPUs."""
 _TEMPLATE_INDENTS = {"jobset": (24, 16), "trainjob": (10, 26)}
-"""Numbers of spaces before the text of the config and before the node labels, in templates with these."""
+"""Number of spaces before the config text and before the node labels, for templates that contain them."""
 _BUCKET_SECRETS = {
     "s3": ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"),
     "az": ("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_KEY"),
     "abfss": ("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_KEY"),
 }
-"""Environment variables with the credentials of a bucket, by the scheme of its URL.
+"""Environment variables that contain the credentials of a bucket, keyed by the scheme of the bucket's URL.
 
-There are none for Google's buckets, because Google's machines have service accounts."""
+Google's buckets need none, because Google's machines have service accounts.
+"""
 
 
 @dataclass(frozen=True)
@@ -71,10 +75,12 @@ class RentedMachines:
     """Machines to rent, all with the same type of device.
 
     Attributes:
-        device: Type of device, as in the planner.
-        num_devices: Total number of devices on all machines.
-        rental_names: Entry for the device in ``configs/machines/names.yaml``: its names, keyed by
-            program, and other properties, such as the number of chips per host.
+        device: Type of device, with the properties that the planner uses.
+        num_devices: Total number of devices in all machines.
+        rental_names: Facts about renting this type of device, from ``configs/machines/names.yaml``.
+            The mapping contains the name of the device in programs with their own names for
+            devices, keyed by program (for example ``sky: A100-80GB``). For TPUs, it contains
+            properties such as the number of chips per host.
     """
 
     device: Device
@@ -88,7 +94,10 @@ class RentedMachines:
 
     @property
     def num_nodes(self) -> int:
-        """Number of machines, each with the same number of devices. A small TPU slice fits on one host."""
+        """Number of machines, or of hosts in a TPU slice. Each has the same number of devices.
+
+        Always 1 for a TPU slice that is small enough for one host.
+        """
         if not self.is_tpu:
             return max(1, self.num_devices // self.device.devices_per_node)
         fits_on_one_host = self.num_devices <= self.rental_names.get("alone", self.rental_names["host"])
@@ -96,11 +105,24 @@ class RentedMachines:
 
     @property
     def accelerator_type(self) -> str:
-        """Accelerator type of a TPU slice, such as ``v5litepod-8``."""
+        """Accelerator type of a TPU slice, such as ``v5litepod-8``.
+
+        The number in the type is the number of chips, except for ``v4`` and ``v5p``. Their types
+        contain the number of cores, which is twice as large. GPUs have no accelerator type, and
+        cause a ``KeyError``.
+        """
         return f"{self.rental_names['type']}-{self.num_devices * self.rental_names.get('cores', 1)}"
 
     def get_device_name(self, program: str) -> str:
-        """Return a program's name for the device. By default, this is the planner's name in capitals."""
+        """Return the name that a launch program uses for the device in its config.
+
+        Args:
+            program: Key of the program in ``configs/machines/names.yaml``: ``sky`` or ``dstack``.
+
+        Returns:
+            The name from ``configs/machines/names.yaml``. If that file has no name for this
+            program, the planner's device name in upper case.
+        """
         return str(self.rental_names.get(program, self.device.name.upper()))
 
 
@@ -129,7 +151,9 @@ def list_launch_templates(folder: Traversable) -> dict[str, Traversable]:
 def _check_can_launch(
     target: str, config_file: Path, machines: Sequence[RentedMachines], output_dir: str, install: str | None
 ) -> None:
-    """Check that the run can start on the rented machines, and that its output outlives them.
+    """Check that the run can start on the rented machines.
+
+    Also checks that the output of the run is not lost with the machines.
 
     Args:
         target: Value of ``--for``.
@@ -139,14 +163,17 @@ def _check_can_launch(
         install: Value of ``--install``, or None.
 
     Raises:
-        UserError: If PyPI's build of torch does not support the device, if the output is not in an
-            object store, or if a name contains characters that need quotes.
+        UserError: If a device is an AMD GPU and ``install`` is None, because pip then installs
+            PyTorch for NVIDIA GPUs. Also raised if the output is not in an object store, unless
+            ``target`` is ``slurm``. Also raised if the name of the config file or ``output_dir``
+            contains characters that would need quotes in the generated launch file, or if
+            ``install`` contains characters that are not safe even in quotes.
     """
     for kind in machines:
         require(
             install is not None or not kind.device.name.startswith("mi"),
             f"--device: {kind.device.name} is an AMD GPU, but by default pip installs PyTorch for NVIDIA "
-            "GPUs; add --install with a PyTorch for ROCm",
+            "GPUs; add --install with pip arguments that install PyTorch for ROCm",
         )
     require(
         is_url(output_dir) or target == "slurm",
@@ -184,18 +211,18 @@ def write_launch_file(
         folder: Folder ``configs/machines``.
         target: Value of ``--for``: a key of :func:`list_launch_templates`.
         config_file: The YAML file of the run.
-        devices: Values of ``--device``, such as ``h100:8``. If there are several, the program chooses
-            one.
+        devices: Values of ``--device``, such as ``h100:8``. If there are several, the program
+            chooses one.
         output_dir: Output folder of the run. None uses the value in the config.
         install: Argument of ``pip install`` on the machines. None installs this version from PyPI.
         spot: Whether to rent cheaper machines that may be preempted.
 
     Returns:
-        Path of the file.
+        Path of the file. For ``run.yaml`` and ``sky``, this is ``run.sky.yaml``.
 
     Raises:
-        UserError: If the program does not offer such machines, if the run's output would be lost with
-            the machine, or if the file already exists.
+        UserError: If the config does not exist, if the program does not offer such machines, if the
+            run's output would be lost with the machine, or if the file already exists.
     """
     template = list_launch_templates(folder)[target]
     require(
@@ -209,19 +236,19 @@ def write_launch_file(
     _check_can_launch(target, config_file, machines, run_output_dir, install)
     for key, local_path in () if target == "slurm" else _list_local_file_settings(config):
         print_status(
-            f"note: {key}: {local_path} exists only on this machine; upload the data to a bucket, or "
-            "to the hub"
+            f"note: {key}: {local_path} exists only on this machine; upload the files to a bucket or to "
+            f"the hub, and change {key}"
         )
-    if not config.checkpoint.saves_during_training:
+    if not config.saves_during_training:
         print_status(
             "note: checkpoint.every_steps: no checkpoint is saved during training, and not every machine "
-            "gives a warning before it stops; set checkpoint.every_steps"
+            "gives a warning before it stops; set checkpoint.every_steps, for example to 500"
         )
     values = _build_template_values(target, config, config_file, machines, install, spot=spot)
     if install is None and target != "slurm":
         print_status(
             f"note: --install: pip can install portable-trainer {_VERSION} only after its release; until "
-            "then, specify a URL"
+            "then, set --install to a URL"
         )
     out = config_file.with_suffix(f".{template.name}")
     conditions = {
@@ -266,7 +293,7 @@ def fill_template(text: str, values: Mapping[str, str], conditions: Mapping[str,
         conditions: Whether each of :data:`_LINE_CONDITIONS` is true, keyed by name.
 
     Returns:
-        The text of the file.
+        The text of the template after these changes.
     """
     lines = []
     for line in text.splitlines():
@@ -281,16 +308,18 @@ def fill_template(text: str, values: Mapping[str, str], conditions: Mapping[str,
 def _parse_machines(
     text: str, rental_table: Mapping[str, Any], config: RunConfig, target: str
 ) -> RentedMachines:
-    """Parse the value of a ``--device`` flag, and check that a program offers such machines.
+    """Parse the value of ``--device``, and check that the ``--for`` target supports these devices.
 
     Args:
         text: Value of ``--device``, such as ``h100:8``.
         rental_table: Content of ``configs/machines/names.yaml``.
         config: Config of the run.
-        target: Value of ``--for``.
+        target: Value of ``--for``: the program or service that launches the run, such as
+            ``hf-jobs``.
 
     Raises:
-        UserError: If the backend or the program does not support the device or the number of devices.
+        UserError: If the backend or the target does not support the device or the number of
+            devices.
     """
     device, count = parse_devices(text)
     key = {"a100": "a100-80", "v100": "v100-16"}.get(device.name, device.name)
@@ -315,16 +344,17 @@ def _parse_machines(
     topologies = rental_table["topologies"][3 if "cores" in machines.rental_names else 2]
     require(
         "type" in machines.rental_names and target not in _GPU_ONLY_PROGRAMS,
-        f"--device: {text}: --for {target} does not offer this device; choose another device",
+        f"--device: {text} is not available with --for {target}; choose another device",
     )
     require(
         machines.num_devices in topologies,
-        f"--device: {text}: no slice has this number of chips; use one of {', '.join(map(str, topologies))}",
+        f"--device: {text}: no TPU slice has this number of chips; use one of "
+        f"{', '.join(map(str, topologies))}",
     )
     require(
         machines.num_nodes == 1 or target == "cloud-tpu" or (target == "jobset" and config.backend != "tpu"),
-        f"--device: {text}: a slice of several hosts is not supported here; use --for cloud-tpu, or --for "
-        "jobset and backend xla",
+        f"--device: {text}: --for {target} with backend: {config.backend} does not support slices of several "
+        "hosts; use --for cloud-tpu, or --for jobset with backend: xla",
     )
     labels = {
         "cloud.google.com/gke-tpu-accelerator": machines.rental_names["gke"],
@@ -334,7 +364,11 @@ def _parse_machines(
 
 
 def _list_local_file_settings(config: RunConfig) -> list[LocalFileSetting]:
-    """List the settings, including all data sources, whose value is an existing local file or folder."""
+    """List the settings whose value is an existing local file or folder.
+
+    The sources of training and evaluation data are also checked. A glob counts if it matches a file
+    or folder, and a list counts if one of its items exists.
+    """
     values = {
         setting.key: config.get(setting.key)
         for setting in keys.get_setting_fields(RunConfig).values()
@@ -392,10 +426,14 @@ def _build_template_values(
     *,
     spot: bool,
 ) -> dict[str, str]:
-    """Build the values of all placeholders in all templates, keyed by name.
+    """Build the values for the placeholders in the launch templates, keyed by placeholder name.
+
+    The templates are files in ``configs/machines``. The result contains the placeholders of all
+    templates except ``file``, and each template uses only some of them.
 
     Args:
-        target: Value of ``--for``.
+        target: Value of ``--for``: the program that rents the machines or starts the run on them,
+            such as ``sky``.
         config: Config of the run.
         config_file: The YAML file of the run.
         machines: Machines to rent, one entry per ``--device``.
@@ -403,18 +441,19 @@ def _build_template_values(
         spot: Whether to rent machines that may be preempted.
 
     Raises:
-        UserError: If there are several entries in ``machines``, but the program does not support that
-            or the numbers of machines differ.
+        UserError: If ``machines`` has several entries although ``target`` supports only one, or if
+            the entries have different numbers of machines.
     """
     first = machines[0]
     require(
         len(machines) == 1 or target in _MULTI_DEVICE_PROGRAMS,
-        f"--device: --for {target} supports only one kind of machine; specify one kind of device",
+        f"--device: --for {target} supports only one kind of machine; specify --device once",
     )
     require(
         len({kind.num_nodes for kind in machines}) == 1,
-        "--device: the numbers of machines differ between the kinds of devices; change the counts of "
-        "devices so that every kind needs the same number of machines",
+        "--device: the devices need different numbers of machines ("
+        + ", ".join(f"{kind.device.name}:{kind.num_devices} on {kind.num_nodes}" for kind in machines)
+        + "); choose numbers of devices that need the same number of machines",
     )
     output_dir = str(config.output_dir)
     secrets = ("HF_TOKEN", *_BUCKET_SECRETS.get(output_dir.partition("://")[0], ()))
@@ -460,10 +499,10 @@ def _build_template_values(
 
 
 def _format_secret_flags(target: str, names: Sequence[str]) -> str:
-    """Format the flags that pass environment variables with credentials to the machines.
+    """Format the flags of a launch command that pass environment variables to rented machines.
 
-    For SkyPilot, the result is a single line. For other programs, each flag is on its own line, which
-    ends with a backslash.
+    The variables contain credentials. For SkyPilot, the result is a single line. For other
+    programs, each flag is on its own line, which ends with a backslash.
 
     Args:
         target: Value of ``--for``.

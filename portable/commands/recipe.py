@@ -15,6 +15,8 @@ from functools import cached_property
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from tqdm import tqdm
+
 from portable.config.derived_defaults import DEFAULTS_BY_TRAINING_KIND, find_largest_divisor
 from portable.data.images import build_image_reader
 from portable.data.sources.source_kinds import build_training_settings, detect_run_format, open_source
@@ -30,6 +32,7 @@ from portable.planner.device_lookup import list_known_devices
 from portable.planner.plan import Planner, PlanOption
 from portable.planner.preparation import build_model_and_work, choose_target
 from portable.planner.run_time import EstimateRange, TrainingWork, estimate_run_hours
+from portable.planner.savings import describe_saving_costs, list_memory_savings
 from portable.run.length import MIN_USEFUL_STEPS
 
 if TYPE_CHECKING:
@@ -38,6 +41,7 @@ if TYPE_CHECKING:
     from portable.config import RunConfig
     from portable.data.images import ImageReader
     from portable.data.sources.documents import ImageReference
+    from portable.data.sources.source import DataSource
     from portable.data.tokens.image_processing import ImageProcessor
     from portable.planner.device import Device
     from portable.planner.meta_model import MetaModel
@@ -47,9 +51,11 @@ _LONGEST_SEQUENCE, _SHORTEST_SEQUENCE = DEFAULTS_BY_TRAINING_KIND["data.seq_len"
 
 Longer sequences are rarely needed. Shorter sequences would truncate too much of the data."""
 _MICRO_BATCH_TOKENS = 8192
-"""Maximum number of tokens in a micro-batch, because it is sufficient to keep an accelerator busy."""
-_MAX_RECORDS_READ = 5000
-"""Maximum number of records that are read to estimate the size of the data."""
+"""Maximum number of tokens in a micro-batch. This many tokens are sufficient to keep an accelerator busy."""
+_NUM_FIRST_RECORDS = 5000
+"""Number of records that are read of a large source if the rest can be extrapolated from its size."""
+_LARGE_SOURCE_BYTES = 100 << 20
+"""Minimum size of a source of which only the first records are read."""
 _BYTES_PER_TOKEN = 4
 """Average number of bytes of English text per token."""
 _ASSUMED_TOKENS_PER_IMAGE = 1024
@@ -57,9 +63,10 @@ _ASSUMED_TOKENS_PER_IMAGE = 1024
 _MAX_IMAGES_READ = 100
 """Maximum number of images whose tokens are counted."""
 _MIN_LARGER_DEVICE_RATIO = 1.2
-"""Factor by which the memory of a suggested device must exceed the memory of the device that is too small."""
+"""Minimum ratio between the memory of a suggested device and the memory of the device that is too small."""
 _MAX_SUGGESTED_DEVICES = {"cuda": 8, "cpu": 1}
-"""Maximum number of devices that an error message suggests, by backend. 64 for other backends."""
+"""Maximum number of devices that an error message suggests, keyed by backend. 64 for backends that are
+not listed."""
 
 
 @dataclass(frozen=True)
@@ -68,9 +75,9 @@ class DatasetEstimate:
 
     Attributes:
         num_records: Estimated number of records.
-        num_tokens: Estimated number of tokens in all records together.
+        num_tokens: Estimated number of tokens in all records together, including image tokens.
         longest_record_tokens: Estimated number of tokens in the longest record.
-        num_image_tokens: Estimated number of tokens of images among them.
+        num_image_tokens: Estimated number of image tokens in all records together.
         is_measured: Whether the estimates are based on records that have been read. If not, they are
             assumptions.
     """
@@ -82,15 +89,15 @@ class DatasetEstimate:
     is_measured: bool = True
 
 
-_ASSUMED_HUB_DATASET = DatasetEstimate(10_000, 5_000_000, _LONGEST_SEQUENCE, is_measured=False)
-"""Assumed size of a dataset that would have to be downloaded."""
+_ASSUMED_DATASET = DatasetEstimate(10_000, 5_000_000, _LONGEST_SEQUENCE, is_measured=False)
+"""Assumed size of a dataset that contains tokens, or that would have to be downloaded."""
 
 
 class RejectedCandidate(NamedTuple):
-    """A candidate that does not fit on the devices.
+    """Combination of settings that was tried but does not fit into the memory of the devices.
 
     Attributes:
-        settings: Settings of the candidate, keyed by dotted key.
+        settings: The settings, keyed by dotted key.
         needed_bytes: Minimum memory per device that a run with these settings needs, in bytes.
     """
 
@@ -100,6 +107,8 @@ class RejectedCandidate(NamedTuple):
 
 class CandidatePlanner(NamedTuple):
     """Planner for a candidate, and the amount of work in the run.
+
+    A candidate is one combination of settings that the recipe search tries.
 
     Attributes:
         planner: Planner for the config with the candidate's settings.
@@ -112,15 +121,15 @@ class CandidatePlanner(NamedTuple):
 
 @dataclass(frozen=True)
 class Recipe:
-    """Settings with which a run fits on the devices, and the resulting plan.
+    """Settings that make a run fit on the devices, and the resulting plan.
 
     Attributes:
         settings: Settings to write into the config, keyed by dotted key.
         planner: Planner for the config with these settings.
         option: Memory plan for these settings.
         work: Number of steps and tokens of the run. None if it is unknown.
-        rejected: The most preferred candidate, if it does not fit. None if it fits; it is then the
-            recipe.
+        rejected: Preferred combination of settings, which is tried first, if it does not fit. None
+            if it fits and was chosen.
     """
 
     settings: dict[str, Any]
@@ -145,7 +154,10 @@ class Recipe:
 
 
 class _ImageTokenEstimator:
-    """Estimates the number of tokens of images from the first images of the data.
+    """Estimator of the number of tokens per image.
+
+    The tokens of the first images in the data are counted. Every other image is assumed to have the
+    mean of these counts. If no image can be counted, a fixed number is assumed.
 
     Args:
         config: Starter config with the user's model and data.
@@ -157,7 +169,10 @@ class _ImageTokenEstimator:
 
     @cached_property
     def _processor(self) -> ImageProcessor | None:
-        """Processor of the model. None if it cannot be loaded, because a run reports the error."""
+        """Image processor of the model. None if the model is not pretrained, or if loading fails.
+
+        A loading error is not raised here, because the training run raises it.
+        """
         from portable.data.tokens.image_processing import load_image_processor
 
         model = self._config.model
@@ -168,11 +183,16 @@ class _ImageTokenEstimator:
         return None
 
     def estimate_tokens(self, images: Sequence[ImageReference], reader: ImageReader, location: str) -> int:
-        """Estimate the number of tokens of the images of a record.
+        """Estimate the total number of tokens in the images of a record.
+
+        The tokens of the first local images of the dataset are counted, for at most
+        :data:`_MAX_IMAGES_READ` images. Each other image is assumed to have the average of the
+        previous counts. This includes images at URLs, which are not downloaded, and images that
+        cannot be read. If no image has been counted yet, :data:`_ASSUMED_TOKENS_PER_IMAGE` is used.
 
         Args:
-            images: References of the record.
-            reader: Reader of the images of its source. URLs are not downloaded.
+            images: References to the images of the record.
+            reader: Reader for images of the source that contains the record.
             location: Location of the record in its source.
         """
         return sum(self._estimate_image_tokens(image, reader, location) for image in images)
@@ -186,10 +206,19 @@ class _ImageTokenEstimator:
 
 
 def estimate_dataset_size(config: RunConfig) -> DatasetEstimate:
-    """Estimate the size of the training data from its first records.
+    """Estimate the size of the training data by reading its records.
+
+    Only the first records of a large source are read, and the rest is extrapolated from the size of
+    its files. The result may then be too high, because the files also contain keys and columns that
+    are not used. If the size of the files does not indicate the length of the text, as for compressed
+    and Parquet files, all records of the source are read.
+
+    Args:
+        config: Starter config with the user's data.
 
     Returns:
-        The estimate, or :data:`_ASSUMED_HUB_DATASET` if a source would have to be downloaded.
+        The estimate, or :data:`_ASSUMED_DATASET` if a source would have to be downloaded, or if it
+        contains tokens instead of text.
 
     Raises:
         UserError: If the data cannot be read.
@@ -197,37 +226,70 @@ def estimate_dataset_size(config: RunConfig) -> DatasetEstimate:
     data = config.data.model_copy(
         update={"format": detect_run_format(config.data, config.model.task, downloads=False)}
     )
-    count = read_bytes = file_bytes = longest_bytes = image_tokens = 0
-    total_bytes: int | None = 0
+    num_records = num_bytes = longest_bytes = image_tokens = 0
     estimator = _ImageTokenEstimator(config)
     for settings in build_training_settings(data, config.model.task, offline=True).values():
         source = open_source(settings)
-        if source.downloads_to_read:
-            return _ASSUMED_HUB_DATASET
-        reader = replace(build_image_reader(settings.data), allow_urls=False)
-        for document in islice(source.iter_documents(), _MAX_RECORDS_READ):
-            length = len(f"{document.text}{document.target or ''}{document.pair_text or ''}".encode())
-            file_bytes += length
-            if (conversation := document.conversation) is not None:
-                file_bytes += sum(len(image.data or b"") for image in conversation.images)
-                tokens = estimator.estimate_tokens(conversation.images, reader, conversation.location)
-                length, image_tokens = length + _BYTES_PER_TOKEN * tokens, image_tokens + tokens
-            count, read_bytes, longest_bytes = count + 1, read_bytes + length, max(longest_bytes, length)
-        source_bytes = source.size_bytes
-        total_bytes = None if total_bytes is None or source_bytes is None else total_bytes + source_bytes
-    if (
-        count >= _MAX_RECORDS_READ and total_bytes is not None and file_bytes
-    ):  # Extrapolate, because not all records have been read. Assume that all have the same average length.
-        factor = max(1.0, total_bytes / file_bytes)
-        count, read_bytes, image_tokens = (round(n * factor) for n in (count, read_bytes, image_tokens))
+        if source.downloads_to_read or source.has_tokens:
+            return _ASSUMED_DATASET
+        size = _measure_source(source, estimator)
+        num_records += size.num_records
+        num_bytes += size.num_bytes
+        longest_bytes = max(longest_bytes, size.longest_bytes)
+        image_tokens += size.num_image_tokens
     # Increase the length of the longest record, because it may have more tokens per byte than English text,
     # and the chat template adds tokens.
     return DatasetEstimate(
-        count,
-        max(1, read_bytes // _BYTES_PER_TOKEN),
+        num_records,
+        max(1, num_bytes // _BYTES_PER_TOKEN + image_tokens),
         longest_bytes // (_BYTES_PER_TOKEN - 1) + 64,
         image_tokens,
     )
+
+
+class _SourceSize(NamedTuple):
+    """Size of a source.
+
+    Attributes:
+        num_records: Number of records.
+        num_bytes: Size of the text in bytes.
+        longest_bytes: Size of the longest record in bytes. An image counts as the bytes of a text with
+            the same number of tokens.
+        num_image_tokens: Number of image tokens.
+    """
+
+    num_records: int
+    num_bytes: int
+    longest_bytes: int
+    num_image_tokens: int
+
+
+def _measure_source(source: DataSource, estimator: _ImageTokenEstimator) -> _SourceSize:
+    """Measure the size of a source with text, or estimate it from the first records of a large source."""
+    total_bytes = source.size_bytes
+    reads_all = total_bytes is None or total_bytes < _LARGE_SOURCE_BYTES
+    reader = replace(build_image_reader(source.settings.data), allow_urls=False)
+    count = text_bytes = image_bytes = longest_bytes = image_tokens = 0
+    documents = tqdm(
+        islice(source.iter_documents(), None if reads_all else _NUM_FIRST_RECORDS),
+        desc=f"reading {source.name}",
+        unit=" records",
+        delay=1,
+        leave=False,
+    )
+    for document in documents:
+        length = len(f"{document.text}{document.target or ''}{document.pair_text or ''}".encode())
+        count, text_bytes, tokens = count + 1, text_bytes + length, 0
+        if (conversation := document.conversation) is not None:
+            image_bytes += sum(len(image.data or b"") for image in conversation.images)
+            tokens = estimator.estimate_tokens(conversation.images, reader, conversation.location)
+        image_tokens += tokens
+        longest_bytes = max(longest_bytes, length + _BYTES_PER_TOKEN * tokens)
+    if not reads_all and total_bytes is not None and count == _NUM_FIRST_RECORDS and text_bytes + image_bytes:
+        # Assume the same average length for the records that were not read.
+        factor = max(1.0, total_bytes / (text_bytes + image_bytes))
+        count, text_bytes, image_tokens = (round(n * factor) for n in (count, text_bytes, image_tokens))
+    return _SourceSize(count, text_bytes, longest_bytes, image_tokens)
 
 
 class RecipeSearch:
@@ -246,14 +308,18 @@ class RecipeSearch:
         self._models: dict[tuple[object, ...], tuple[MetaModel, TrainingWork | None]] = {}
 
     def find_recipe(self, device: Device, num_devices: int) -> Recipe | None:
-        """Find the first candidate that fits on the devices without offloading.
+        """Find the first candidate that fits on the devices.
+
+        A candidate is a set of settings to try. See :meth:`build_candidates`. A candidate may
+        offload activations. Offloading of parameters and optimizer state is not considered.
 
         Args:
             device: Type of device.
             num_devices: Number of devices.
 
         Returns:
-            The candidate's settings and the values that the planner has chosen. None if no candidate fits.
+            The recipe: the candidate's settings, the values that the planner has chosen, and the
+            plan. None if no candidate fits.
         """
         rejected = None
         for settings in self.build_candidates(device, num_devices):
@@ -274,14 +340,17 @@ class RecipeSearch:
         return None
 
     def build_candidates(self, device: Device, num_devices: int) -> list[dict[str, Any]]:
-        """Build the candidates, in the order in which they are tried.
+        """Build the candidates: sets of settings to try in order until one fits on the devices.
 
-        The first candidate keeps the starter's base model, usually in 16 bits. For a LoRA adapter, a
-        candidate with a quantized base model is next; it is slower and less exact. Candidates with shorter
-        sequences are last, because they truncate the data.
+        The first candidate keeps the base model of the starter config, usually in 16 bits. Each of
+        the next candidates adds settings that save memory
+        (:func:`~portable.planner.savings.list_memory_savings`). If the run trains an adapter and
+        ``adapter.base`` is ``auto``, candidates with a base model in 4 bits are next, except on XLA
+        devices. They are slower and less exact. Candidates with shorter sequences are last, because
+        they truncate the data.
 
-        The planner chooses the strategy, a smaller micro-batch size and activation checkpointing, so these
-        are not part of a candidate.
+        The candidates do not contain a strategy, because the planner chooses it. The planner may
+        also reduce the micro-batch size of a candidate, or enable activation checkpointing.
 
         Returns:
             Settings of each candidate, keyed by dotted key.
@@ -305,15 +374,21 @@ class RecipeSearch:
             batch = self._choose_batch_settings(device, length, num_devices)
             for base in bases:
                 quantized = {} if base == adapter.base else {"adapter.base": base}
-                candidates.append({**common, **quantized, **batch})
+                settings = {**common, **quantized, **batch}
+                config = self.config.replaced({"backend": device.backends[0], **settings})
+                savings = list_memory_savings(config, num_devices)
+                candidates += [settings, *({**settings, **saving} for saving in savings)]
         return candidates
 
     def iter_device_suggestions(self, device: Device, num_devices: int) -> Iterator[str]:
-        """Yield at most two values of ``--device`` that are sufficient for the run.
+        """Yield at most two ``--device`` flags that are sufficient for the run.
 
-        The first value has the same type of device, and the smallest sufficient number of devices. The
-        second value has the device of the same backend with the smallest sufficient memory. A value is
-        omitted if no such device is known.
+        The first flag, for example ``--device h100:4``, keeps the type of device and increases the
+        number of devices to the smallest sufficient power of two. The number is limited to the size
+        of a node or TPU slice, and to :data:`_MAX_SUGGESTED_DEVICES`. The second flag keeps the
+        number of devices. It selects the device with the smallest sufficient memory among the
+        devices of the same backend. Only devices with more than :data:`_MIN_LARGER_DEVICE_RATIO`
+        times the memory are considered. A flag is omitted if no number or no device is sufficient.
 
         Args:
             device: Type of device on which the run does not fit.
@@ -339,7 +414,7 @@ class RecipeSearch:
                     break
 
     def describe_least_memory(self, device: Device, num_devices: int) -> str:
-        """Describe the minimum memory that the run needs and the usable memory. Used in error messages."""
+        """Describe the minimum memory of the run and the usable memory, for an error message."""
         planner, _ = self._build_candidate_planner(
             self.build_candidates(device, num_devices)[-1], device, num_devices
         )
@@ -347,11 +422,14 @@ class RecipeSearch:
             format_bytes(planner.compute_min_device_bytes()),
             format_bytes(device.compute_usable_bytes(num_devices)),
         )
-        on_each = "" if num_devices == 1 else " on each"
-        return f"at least {least}{on_each}, and a run can use {usable}"
+        per_device = "" if num_devices == 1 else " per device"
+        return f"at least {least}{per_device}, but can use only {usable}"
 
     def _fits_cheapest_candidate(self, device: Device, num_devices: int) -> bool:
-        """Return whether the run fits with the last candidate, which needs the least memory."""
+        """Return whether the run fits with the last of the candidates, which needs the least memory.
+
+        A candidate is a set of settings to try. See :meth:`build_candidates`.
+        """
         planner, _ = self._build_candidate_planner(
             self.build_candidates(device, num_devices)[-1], device, num_devices
         )
@@ -359,21 +437,34 @@ class RecipeSearch:
 
     @property
     def _is_packable(self) -> bool:
-        """Whether the task and the data format allow packing several records into one sequence."""
+        """Whether the search may pack several records into one sequence.
+
+        Packing requires the task ``causal-lm`` and the format ``auto``, ``text`` or ``messages``.
+        """
         config = self.config
         return config.model.task == "causal-lm" and config.data.format in ("auto", "text", "messages")
 
     def _choose_batch_settings(self, device: Device, seq_len: int, num_devices: int) -> dict[str, Any]:
-        """Choose the sequence length, packing and batch sizes for a candidate.
+        """Choose the sequence length, packing and batch sizes for the given devices.
 
-        The batch size of the starter config counts records. If there are enough records, they are packed,
-        and the batch size is divided by the average number of records per sequence. Otherwise, they are
-        padded, and the sequence length is reduced to fit the longest record.
+        The global batch size of the starter config (the config template of a task) is a number of
+        records. The records are packed under three conditions: packing is possible
+        (:attr:`_is_packable`), it leaves at least :data:`MIN_USEFUL_STEPS` steps, and the model is
+        known to keep packed records separate. The batch size is then divided by the average number
+        of records per sequence. Otherwise, the records are padded, and the sequence length is
+        reduced to fit the longest record. The length is not reduced below 128, or, for records with
+        images, below the starter's sequence length.
+
+        If ``data.packing`` is ``true`` in the starter config, packing and ``seq_len`` are kept, and
+        the batch size is reduced if the run would otherwise have too few steps. If the size of the
+        data is unknown, both ``seq_len`` and the batch size are kept. In all cases, the batch size
+        is rounded up to a multiple of the number of devices.
 
         Args:
             device: Type of the devices.
             seq_len: Maximum sequence length, in tokens.
-            num_devices: Number of devices. The chosen global batch size is a multiple of this number.
+            num_devices: Number of devices. The chosen global batch size is a multiple of this
+                number.
 
         Returns:
             Settings, keyed by dotted key.
@@ -418,7 +509,7 @@ class RecipeSearch:
         """Build the planner for a candidate.
 
         Models on the meta device are cached and shared by candidates with the same backend, precision, base
-        model and sequence length.
+        model, dtype of the trained weights and sequence length.
 
         Args:
             settings: Settings of the candidate, keyed by dotted key.
@@ -426,16 +517,29 @@ class RecipeSearch:
             num_devices: Number of devices.
         """
         config, target = choose_target(self.config.replaced(dict(settings)), device, num_devices, notes=False)
-        key = config.backend, config.precision, config.adapter.base, config.data.seq_len
+        key = (
+            config.backend,
+            config.precision,
+            config.adapter.base,
+            config.train.master_dtype,
+            config.data.seq_len,
+        )
         if key not in self._models:
             self._models[key] = build_model_and_work(config, with_data=False)
         model, work = self._models[key]
         return CandidatePlanner(Planner(config, model, target), work)
 
     def _estimate_work(self, settings: Mapping[str, Any]) -> TrainingWork | None:
-        """Estimate the number of steps and tokens of a run with the settings of a candidate.
+        """Estimate the number of steps and tokens of a run with the given settings.
 
-        Returns None if no records have been read, or if the length of the run is not set in epochs.
+        Args:
+            settings: Sequence length, batch size and other settings that the search tries, keyed by
+                dotted key.
+
+        Returns:
+            The estimate. None if no records have been read, so that the size of the data is unknown
+            or only assumed. Also None if the config gives the length of the run in steps, not in
+            ``train.epochs``.
         """
         records, epochs = self.dataset_estimate, self.config.train.epochs
         if records is None or not records.is_measured or epochs is None:
@@ -507,11 +611,17 @@ def describe_recipe(recipe: Recipe) -> list[str]:
     ]
     if recipe.rejected is not None:
         settings, needed = recipe.rejected
-        base = "a 16-bit base" if "adapter.base" not in settings and "adapter.base" in recipe.settings else ""
         shorter = settings["data.seq_len"] != recipe.settings["data.seq_len"]
-        tokens = f"sequences of {settings['data.seq_len']} tokens" if shorter else ""
-        reasons = " and ".join(filter(None, (base, tokens)))
-        lines.append(f"With {reasons}, the run would need at least {format_bytes(needed)}.")
+        reasons = {
+            "a 16-bit base": "adapter.base" not in settings and "adapter.base" in recipe.settings,
+            "fp32 weights": "train.master_dtype" in recipe.settings,
+            "activations on the device": "memory.offload_activations" in recipe.settings,
+            "all gradients at once": "train.fused_backward" in recipe.settings,
+            f"sequences of {settings['data.seq_len']} tokens": shorter,
+        }
+        text = " and ".join(reason for reason, applies in reasons.items() if applies)
+        lines.append(f"With {text}, the run would need at least {format_bytes(needed)}.")
+    lines += describe_saving_costs(recipe.settings)
     if recipe.estimated_hours is not None and recipe.work is not None:
         low, high = device.reached.mfu_range
         duration = recipe.estimated_hours.format_time("about ")

@@ -14,14 +14,14 @@ from portable.checkpoint.trainer_state import STATE_FILE, TrainerState
 from portable.checks import check_config
 from portable.config import load_config
 from portable.config.run_config import Strategy
-from portable.converters import CheckpointError
 from portable.converters.console import print_line, wrap_lines
 from portable.converters.storage.folder_operations import list_files_below
 from portable.converters.storage.path_or_url import is_in_store
+from portable.converters.storage.store_errors import RemoteError
 from portable.errors import DamagedError, UserError, to_one_line
 from portable.formatting import format_bytes, format_count, format_table
 from portable.output.existing_run import read_config_of_existing_run
-from portable.paths import CONFIG_FILE, convert_storage_errors, parse_place_setting, path_exists
+from portable.paths import CONFIG_FILE, convert_checkpoint_errors, parse_place_setting, path_exists
 from portable.registry import load_backend_package, resolve_backend_name
 
 if TYPE_CHECKING:
@@ -46,12 +46,17 @@ def _build_checkpoint_rows(folder: AnyPath, state: TrainerState, config: RunConf
 
     Returns:
         Pairs of a label and a value.
+
+    Raises:
+        RemoteError: If a request to the object store fails.
     """
     from portable.converters import CheckpointError, open_checkpoint
 
     try:
         checkpoint = open_checkpoint(folder)
         parameters = f"{sum(tensor.numel for tensor in checkpoint.tensors.values()):,} weights"
+    except RemoteError:  # the store failed, so the error does not describe the checkpoint
+        raise
     except CheckpointError as error:
         parameters = f"damaged: {to_one_line(error)}"
     files = [file.size_bytes for file in list_files_below(folder).values()]
@@ -62,13 +67,13 @@ def _build_checkpoint_rows(folder: AnyPath, state: TrainerState, config: RunConf
         )
     try:
         integrity = (
-            "all as written"
+            "all match the manifest"
             if state.verify_files(folder) is None
             else "not checked, because the checkpoint has no manifest"
         )
     except DamagedError as error:
         integrity = f"damaged: {to_one_line(error)}"
-    skipped = f", {state.skipped_steps} of them left out" if state.skipped_steps else ""
+    skipped = f", {state.skipped_steps:,} of them skipped" if state.skipped_steps else ""
     return [
         ("checkpoint", str(folder)),
         ("step", f"{state.step} of {state.schedule['total_steps']}{skipped}"),
@@ -91,7 +96,10 @@ def _get_model_name(config: RunConfig) -> str:
 
 
 def format_checkpoint_info(folder: AnyPath, backend_name: str) -> str:
-    """Describe a checkpoint of this project, and list the strategies that can resume from it.
+    """Describe a checkpoint of this project, and list which strategies can resume from it.
+
+    The config is read from the folder of the run. If the checkpoint is not in the folder of a run,
+    the config consists of the settings in the checkpoint, and of defaults for all other settings.
 
     Args:
         folder: Folder or URL of the checkpoint.
@@ -116,8 +124,8 @@ def format_checkpoint_info(folder: AnyPath, backend_name: str) -> str:
         format_table(_build_checkpoint_rows(folder, state, config)),
         f"continuing with backend {name}:",
         format_table(build_strategy_rows(config, name)),
-        f"to continue: {command} --backend {name} --strategy {config.strategy}, or another of these; --nproc "
-        "N",
+        f"to continue: {command} --backend {name} --strategy {config.strategy} --nproc N (or with another "
+        "strategy of the table)",
     ]
     return "\n".join(lines)
 
@@ -125,14 +133,18 @@ def format_checkpoint_info(folder: AnyPath, backend_name: str) -> str:
 def build_strategy_rows(config: RunConfig, backend_name: str) -> list[tuple[str, str]]:
     """Build table rows with the world sizes at which each strategy can resume a run.
 
-    This applies the checks of the config, the backend and the batch plan that a run makes at its start.
+    The config, the backend and the batch plan are checked as at the start of a run, but with a
+    micro-batch size of 1. World sizes that would require padding are omitted.
 
     Args:
         config: Config of the run.
         backend_name: Name of the backend, which must not be ``auto``.
 
     Returns:
-        Pairs of a strategy and its world sizes, or the reason why it cannot resume the run.
+        Pairs of a strategy and a text. The text contains the strategy's world sizes, such as
+        ``on 1, 2, 4 ranks``, or the reason why the strategy cannot resume the run. If the check
+        requires custom code inside :func:`portable.plugins.refuse_custom_code`, the text is the
+        reason of the refusal.
     """
     package = load_backend_package(backend_name)
     world = package.get_world(1)
@@ -158,10 +170,11 @@ def build_strategy_rows(config: RunConfig, backend_name: str) -> list[tuple[str,
 
 
 def _list_world_sizes(config: RunConfig) -> list[int]:
-    """Return the world sizes that divide the global batch evenly, up to :data:`MAX_WORLD_SIZE`.
+    """Return the world sizes at which the global batch is divided without padding.
 
-    That is, each rank (or each context-parallel or tensor-parallel group of ranks) processes the same
-    number of sequences.
+    The ranks of a context-parallel or tensor-parallel group process the same sequences. Therefore,
+    the number of groups must divide the global batch size. World sizes above
+    :data:`MAX_WORLD_SIZE`, and world sizes that :func:`compute_batch_plan` rejects, are omitted.
     """
     total, ranks_per_group = config.train.global_batch_size, config.ranks_together
     world_sizes = []
@@ -180,7 +193,8 @@ def print_checkpoint_info(path: str, backend_name: str) -> int:
     """Print a description of a checkpoint of this project or of another trainer. Runs no custom code.
 
     Args:
-        path: Folder or URL of a checkpoint, or of a run to describe its newest checkpoint.
+        path: Folder or URL of a checkpoint or of a run. For a run, its newest checkpoint is
+            described.
         backend_name: Backend that would resume the run, or ``auto``.
 
     Returns:
@@ -188,9 +202,10 @@ def print_checkpoint_info(path: str, backend_name: str) -> int:
 
     Raises:
         UserError: If there is no checkpoint, or if it cannot be read.
+        RunError: If the object store is unavailable.
     """
-    unknown = "cannot be determined without running the model"
-    with convert_storage_errors("--resume-info"), plugins.refuse_custom_code(lambda _: unknown):
+    unknown = "cannot be checked, because --resume-info does not run custom code"
+    with convert_checkpoint_errors("--resume-info"), plugins.refuse_custom_code(lambda _: unknown):
         checkpoint_or_run = parse_place_setting("--resume-info", path)
         if not path_exists(checkpoint_or_run):
             raise UserError(
@@ -198,10 +213,7 @@ def print_checkpoint_info(path: str, backend_name: str) -> int:
                 "of a checkpoint"
             )
         if (foreign := open_external_checkpoint(checkpoint_or_run)) is not None:
-            try:
-                print_line(format_table(foreign.build_info_rows()))
-            except CheckpointError as error:
-                raise UserError(f"--resume-info: {error}") from error
+            print_line(format_table(foreign.build_info_rows()))
             return 0
         print_line(
             wrap_lines(

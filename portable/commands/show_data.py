@@ -1,4 +1,4 @@
-"""``portable-train --show-data``: print samples of a run, and mark the tokens that count in the loss."""
+"""``portable-train --show-data``: print samples of a run, and mark the tokens that enter the loss."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from portable.adapters.assemble import assemble_model
 from portable.batch_plan import compute_total_steps
-from portable.converters.console import print_line
+from portable.converters.console import is_terminal, print_line
 from portable.data.preview import build_preview, format_preview
 from portable.errors import UserError
 from portable.model import build as models
@@ -22,11 +22,15 @@ if TYPE_CHECKING:
 
 
 def print_samples(resolved: ResolvedRun, num_samples: int) -> int:
-    """Print the first training samples of a run, after tokenizing and caching the data if necessary.
+    """Print the first training samples of a run, and statistics of its data.
+
+    The samples are printed in the order in which the run trains on them. The data is tokenized and
+    cached first if necessary.
 
     Args:
         resolved: The resolved run.
-        num_samples: Number of samples to print.
+        num_samples: Number of samples to print. If complete documents are packed, number of
+            documents.
 
     Returns:
         Exit code 0.
@@ -37,7 +41,9 @@ def print_samples(resolved: ResolvedRun, num_samples: int) -> int:
     """
     config = resolved.config
     if config.model.task != "causal-lm":
-        raise UserError(f"--show-data: supports only causal-lm, not {config.model.task}; remove --show-data")
+        raise UserError(
+            f"--show-data: supports only model.task: causal-lm, not {config.model.task}; remove --show-data"
+        )
     model_config = models.load_model_config(config.model)
     models.check_seq_len(model_config, config)
     special_tokens = ModelSpecialTokens(model_config, config.model)
@@ -46,8 +52,8 @@ def print_samples(resolved: ResolvedRun, num_samples: int) -> int:
     assemble_model(config, model_config, special_tokens, data.tokenizer, data)
     if not data.tokenized_sources:
         raise UserError(
-            "--show-data: shows how texts become samples, but data.source contains finished samples; "
-            "remove --show-data"
+            "--show-data: shows how texts become samples, but data.source contains samples that are already "
+            "tokenized; remove --show-data"
         )
     for warning in data.sizes.warnings:
         print_status(f"warning: {warning}")
@@ -59,6 +65,6 @@ def print_samples(resolved: ResolvedRun, num_samples: int) -> int:
         preview.facts["held out"] = data.sizes.describe_held_out()
     if (few_steps_warning := build_few_steps_warning(config, samples, resolved.world)) is not None:
         print_status(f"warning: {few_steps_warning}")
-    color = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    color = is_terminal(sys.stdout) and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     print_line(format_preview(preview, color=color), is_colored=color)
     return 0

@@ -97,16 +97,18 @@ class SettingChange:
         return f"{self.key} {self.before} → {self.after}"
 
     def __str__(self) -> str:
-        """Format the change for an error message, such as ``train.steps: 200 and 300``."""
-        return f"{self.key}: {self.before} and {self.after}"
+        """Format the change for an error message, such as ``train.steps: 200 there, 300 here``."""
+        return f"{self.key}: {self.before} there, {self.after} here"
 
 
 class _FlatValue(NamedTuple):
-    """A value in a fingerprint, or one item of a mapping in it.
+    """Value of a setting, or of one key in a setting that is a mapping.
 
     Attributes:
-        setting: Dotted key of the setting that contains the value. None if the value is missing.
-        value: The value, or ``_MISSING`` if the fingerprint does not contain it.
+        setting: Dotted key of the setting. For the key ``model.config.hidden_size``, this is
+            ``model.config``. None if ``value`` is ``_MISSING``.
+        value: The value. When two runs are compared and only one of them has the setting or key,
+            this is ``_MISSING`` for the other run.
     """
 
     setting: str | None
@@ -116,9 +118,9 @@ class _FlatValue(NamedTuple):
 def find_changes(
     first_run: RunConfig | Mapping[str, Any], second_run: RunConfig | Mapping[str, Any]
 ) -> list[SettingChange]:
-    """Find which of the settings that define a run differ between two runs.
+    """Compare the settings that define two runs, and list the differences.
 
-    If a key is missing in a fingerprint, because an older release wrote it, the default of the setting
+    A fingerprint from an older release may lack keys. For a missing key, the default of the setting
     is used. Mappings such as ``model.config`` are compared item by item.
 
     Args:
@@ -126,7 +128,8 @@ def find_changes(
         second_run: Config of the second run, or its fingerprint.
 
     Returns:
-        The changes, in the order of the schema.
+        The changes, in the order of the settings of the first run. Settings and keys that have a
+        value only in the second run are last.
     """
     first_values, second_values = _flatten_fingerprint(first_run), _flatten_fingerprint(second_run)
     absent = _FlatValue(None, _MISSING)
@@ -146,8 +149,9 @@ def find_changes(
 def is_allowed_in_new_folder(change: SettingChange) -> bool:
     """Return whether a setting may change when a run continues in a new output folder.
 
-    The settings of the model, its vocabulary, the trained parameters and the type of the optimizer must
-    not change, because they determine the meaning of the checkpoint's tensors.
+    The settings in the sections ``model`` and ``adapter`` and in :data:`_TENSOR_SETTINGS` must not
+    change, because they determine the meaning of the checkpoint's tensors. All other settings may
+    change.
     """
     section = change.setting.partition(".")[0]
     return section not in ("model", "adapter") and change.setting not in _TENSOR_SETTINGS
@@ -156,7 +160,8 @@ def is_allowed_in_new_folder(change: SettingChange) -> bool:
 def is_same_run_extended(existing: RunConfig, extended: RunConfig) -> bool:
     """Return whether ``extended`` differs from ``existing`` only in having more steps or epochs.
 
-    Returns False if both have the same values in all settings that define a run.
+    Only settings that define a run are compared. Returns False if all of them are equal, because
+    the run is then not extended.
     """
     changes = find_changes(existing, extended)
     if not changes or any(change.setting not in LENGTH_SETTINGS for change in changes):
@@ -165,20 +170,24 @@ def is_same_run_extended(existing: RunConfig, extended: RunConfig) -> bool:
 
 
 def find_inherited_values(existing: RunConfig, launched: RunConfig, config: RunConfig) -> dict[str, Any]:
-    """Find the settings that a continued run inherits, because the new command does not set them.
+    """Find the settings that a continued run inherits from the existing run.
 
-    :func:`portable.run.resolve.resolve_run` adds the result to the config of the continued run, so that
-    these settings keep their previous values.
+    A setting is inherited if it is in :data:`_INHERITED_SETTINGS` and the new command does not set
+    it. :func:`portable.run.resolve.resolve_run` adds the result to the config of the continued run,
+    so that these settings keep their previous values.
 
     Args:
         existing: Config of the existing run.
-        launched: Config from the command that continues the run, without the defaults that depend on
-            the model.
+        launched: Config from the command that continues the run, without the defaults that depend
+            on the model.
         config: Config from the same command, including the defaults that depend on the model.
 
     Returns:
-        Values of the existing run, keyed by dotted key. A setting is not inherited if the command sets
-        an alternative, such as ``train.epochs`` instead of ``train.steps``.
+        Values of the existing run, keyed by dotted key. A setting is not inherited if the command
+        sets the setting or an alternative, such as ``train.epochs`` instead of ``train.steps``. A
+        warmup setting that the command sets to null counts as not set. ``data.eval_fraction`` is
+        not inherited if ``data.eval`` or ``data.stream`` determines it. Settings that do not differ
+        between the existing run and ``config`` are omitted.
     """
     values = {}
     for key in sorted(_INHERITED_SETTINGS):
@@ -200,14 +209,18 @@ def _is_null_warmup(config: RunConfig, key: str) -> bool:
 
 
 def _flatten_fingerprint(run: RunConfig | Mapping[str, Any]) -> dict[str, _FlatValue]:
-    """Flatten the mappings in a fingerprint, so that their items can be compared one by one.
+    """Flatten the fingerprint of a run, so that the items of its mappings can be compared one by one.
+
+    The fingerprint contains the settings that define the run. For example, if a setting ``s`` is a
+    mapping with the keys ``a`` and ``b``, the result has the two keys ``s.a`` and ``s.b``. Both
+    entries name ``s`` as their setting.
 
     Args:
         run: Config of a run, or its fingerprint.
 
     Returns:
-        The values and their settings, keyed by dotted key. Null values are omitted. If a setting is
-        missing in the fingerprint, its default is used.
+        Value and setting of each entry, keyed by dotted key. Null values of settings are omitted.
+        If a setting is missing in the fingerprint, its default is used.
     """
     values = run.fingerprint() if isinstance(run, RunConfig) else dict(run)
     for key, setting in keys.get_setting_fields(RunConfig).items():

@@ -1,4 +1,7 @@
-"""Compute the defaults that depend on other settings, such as whether the run pretrains or fine-tunes."""
+"""Defaults of settings that depend on other settings, for example on the kind of training.
+
+The kind of training is, for example, pretraining or fine-tuning.
+"""
 
 from __future__ import annotations
 
@@ -30,28 +33,30 @@ CONTINUED_PRETRAINING = TrainingKind("continued pretraining")
 FINETUNING = TrainingKind("fine-tuning")
 """Training of an adapter, or of a pretrained model on conversations, pairs or other tasks."""
 _DECAYING_SCHEDULES = ("cosine", "linear", "wsd")
-"""Values of ``train.schedule`` whose final learning rate ``train.min_learning_rate_ratio`` determines."""
+"""Values of ``train.schedule`` whose final learning rate is set by ``train.min_learning_rate_ratio``."""
 
 
 @dataclass(frozen=True)
 class TrainingKindDefault:
     """Default of a setting for each kind of training.
 
+    See :func:`classify_training_kind` for the exact distinction.
+
     Attributes:
-        pretraining: Default for training from random weights.
-        continued: Default for training pretrained weights on plain text.
-        finetuning: Default for adapters, conversations, pairs, and other tasks of pretrained models.
-        condition: Condition under which the default applies, printed in the reference. Empty if it
-            always applies.
+        pretraining: Default for training from random weights, unless the data consists of
+            conversations or preference pairs, or an adapter is trained.
+        continued: Default for training all or some pretrained weights on plain text, without an
+            adapter, for the tasks ``causal-lm`` and ``masked-lm``.
+        finetuning: Default for all other runs. Examples are runs that train an adapter, use
+            conversations or preference pairs, or train a pretrained model for classification.
     """
 
     pretraining: Any
     continued: Any
     finetuning: Any
-    condition: str = ""
 
     def get_default(self, kind: TrainingKind) -> Any:
-        """Return the default for a kind of training."""
+        """Return the default value of the setting for a kind of training."""
         return {
             PRETRAINING: self.pretraining,
             CONTINUED_PRETRAINING: self.continued,
@@ -62,19 +67,46 @@ class TrainingKindDefault:
 DEFAULTS_BY_TRAINING_KIND: dict[str, TrainingKindDefault] = {
     "train.weight_decay": TrainingKindDefault(0.1, 0.1, 0.0),
     "train.betas": TrainingKindDefault((0.9, 0.95), (0.9, 0.95), (0.9, 0.999)),
-    "train.warmup_ratio": TrainingKindDefault(0.01, 0.01, 0.03, "without train.warmup_steps"),
-    "train.min_learning_rate_ratio": TrainingKindDefault(
-        0.1, 0.0, 0.0, f"for {', '.join(_DECAYING_SCHEDULES)}"
-    ),
-    "train.eval_every_epochs": TrainingKindDefault(None, None, 1.0, "with train.epochs"),
-    "checkpoint.every_epochs": TrainingKindDefault(None, None, 1.0, "with train.epochs"),
-    "data.seq_len": TrainingKindDefault(
-        256, 4096, 4096, "for causal-lm, limited by the positions of the model; otherwise 256"
-    ),
+    "train.warmup_ratio": TrainingKindDefault(0.01, 0.01, 0.03),
+    "train.min_learning_rate_ratio": TrainingKindDefault(0.1, 0.0, 0.0),
+    "train.eval_every_epochs": TrainingKindDefault(None, None, 1.0),
+    "checkpoint.every_epochs": TrainingKindDefault(None, None, 1.0),
+    "data.seq_len": TrainingKindDefault(256, 4096, 4096),
 }
-"""Defaults of the settings whose default depends on the kind of training, by dotted key.
+"""Defaults that depend on the kind of training, keyed by the dotted key of the setting.
 
-docs/decisions.md explains the values."""
+docs/decisions.md explains the values.
+"""
+DEFAULT_DESCRIPTIONS = {
+    "data.packing": "`documents` for conversations; `false` for seq2seq-lm, sequence-classification, "
+    "preference pairs and samples from custom code; otherwise `true`",
+    "data.eval_fraction": "`null`, or `0` if data.eval is set or data.stream is `true`",
+    "data.seq_len": "`{finetuning}`, or the maximum number of positions of the model if it is smaller, for "
+    "fine-tuning and continued pretraining with causal-lm (except on samples from custom code); otherwise "
+    "`{pretraining}`",
+    "train.steps": "`{schema}`, or `null` if train.epochs is set",
+    "train.micro_batch_size": "`{schema}`, or the largest smaller number that divides "
+    "train.global_batch_size",
+    "train.betas": "`{finetuning}` for fine-tuning, otherwise `{pretraining}`",
+    "train.weight_decay": "`{finetuning}` for fine-tuning, otherwise `{pretraining}`",
+    "train.warmup_ratio": "`{finetuning}` for fine-tuning, otherwise `{pretraining}`; `null` if "
+    "train.warmup_steps is set or the schedule has no warmup (`OneCycle`, "
+    "`LRRangeTest` and custom schedules)",
+    "train.min_learning_rate_ratio": "`{pretraining}` for pretraining with the schedule `cosine`, "
+    "`linear` or `wsd`, otherwise `{finetuning}`",
+    "train.eval_every": "`{schema}`, or `null` if train.eval_every_epochs has a value",
+    "train.eval_every_epochs": "`{finetuning}` for fine-tuning if train.epochs is set and train.eval_every "
+    "is not, otherwise `{pretraining}`",
+    "checkpoint.every_steps": "`{schema}`, or `null` if checkpoint.every_epochs has a value",
+    "checkpoint.every_epochs": "`{finetuning}` for fine-tuning if train.epochs is set and "
+    "checkpoint.every_steps is not, otherwise `{pretraining}`",
+    "checkpoint.keep_best": "`null`, or `1` if checkpoint.export_best is `true`",
+}
+"""Descriptions of the defaults that depend on other settings, keyed by the dotted key of the setting.
+
+Values have backticks. ``{pretraining}`` and ``{finetuning}`` are replaced by the values in
+:data:`DEFAULTS_BY_TRAINING_KIND`, and ``{schema}`` is replaced by the default in the schema.
+"""
 REPLACED_SETTINGS = {
     "train.warmup_ratio": "train.warmup_steps",
     "train.eval_every_epochs": "train.eval_every",
@@ -110,7 +142,7 @@ def compute_warmup_steps(settings: TrainConfig, total_steps: int) -> int:
 
     ``train.warmup_ratio`` takes precedence over ``train.warmup_steps``. The ratio times the number of
     steps is rounded up, as in transformers' Trainer. If both settings are null, the default is a tenth
-    of the steps, but at most 20. It is 0 for schedules without a warmup.
+    of the steps, but at most 20. The default is 0 for schedules without a warmup.
 
     Args:
         settings: Section ``train``.
@@ -125,11 +157,21 @@ def compute_warmup_steps(settings: TrainConfig, total_steps: int) -> int:
 
 
 def classify_training_kind(config: RunConfig) -> TrainingKind:
-    """Return the kind of training, which selects the defaults in :data:`DEFAULTS_BY_TRAINING_KIND`.
+    """Return the kind of training.
 
-    If ``data.format`` is ``auto``, it is treated as plain text. The kind may change later, because
-    :func:`portable.run.resolve.resolve_run` replaces ``auto`` with the format of the first record
-    before the defaults are used.
+    The kind of training selects the defaults in :data:`DEFAULTS_BY_TRAINING_KIND`. The first
+    condition that is met determines the result:
+
+    - :data:`FINETUNING` if the run trains an adapter, or if the data consists of conversations or
+      preference pairs.
+    - :data:`PRETRAINING` if training starts from random weights.
+    - :data:`CONTINUED_PRETRAINING` if the data is plain text and the task is ``causal-lm`` or
+      ``masked-lm``.
+    - :data:`FINETUNING` in all other cases.
+
+    While ``data.format`` is ``auto``, the data is assumed to be plain text, so the result is
+    preliminary. :func:`portable.run.resolve.resolve_run` replaces ``auto`` with the format of the
+    first record. The defaults are then computed again.
     """
     adapter, data, model = config.adapter, config.data, config.model
     has_adapter = (adapter.type, adapter.name_or_path, adapter.config) != (None, None, None)
@@ -144,9 +186,18 @@ def classify_training_kind(config: RunConfig) -> TrainingKind:
 def compute_training_kind_defaults(config: RunConfig) -> dict[str, Any]:
     """Compute the defaults in :data:`DEFAULTS_BY_TRAINING_KIND` that apply to a run.
 
-    A setting is omitted if the user has set it or an alternative, or if the condition of its default is
-    not met. ``data.seq_len`` is always omitted, because
-    :func:`portable.model.build.apply_default_seq_len` chooses it for the model.
+    A setting is omitted in five cases:
+
+    - The user has set it. A null ``train.warmup_ratio`` counts as not set, unless the user has also
+      set ``train.warmup_steps``.
+    - The user has set another setting that replaces it. For example, ``train.eval_every`` replaces
+      ``train.eval_every_epochs``.
+    - It has no effect in this run. For example, ``train.min_learning_rate_ratio`` has no effect if
+      the schedule does not decay.
+    - It is an interval in epochs (``train.eval_every_epochs`` or ``checkpoint.every_epochs``), but
+      the length of the run is not set in epochs.
+    - It is ``data.seq_len``. :func:`portable.model.build.apply_default_seq_len` chooses this
+      default for the model.
 
     Returns:
         Default values, keyed by dotted key.

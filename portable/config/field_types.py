@@ -1,4 +1,4 @@
-"""Field types of the schema that pydantic does not provide."""
+"""Field types for the config schema, in addition to the types of pydantic."""
 
 from __future__ import annotations
 
@@ -36,9 +36,15 @@ _MAX_DEPTH = 50
 
 
 class Section(BaseModel):
-    """Base class of all groups of settings. Values are not converted, and unknown keys are errors.
+    """Base class of all groups of settings. Unknown keys are errors.
 
-    The docstring below a field is the description of the setting in ``--help`` and in docs/config.md.
+    Instances are immutable. Values are not converted to the type of a field, except by types that
+    explicitly allow it. For example, :data:`Flag` converts ``yes`` to True. NaN and infinity are
+    errors.
+
+    The docstring below a field is the description of the setting in ``--help`` and in
+    docs/config.md. Names and values in double backticks are formatted as code in docs/config.md,
+    but not in ``--help``.
     """
 
     model_config = ConfigDict(
@@ -48,10 +54,17 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _refuse_forbidden_characters(cls, value: object, info: ValidationInfo) -> object:
-        """Return a value unchanged. Raises ``ValueError`` if it contains NUL or an unpaired surrogate.
+        """Reject a value that contains a NUL character or an unpaired surrogate.
 
-        Such characters cannot occur in paths, names or text files. pydantic calls this validator for every
-        field before it validates the value.
+        Any other value is returned unchanged. The rejected characters cannot occur in paths, names
+        or text files. The surrogates U+DC80 to U+DCFF are accepted, because Python uses them for
+        bytes of file names that are not valid UTF-8.
+
+        pydantic calls this validator for every field before it validates the value. The value of a
+        nested section is not checked here, because the section checks its own fields.
+
+        Raises:
+            ValueError: If a string in the value contains NUL or an unpaired surrogate.
         """
         kind = cls.model_fields[info.field_name or ""].annotation
         # A nested section checks its own fields.
@@ -65,9 +78,10 @@ class Section(BaseModel):
 
 
 _FORBIDDEN_CHARACTERS = re.compile("[\0\ud800-\udc7f\udd00-\udfff]")
-"""Matches NUL and half surrogate pairs, except for U+DC80 to U+DCFF.
+"""Matches NUL and unpaired surrogates, except for U+DC80 to U+DCFF.
 
-These are allowed, because Python uses them for the bytes of file names that are not UTF-8."""
+The exceptions are allowed because Python uses them for bytes of file names that are not valid UTF-8.
+"""
 
 
 def _iter_strings(value: object) -> Iterator[str]:
@@ -88,7 +102,7 @@ def _iter_strings(value: object) -> Iterator[str]:
 def parse_boolean_word(value: Any) -> Any:
     """Convert the strings ``yes``, ``no``, ``on``, ``off``, ``true`` and ``false`` to booleans.
 
-    Other values are returned unchanged.
+    The case of the words is ignored. Other values are returned unchanged.
     """
     return _BOOLEAN_WORDS.get(value.lower(), value) if isinstance(value, str) else value
 
@@ -106,7 +120,7 @@ def _to_plain(value: object, depth: int = 0) -> object:
         ValueError: If the value contains an unsupported type, or is nested too deeply.
     """
     if depth > _MAX_DEPTH:
-        raise ValueError("is nested too deeply; use fewer levels")
+        raise ValueError(f"has more than {_MAX_DEPTH} levels of nesting; use fewer levels")
     if isinstance(value, dict):
         return {_to_text_key(key): _to_plain(item, depth + 1) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -127,7 +141,13 @@ def _to_text_key(key: object) -> str:
 
 
 def _convert_mapping_to_plain_values(value: object) -> object:
-    """Convert a mapping to plain values. Returns other values unchanged, for pydantic to reject."""
+    """Convert the contents of a mapping to the types that YAML and JSON support.
+
+    A value that is not a mapping is returned unchanged, so that pydantic rejects it.
+
+    Raises:
+        ValueError: If the mapping contains an unsupported type, or is nested too deeply.
+    """
     return _to_plain(value) if isinstance(value, dict) else value
 
 
@@ -137,10 +157,11 @@ def _wrap_single_text(value: object) -> object:
 
 
 def _unwrap_single_pattern(value: object) -> object:
-    """Return the item of a one-item list if it is a regular expression. Returns other values unchanged.
+    """Replace a one-item list with its item if this item is a regular expression.
 
-    A flag whose type includes a list always passes a list, even for a single value. A string counts as
-    a regular expression if it cannot be a module name.
+    All other values are returned unchanged. The command line passes a list for every setting that
+    accepts a list, even if the user entered a single value. A string counts as a regular expression
+    if it cannot be a module name, for example ``q_proj|v_proj``.
     """
     only_item = value[0] if isinstance(value, list | tuple) and len(value) == 1 else None
     return only_item if isinstance(only_item, str) and not re.fullmatch(r"[\w.]+", only_item) else value
@@ -152,7 +173,10 @@ def _to_lower_case(value: object) -> object:
 
 
 class PathMarker:
-    """Marker in a type annotation: the string may be a path or a URL. See ``SettingField.may_be_path``."""
+    """Marker in the ``Annotated`` type of a string setting whose value may be a path or a URL.
+
+    :attr:`SettingField.may_be_path` searches a setting's type for this marker.
+    """
 
 
 _MAX_NAME_BYTES, _MAX_PATH_BYTES = 255, 4095
@@ -161,6 +185,9 @@ _MAX_NAME_BYTES, _MAX_PATH_BYTES = 255, 4095
 
 def _expand_path(value: object) -> object:
     """Expand ``~`` and ``${VAR}`` in a string. Returns other values unchanged.
+
+    The length is limited to :data:`_MAX_PATH_BYTES`, and for each component to
+    :data:`_MAX_NAME_BYTES`. URLs and import paths of custom code have no limit.
 
     Raises:
         ValueError: If a variable or user is unknown, or if the path or one of its components is too
@@ -201,14 +228,18 @@ Names = Annotated[tuple[str, ...], BeforeValidator(_wrap_single_text), Field(str
 Columns = Annotated[
     Annotated[tuple[str, ...], Field(strict=False)] | dict[str, str], BeforeValidator(_wrap_single_text)
 ]
-"""Type of ``data.columns``: a list of names, or a mapping from names to names of fields in a record."""
+"""Type of ``data.columns``: a list of column names, or a mapping from column names to fields of a record."""
 
 
 def _normalize_code_name(value: object) -> object:
-    """Normalize the import path of custom code and its arguments.
+    """Normalize the import path of custom code, such as ``my_module:FocalLoss(gamma=2.0)``.
 
-    Different spellings of the same code and arguments then become equal strings. Values of other types
-    are returned unchanged.
+    The module and the arguments are optional, because settings such as ``train.loss`` also accept
+    built-in names, for example ``dpo(beta=0.1)``. Different spellings of the same path and
+    arguments become equal strings. A value that is not a string is returned unchanged.
+
+    Raises:
+        ValueError: If a string does not have this format.
     """
     return str(plugins.parse_plugin_spec(value)) if isinstance(value, str) else value
 
@@ -237,9 +268,7 @@ OrPlugIn = WrapValidator(_accept_code_or_name, json_schema_input_type=str)
 def _validate_compile_backend_name(value: str) -> str:
     """Validate the format of a backend name, and return it. Raises ``ValueError`` if it is not valid."""
     if re.fullmatch(r"[A-Za-z_][\w.-]*", value) is None:
-        raise ValueError(
-            f"{value[:40]!r} is not a valid name; use the name of a torch.compile backend, such as inductor"
-        )
+        raise ValueError(f"must be the name of a torch.compile backend, such as inductor, not {value[:40]!r}")
     return value
 
 
@@ -253,6 +282,9 @@ _HUB_KERNEL = re.compile(r"[^/:@]+/[^/:@]+(@[^/:]+)?(:[^/:]+)?")
 
 def _accept_kernel_or_name(value: object, validate_name: Callable[[object], object]) -> object:
     """Validate a setting that accepts a kernel on the Hub or a built-in name.
+
+    A kernel has the form ``owner/name``, optionally followed by ``@revision`` and ``:function``.
+    The existence of the kernel is not checked.
 
     Args:
         value: The value to validate.

@@ -65,7 +65,8 @@ def parse_flags(
         options: Schema of the command's options, such as ``--dry-run``. None if it has no options.
 
     Raises:
-        UserError: If a flag is unknown or has no value.
+        UserError: If an argument is not a flag, if a flag is unknown, or if its value is missing or
+            invalid.
     """
     return _FlagParser(list(argv), model, keys.get_setting_fields(options) if options else {}).parse()
 
@@ -74,6 +75,9 @@ def parse_setting_words(setting: keys.SettingField, words: Sequence[str], flag: 
     """Parse the arguments after a flag as YAML.
 
     The value of a text setting is not parsed: ``--data.source 123`` gives the string ``123``.
+    However, if the setting accepts null, a mapping or a list, these values are recognized by the
+    words ``null``, ``none`` and ``~``, or by the opening brace or bracket. For a list, a single
+    argument is split at commas, unless the setting also accepts a single string.
 
     Args:
         setting: The setting of the flag.
@@ -96,7 +100,8 @@ def parse_setting_words(setting: keys.SettingField, words: Sequence[str], flag: 
             return parse_yaml_value(first_word)
         if not setting.accepts_type(tuple):
             return first_word if setting.is_text else parse_yaml_value(first_word)
-        # A comma separates items, unless the setting also accepts plain text: it may be part of a name.
+        # A comma separates items, unless the setting also accepts a single string, in which a comma may be
+        # part of a name.
         words = words if setting.accepts_type(str) else first_word.split(",")
     return [word.strip() if setting.is_text else parse_yaml_value(word.strip()) for word in words]
 
@@ -118,12 +123,19 @@ def expand_path(flag: str, path: str) -> str:
 
 
 class _FlagParser:
-    """Parser for a single command line. Each step removes the arguments that it has parsed from the list."""
+    """Parser for a single command line. Removes each argument from ``argv`` once it is parsed."""
 
     def __init__(
         self, argv: list[str], model: type[BaseModel], options: dict[str, keys.SettingField]
     ) -> None:
-        """Prepare to parse ``argv``. :meth:`parse` empties this list."""
+        """Prepare to parse a command line.
+
+        Args:
+            argv: Command-line arguments. :meth:`parse` removes them from this list until it is
+                empty.
+            model: Schema of the config. Every setting has a flag.
+            options: Options of the command, such as ``--dry-run``, keyed by name with underscores.
+        """
         self._remaining_words = argv
         self._schema = model
         self._setting_fields = keys.get_setting_fields(model)
@@ -186,10 +198,13 @@ class _FlagParser:
         """Parse a setting of the run, and store its value.
 
         Args:
-            name: Dotted key, with underscores. It may be unknown, or begin with ``no_`` for a boolean.
+            name: Dotted key from the flag, with underscores instead of dashes, such as
+                ``train.learning_rate``. It may also be a key in a mapping, such as
+                ``model.config.hidden_size``. A boolean without a value is set to true, and the
+                prefix ``no_`` sets a boolean to false.
             flag: The flag as the user typed it.
-            inline_words: The value after an equals sign, as a list. None if the value is in the next
-                arguments.
+            inline_words: Text after the equals sign, as a list with one string. None if the flag
+                has no equals sign. The value is then read from the arguments after the flag.
 
         Raises:
             UserError: If the setting is unknown, or if its value is missing or invalid.
@@ -212,7 +227,7 @@ class _FlagParser:
             name, value = setting.key, False
         elif keys.find_open_mapping(self._schema, name):
             words = self._pop_value_words(1) if inline_words is None else inline_words
-            _check_has_value(words, flag, "anything that the mapping may contain", may_be_empty=False)
+            _check_has_value(words, flag, "a number, string, list or mapping", may_be_empty=False)
             value = parse_mapping_or_text(words[0], flag)
         else:
             raise UserError(self._describe_unknown_flag(name, flag))
@@ -222,7 +237,8 @@ class _FlagParser:
         """Remove and return the arguments up to the next flag.
 
         Args:
-            max_words: Maximum number of arguments to remove. None removes all of them.
+            max_words: Maximum number of arguments to remove. None removes all arguments up to the next
+                flag.
         """
         flag_indices = (number for number, word in enumerate(self._remaining_words) if _is_flag(word))
         words = self._remaining_words[: next(flag_indices, len(self._remaining_words))][:max_words]
@@ -232,8 +248,8 @@ class _FlagParser:
     def _pop_help_topic(self) -> str:
         """Remove and return the topic of ``--help``.
 
-        The topic is the next word, or the next flag if it belongs to a setting, as in ``--help
-        --train.steps``. Returns an empty string if there is no topic.
+        The topic is the next word, or the next flag if it names a setting or a section, as in
+        ``--help --train.steps``. Returns an empty string if there is no topic.
         """
         if not self._remaining_words:
             return ""
@@ -245,7 +261,8 @@ class _FlagParser:
         """Return the error message for a flag that is not a setting, with a suggestion.
 
         Args:
-            name: Name of the flag, with underscores and without leading dashes. It may be a section.
+            name: Name of the flag, with underscores and without leading dashes. It may also be the
+                name of a config section, such as ``train``.
             flag: The flag as the user typed it.
         """
         if name in keys.get_section_descriptions(self._schema):
@@ -275,19 +292,25 @@ def _check_has_value(words: list[str], flag: str, allowed_values: str, *, may_be
 
 
 def _describe_stray_word(token: str) -> str:
-    """Return the error message for an argument that is neither a flag nor the value of one."""
+    """Return the error message for an argument that is neither a flag nor the value of a flag."""
     if token.endswith((".yaml", ".yml")):
         return f"unexpected argument {token!r}; use --config for a config file"
     if token.startswith("-") and token != "--":
         return (
-            f"unknown flag {token}; flags have two dashes, such as --train.steps; run --help to list the "
-            "flags"
+            f"unknown flag {token}; write a flag with two dashes, such as --train.steps, or run --help to "
+            "list all flags"
         )
     if token in ("train", "run"):
         return f"unexpected argument {token!r}; leave out {token!r}, as in portable-train --config run.yaml"
-    return f"unexpected argument {token!r}; write settings as --train.steps 20; run --help to list the flags"
+    return (
+        f"unexpected argument {token!r}; write settings as flags, such as --train.steps 20, or run --help to "
+        "list all flags"
+    )
 
 
 def _is_flag(token: str) -> bool:
-    """Return whether an argument is a flag. Negative numbers are values, not flags."""
+    """Return whether an argument is ``-h`` or begins with two dashes.
+
+    All other arguments are values, such as negative numbers.
+    """
     return token.startswith("--") or token == "-h"

@@ -9,12 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from portable.config import keys
 from portable.config.changed_settings import ADJUSTABLE_SETTINGS
-from portable.config.derived_defaults import (
-    CONTINUED_PRETRAINING,
-    DEFAULTS_BY_TRAINING_KIND,
-    FINETUNING,
-    PRETRAINING,
-)
+from portable.config.derived_defaults import DEFAULT_DESCRIPTIONS, DEFAULTS_BY_TRAINING_KIND
 from portable.config.suggestions import format_key_hint
 from portable.converters.commands import format_exit_codes
 from portable.errors import UserError
@@ -28,15 +23,19 @@ _MIN_WIDTH, _MAX_WIDTH = 60, 110
 _INDENT = " " * 6
 _DESCRIPTION_COLUMN = 28
 """Column in which the descriptions of options begin, counted from 0."""
+EXPLAINED_VALUES = re.compile(r"(?:^|(?<=\. ))([a-z0-9\[][^\s,:]*(?:, [a-z0-9\[][^\s,:]*)*)(?=: )")
+"""Matches one or more values that begin a sentence and are followed by a colon and their explanation."""
 ALL_SETTINGS_TOPIC = "all"
 """Topic of ``--help`` that prints every setting."""
-_SETTINGS_HEADING = "settings, as flags and keys of the YAML file (more: --help SECTION, KEY or all):"
+_SETTINGS_HEADING = (
+    "settings, which are flags and keys of the YAML file (for details: --help with a section, a key or all):"
+)
 _SETTINGS_NOTE = (
-    "settings: each is a flag and a key of the YAML file. Dashes and underscores are the same; a boolean "
-    "needs no value (--compile, --no-compile); lists are written 0.9 0.95 or [0.9,0.95]; null is null; "
-    "keys inside a mapping follow another dot (--model.config.hidden_size 512); paths expand ~ and "
-    "${VAR} as a shell does. Marked *: must not change between launches of a run; marked **: only with "
-    "--allow-changes."
+    "settings: each setting is a flag and a key of the YAML file. In flags, dashes and underscores are "
+    "equivalent, and a boolean needs no value (--compile, --no-compile). Write a list as 0.9 0.95 or as "
+    "[0.9,0.95], and a key inside a mapping after another dot (--model.config.hidden_size 512). In paths, ~ "
+    "and ${VAR} are expanded as in a shell. A setting marked * must not change between launches of a run. A "
+    "setting marked ** may only change with --allow-changes."
 )
 
 
@@ -46,11 +45,14 @@ def render_help(
     """Build the text that ``--help TOPIC`` prints.
 
     Args:
-        topic: Section, key or ``all``. An empty string selects an overview of the command.
+        topic: Section, key or ``all``. Leading dashes are ignored, and all other dashes are
+            equivalent to underscores. A key inside a mapping, such as ``model.config.hidden_size``,
+            selects the mapping. An empty string selects an overview of the command.
         schema: The schema of the config.
         options_schema: Schema of the options of the command.
         usage: Usage and examples of the command.
-        terminal_columns: Width of the terminal, in characters.
+        terminal_columns: Width of the terminal, in characters. Descriptions are wrapped at this
+            width, limited to the range from 60 to 110.
 
     Raises:
         UserError: If the topic is unknown.
@@ -69,7 +71,7 @@ def render_help(
             format_key_hint(topic, [*settings, *section_descriptions])
             or "; run --help without a name to list the sections"
         )
-        raise UserError(f"--help: there is no setting {topic!r}{hint}")
+        raise UserError(f"--help: unknown setting {topic!r}{hint}")
     if not topic:
         return _format_command_overview(section_descriptions, settings, options_schema, usage, width)
     parts = [
@@ -97,7 +99,10 @@ def _format_command_overview(
     usage: str,
     width: int,
 ) -> str:
-    """Format the overview of a command: usage, one line per option, and one line per section.
+    """Format the overview of a command: usage, options and sections.
+
+    Each description is reduced to its first sentence. Top-level settings are listed without
+    descriptions.
 
     Args:
         section_descriptions: Descriptions of the sections, keyed by name.
@@ -147,7 +152,11 @@ def _format_option(label: str, text: str, width: int) -> str:
 def _format_section(
     name: str, description: str, settings_by_key: dict[str, keys.SettingField], width: int
 ) -> str:
-    """Format the heading and the settings of a section. An empty ``name`` selects the top-level settings."""
+    """Format the heading and the settings of a section, or of the top level.
+
+    ``settings_by_key`` contains the settings of all sections. ``name`` is empty for the settings at
+    the top level, which belong to no section. ``description`` is then ignored.
+    """
     heading = f"{name}: {description}" if name else "top level:"
     settings = [setting for setting in settings_by_key.values() if setting.section == name]
     return "\n".join(
@@ -156,31 +165,45 @@ def _format_section(
 
 
 def _format_setting(setting: keys.SettingField, width: int) -> str:
-    """Format the flag, the default, the description and the allowed values of a setting."""
+    """Format the flag, the default, the description and the allowed values of a setting.
+
+    The flag is followed by ``*`` if the setting must not change between launches of a run, or by
+    ``**`` if ``--allow-changes`` permits the change.
+    """
     mark = ("**" if setting.key in ADJUSTABLE_SETTINGS else "*") if setting.is_identity else ""
-    head = f"  --{setting.key}{mark}  [{describe_default(setting)}]"
-    body = f"{setting.description} ({setting.allowed_values})"
+    default = describe_default(setting).replace("`", "")
+    head = f"  --{setting.key}{mark}  [{default}]"
+    body = [*split_at_explained_values(setting.description), f"Values: {setting.allowed_values}"]
     first, *more_lines = textwrap.wrap(
         head.strip(), width - 2, subsequent_indent=_INDENT[2:], break_on_hyphens=False
     )
-    return "\n".join([f"  {first}", *(f"  {line}" for line in more_lines), *_wrap_text(body, width, _INDENT)])
+    wrapped = [line for text in body for line in _wrap_text(text, width, _INDENT)]
+    return "\n".join([f"  {first}", *(f"  {line}" for line in more_lines), *wrapped])
 
 
-def describe_default(setting: keys.SettingField, quote: str = "") -> str:
-    """Describe the default of a setting. If it depends on the kind of training, describe all defaults.
+def split_at_explained_values(description: str) -> list[str]:
+    """Split the description of a setting into lines, so that each explained value begins a new line.
 
-    Args:
-        setting: The setting.
-        quote: Quotation mark to put around values, such as a backquote for Markdown.
+    An explained value begins a sentence and is followed by a colon and its explanation. For
+    example, ``cosine: decay along a cosine. linear: decay linearly.`` becomes two lines. Values
+    with a common explanation, as in ``min, max: ...``, share a line. Text before the first value is
+    a separate line.
     """
-    default = DEFAULTS_BY_TRAINING_KIND.get(setting.key)
-    if default is None:
-        return f"{quote}{format_default(setting.default)}{quote}"
-    kinds: dict[str, list[str]] = {}
-    for kind in (PRETRAINING, CONTINUED_PRETRAINING, FINETUNING):
-        kinds.setdefault(format_default(default.get_default(kind)), []).append(kind)
-    values = "; ".join(f"{', '.join(names)}: {quote}{text}{quote}" for text, names in kinds.items())
-    return f"{values} ({default.condition})" if default.condition else values
+    lines = EXPLAINED_VALUES.sub(r"\n\g<0>", description).split("\n")
+    return [line.strip() for line in lines if line.strip()]
+
+
+def describe_default(setting: keys.SettingField) -> str:
+    """Describe the default of a setting. If it depends on other settings, describe all cases.
+
+    Values in the description are enclosed in backticks.
+    """
+    description = DEFAULT_DESCRIPTIONS.get(setting.key, "`{schema}`")
+    values = {"schema": format_default(setting.default)}
+    if (default := DEFAULTS_BY_TRAINING_KIND.get(setting.key)) is not None:
+        values["pretraining"] = format_default(default.pretraining)
+        values["finetuning"] = format_default(default.finetuning)
+    return description.format_map(values)
 
 
 def format_default(value: Any) -> str:

@@ -22,12 +22,20 @@ if TYPE_CHECKING:
 
     from pydantic.fields import FieldInfo
 
-_PLAIN_WORDS = {bool: "true | false", str: "text", int: "integer", float: "number"}
+_PLAIN_WORDS = {str: "a string", int: "an integer", float: "a number"}
+_PLURAL_WORDS = {
+    "a string": "strings",
+    "an integer": "integers",
+    "a number": "numbers",
+    "a mapping": "mappings",
+}
 _NUMBER_WORDS = {2: "two", 3: "three"}
+_MIN_EXPONENT_BOUND = 1e15
+"""Whole numbers of at least this size are written with an exponent, such as ``1e+18``."""
 
 
 class TypePart(NamedTuple):
-    """One member of a union type annotation, separated from its metadata.
+    """A type in an annotation, such as a member of a union, separated from its metadata.
 
     Attributes:
         kind: The type without ``Annotated``, such as ``int`` or ``tuple[str, ...]``.
@@ -64,31 +72,49 @@ class SettingField:
 
     @property
     def description(self) -> str:
-        """One-line description of the setting, from the docstring below the field."""
-        return to_one_line(self.field.description or "")
+        """One-line description of the setting as plain text, from the docstring below the field."""
+        return self.markdown_description.replace("`", "")
+
+    @property
+    def markdown_description(self) -> str:
+        """One-line description of the setting in Markdown. Some names and values are in backticks."""
+        return to_one_line(self.field.description or "").replace("``", "`")
 
     @property
     def default(self) -> Any:
-        """Default in the schema. In a config, a default that depends on other settings may replace it."""
+        """Default value in the schema.
+
+        Some defaults depend on other settings. A config then replaces the value in the schema.
+        """
         return self.field.get_default(call_default_factory=True, validated_data={})
 
     @property
     def is_identity(self) -> bool:
-        """Whether the setting defines the run and must not change between launches."""
+        """Whether the setting defines the run and must not change between launches.
+
+        :data:`portable.config.changed_settings.ADJUSTABLE_SETTINGS` lists the exceptions, which may
+        change if ``checkpoint.allow_changes`` is set.
+        """
         extra = self.field.json_schema_extra
         return isinstance(extra, dict) and bool(extra.get("identity"))
 
     @property
     def allowed_values(self) -> str:
-        """Description of the allowed values, such as ``integer >= 1 or null``."""
+        """Description of the allowed values, such as ``an integer >= 1 or null``.
+
+        Values that a validator accepts in addition to the type are not included, such as the import
+        path of custom code.
+        """
         return _describe_type(self.field.annotation, tuple(self.field.metadata))
 
     @property
     def is_text(self) -> bool:
-        """Whether flag values, or the items of a list, are text that must not be parsed as YAML.
+        """Whether flag values, or the items of a list, are text that is not parsed as YAML.
 
-        If True, the flag value ``123`` remains a string. False if the type also allows a boolean or a
-        number.
+        If True, the flag value ``123`` remains a string. False if the type also allows a boolean or
+        a number. For a list, the type of its items is checked. The result can also be True for a
+        type that allows null, a list or a mapping. The flag parser recognizes these values by the
+        word ``null`` or by the opening bracket or brace.
         """
         kinds = [kind for kind, _ in _iter_union_members(self.field.annotation)]
         items = [kind for kind in kinds if get_origin(kind) is tuple]
@@ -103,7 +129,11 @@ class SettingField:
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """Allowed strings for the value or its items. Empty if the type does not contain a ``Literal``."""
+        """Allowed strings for the value or its items, from each ``Literal`` in the type.
+
+        Empty if the type does not contain a ``Literal``. The setting may allow other values as
+        well, such as numbers or import paths of custom code.
+        """
         words = (
             word
             for kind, _ in iter_type_parts(self.field.annotation)
@@ -120,7 +150,7 @@ class SettingField:
 
     @property
     def item_schema(self) -> type[BaseModel] | None:
-        """Schema of the items if the value contains groups of settings, as in ``data.sources``.
+        """Pydantic model of the value's items, if they are groups of settings as in ``data.sources``.
 
         None for all other settings.
         """
@@ -153,19 +183,22 @@ class SettingField:
 
 @cache
 def get_setting_fields(model: type[BaseModel]) -> dict[str, SettingField]:
-    """Return all settings of a schema, keyed by dotted key, in the order of the schema."""
+    """Return all settings of a schema, keyed by dotted key, in the order of the schema.
+
+    The result is cached, so callers must not change it.
+    """
     return {setting.key: setting for setting in _iter_settings(model, "")}
 
 
 def find_open_mapping(model: type[BaseModel], key: str) -> SettingField | None:
-    """Find the setting that contains ``key`` as an item of its mapping.
+    """Find the mapping setting to which a dotted key belongs.
 
-    Such a setting accepts arbitrary keys. For example, the result for ``model.config.hidden_size`` is
-    the setting ``model.config``.
+    A mapping setting accepts arbitrary keys. For example, ``model.config.hidden_size`` belongs to
+    ``model.config``.
 
     Returns:
-        The setting. None if ``key`` does not begin with a setting, or if that setting does not accept a
-        mapping.
+        The mapping setting. None if ``key`` is not inside a mapping setting. The result is
+        also None if ``key`` is the key of the mapping setting itself, such as ``model.config``.
     """
     settings = get_setting_fields(model)
     parts_of_key = key.split(".")
@@ -178,7 +211,11 @@ def find_open_mapping(model: type[BaseModel], key: str) -> SettingField | None:
 
 @cache
 def get_section_descriptions(model: type[BaseModel]) -> dict[str, str]:
-    """Return the descriptions of all sections of a schema, keyed by name, in the order of the schema."""
+    """Return the descriptions of all sections of a schema, keyed by name.
+
+    The sections are in the order of the schema. The result is cached, so callers must not change
+    it.
+    """
     return {
         field.alias or name: to_one_line(field.annotation.__doc__ or "")
         for name, field in model.model_fields.items()
@@ -203,7 +240,11 @@ def _iter_settings(model: type[BaseModel], prefix: str) -> Iterator[SettingField
 
 
 def _is_section(field: FieldInfo) -> bool:
-    """Return whether the value of a field is always a group of settings."""
+    """Return whether a field is a section, which means that its type is a pydantic model.
+
+    A field with a union type or a list type is a setting, even if it contains models, such as
+    ``data.eval`` and ``data.sources``.
+    """
     return isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
 
 
@@ -221,7 +262,10 @@ def to_plain_value(value: Any) -> Any:
 
 
 def nest_dotted_keys(values: dict[str, Any]) -> dict[str, Any]:
-    """Convert dotted keys to nested mappings, one per section, as in YAML."""
+    """Convert dotted keys to nested mappings, one per section, as in YAML.
+
+    Keys inside a mapping setting, such as ``model.config.hidden_size``, are not supported.
+    """
     tree: dict[str, Any] = {}
     for key, value in values.items():
         section, _, name = key.rpartition(".")
@@ -230,7 +274,7 @@ def nest_dotted_keys(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _iter_union_members(annotation: Any, metadata: tuple[Any, ...] = ()) -> Iterator[TypePart]:
-    """Yield the members of a union, or the type itself if it is not a union. Each has its constraints.
+    """Yield the members of a union with their constraints, or the type itself if it is not a union.
 
     Args:
         annotation: Type annotation.
@@ -247,7 +291,13 @@ def _iter_union_members(annotation: Any, metadata: tuple[Any, ...] = ()) -> Iter
 
 
 def iter_type_parts(annotation: Any, metadata: tuple[Any, ...] = ()) -> Iterator[TypePart]:
-    """Yield the members of a union. For lists and mappings, also yield the types of their items.
+    """Yield all types in an annotation, including the item types of lists and mappings.
+
+    For a union, each member is yielded, otherwise the type itself. A list or mapping is followed by
+    the types of its items. The schema must declare a list as a ``tuple``, because the items of
+    ``list`` are not yielded. For ``tuple[str, ...]``, ``Ellipsis`` is yielded as well. For example,
+    the types from ``int | dict[str, float]`` are ``int``, ``dict[str, float]``, ``str`` and
+    ``float``.
 
     Args:
         annotation: Type annotation.
@@ -261,34 +311,55 @@ def iter_type_parts(annotation: Any, metadata: tuple[Any, ...] = ()) -> Iterator
 
 
 def _describe_type(annotation: Any, metadata: tuple[Any, ...]) -> str:
-    """Describe the values that an annotation allows, such as ``integer >= 1 or null``."""
-    alternatives = [
-        _describe_alternative(kind, constraints)
+    """Describe the values that an annotation allows, such as ``an integer >= 1 or null``."""
+    descriptions = [
+        text
         for kind, constraints in _iter_union_members(annotation, metadata)
+        for text in _describe_alternatives(kind, constraints)
     ]
-    return " or ".join(dict.fromkeys(alternatives))
+    *others, last = dict.fromkeys(descriptions)
+    # Add a comma before "or" if a description itself contains commas. Otherwise, the last alternative would
+    # seem to belong to that description.
+    conjunction = ", or " if any(", " in text for text in others) else " or "
+    return f"{', '.join(others)}{conjunction}{last}" if others else last
 
 
-def _describe_alternative(kind: Any, constraints: tuple[Any, ...]) -> str:
-    """Describe the values that one member of a union allows, such as ``integer >= 1``."""
+def _describe_alternatives(kind: Any, constraints: tuple[Any, ...]) -> list[str]:
+    """Describe the values that one member of a union type allows, such as ``an integer >= 1``.
+
+    Returns:
+        One description per value for a boolean or a ``Literal``, such as ``true`` and ``false``. A
+        single description for any other type.
+    """
     origin, arguments = get_origin(kind), get_args(kind)
     if kind is type(None):
-        return "null"
+        return ["null"]
+    if kind is bool:
+        return ["true", "false"]
     if origin is Literal:
-        return " | ".join("true" if value is True else str(value) for value in arguments)
-    if origin is tuple and arguments[-1] is not Ellipsis:
-        return f"{_NUMBER_WORDS[len(arguments)]} of: {_describe_type(arguments[0], ())}"
+        return ["true" if value is True else str(value) for value in arguments]
     if origin is tuple:
-        return f"list of: {_describe_type(arguments[0], ())}"
+        number = "" if arguments[-1] is Ellipsis else f"{_NUMBER_WORDS[len(arguments)]} "
+        return [f"a list of {number}{_describe_items(arguments[0])}"]
     if kind is dict or origin is dict or issubclass(kind, BaseModel):
-        return "mapping"
-    return " ".join([_PLAIN_WORDS[kind], *filter(None, _iter_constraint_texts(constraints))])
+        return ["a mapping"]
+    return [" ".join([_PLAIN_WORDS[kind], *filter(None, _iter_constraint_texts(constraints))])]
+
+
+def _describe_items(annotation: Any) -> str:
+    """Describe the items of a list, such as ``integers >= 1``."""
+    description = _describe_type(annotation, ())
+    for singular, plural in _PLURAL_WORDS.items():
+        if description.startswith(singular):
+            return plural + description.removeprefix(singular)
+    return f"any of {description}"
 
 
 def _iter_constraint_texts(metadata: tuple[Any, ...]) -> Iterator[str]:
-    """Yield descriptions of the constraints, such as ``>= 1 and < 64``.
+    """Yield descriptions of the constraints in a type's metadata.
 
-    Only the tightest lower and upper bounds are included. Yields nothing if there are none.
+    The first strings are ``(not empty)`` for each minimum length. The last string describes the
+    tightest lower and upper bounds, such as ``>= 1 and < 64``. It is empty if there are no bounds.
     """
     lower: list[tuple[Any, str]] = []
     upper: list[tuple[Any, str]] = []
@@ -309,8 +380,9 @@ def _iter_constraint_texts(metadata: tuple[Any, ...]) -> Iterator[str]:
 
 
 def _format_bound(bound: Any) -> str:
-    """Format a number. Floats are formatted without trailing zeros."""
-    return f"{bound:g}" if isinstance(bound, float) else str(bound)
+    """Format a bound, such as ``0.5``, ``1`` for 1.0, or ``1e+18`` for a large float."""
+    is_whole = isinstance(bound, float) and bound.is_integer() and bound < _MIN_EXPONENT_BOUND
+    return f"{bound:g}" if isinstance(bound, float) and not is_whole else str(int(bound))
 
 
 def _iter_constraints(metadata: tuple[Any, ...]) -> Iterator[Any]:

@@ -31,7 +31,8 @@ class _SourceContent(NamedTuple):
 
     Attributes:
         values: Values, nested as in the YAML file.
-        origins: Origins of all keys, keyed by path. Empty for a mapping passed by Python code.
+        origins: File and line of each key. The dictionary is keyed by the path of the setting, such
+            as ``("train", "steps")``. Empty for a mapping passed by Python code.
     """
 
     values: dict[str, Any]
@@ -44,6 +45,9 @@ def load_config(
 ) -> RunConfig:
     """Build the config of a run.
 
+    Each value is checked against the schema. :func:`portable.train` and :func:`portable.plan` check
+    later whether the settings work together.
+
     Example:
         >>> from portable import load_config
         >>> config = load_config("run.yaml", {"train.learning_rate": 1e-4})
@@ -51,17 +55,21 @@ def load_config(
         0.0001
 
     Args:
-        source: A YAML file or a nested mapping, or a sequence of these to merge in order. None uses the
-            defaults, which are the settings of the quickstart.
+        source: A YAML file or a nested mapping, or a sequence of these to merge in order. In a
+            path that is a string, ``~`` and ``${VAR}`` are expanded. None uses the defaults, which
+            are the settings of the quickstart.
         overrides: A mapping from dotted keys to values, or flags as on the command line
             (``["--train.steps", "20"]``). They override ``source``.
 
     Returns:
-        The config. Settings have the same names as in YAML, for example ``config.train.learning_rate``.
+        The config. Settings have the same names as in YAML, for example
+        ``config.train.learning_rate``.
 
     Raises:
-        UserError: If a setting is not valid. The one-line message contains the key, its origin and the
-            allowed values.
+        UserError: If a file cannot be read, or if a setting is not valid. The one-line message
+            contains the key, its origin and the allowed values.
+        MultipleMistakesError: If several settings are not valid. The attribute ``lines``
+            of this ``UserError`` contains the messages.
     """
     if isinstance(overrides, Mapping):
         assignments = [Assignment(tuple(key.split(".")), value, None) for key, value in overrides.items()]
@@ -82,7 +90,7 @@ def build_run_config(
     """Merge all settings into one nested mapping and validate it.
 
     Args:
-        sources: YAML files or nested mappings. Later ones override earlier ones.
+        sources: YAML files or nested mappings. Later sources override earlier sources.
         overrides: Settings that override all others, in order.
         imported: Settings imported from files of other trainers. They must not contradict ``sources``.
 
@@ -99,23 +107,51 @@ def build_run_config(
         merged.merge_file(values, origins)
     for assignment in imported:
         merged.add_imported(assignment)
+    overrides = _split_section_overrides(overrides)
+    has_pretrained_model = _has_pretrained_model(merged, overrides)
     for assignment in overrides:
-        merged.override_value(assignment, has_pretrained_model=_has_pretrained_model(merged, overrides))
+        merged.override_value(assignment, has_pretrained_model=has_pretrained_model)
     config = validate_settings(RunConfig, merged.values, merged.origins)
     config.origins.update(merged.origins)
     return config
 
 
-def _has_pretrained_model(merged: _MergedSettings, overrides: Sequence[Assignment]) -> bool:
-    """Return whether the merged files or the overrides set ``model.name_or_path``.
+def _split_section_overrides(overrides: Sequence[Assignment]) -> list[Assignment]:
+    """Replace each override of a section with one override per key of its value.
 
-    If so, a flag such as ``--model.config.attention_dropout`` changes the config of the pretrained
-    model. If not, it changes the default value of ``model.config``.
+    Only Python code can override a section, for example with ``{"train": {"steps": 20}}``. If the
+    value of a section is not a mapping, it is kept, and validation reports the error.
+    """
+    split: list[Assignment] = []
+    for assignment in overrides:
+        path, value, origin = assignment[:3]
+        is_section = len(path) == 1 and path[0] in keys.get_section_descriptions(RunConfig)
+        if is_section and isinstance(value, Mapping):
+            split += [Assignment((*path, str(name)), item, origin) for name, item in value.items()]
+        else:
+            split.append(assignment)
+    return split
+
+
+def _has_pretrained_model(merged: _MergedSettings, overrides: Sequence[Assignment]) -> bool:
+    """Return whether ``model.name_or_path`` is set after all overrides have been applied.
+
+    The overrides are flags, or values from Python code. An override such as
+    ``--model.config.attention_dropout`` changes a single key of ``model.config``. If the files do
+    not set ``model.config``, the other keys must come from elsewhere. With a pretrained model, they
+    come from the config of this model. Without one, they come from the default value of
+    ``model.config``.
+
+    Args:
+        merged: Settings from the files, before the overrides are applied.
+        overrides: The overrides in order, without overrides of sections.
     """
     model = merged.values.get("model")
-    is_named = isinstance(model, dict) and model.get("name_or_path") is not None
-    path = ("model", "name_or_path")
-    return is_named or any(item.path == path and item.value is not None for item in overrides)
+    name = model.get("name_or_path") if isinstance(model, dict) else None
+    for path, value, *_ in overrides:
+        if path == ("model", "name_or_path"):
+            name = value
+    return name is not None
 
 
 def _read_source(source: ConfigSource, line_offset: int) -> _SourceContent:
@@ -147,28 +183,29 @@ class _MergedSettings:
 
     Attributes:
         values: Values, nested as in the YAML file.
-        origins: Origins of all keys, keyed by path.
+        origins: Origins of the keys, keyed by path. Keys set by Python code have no origin.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
     origins: dict[KeyPath, Origin] = field(default_factory=dict)
 
     def merge_file(self, values: dict[str, Any], origins: Mapping[KeyPath, Origin]) -> None:
-        """Merge the content of another file. Its values override those of previous files.
+        """Merge another file or mapping. Its values override the previous values.
 
-        Mappings are merged key by key, except model configs of different model types, which are replaced
-        like any other value. If the file sets ``data.source`` but not ``data.sources``, the previous
+        Mappings are merged key by key, except model configs of different model types, which are
+        replaced like any other value. A section without a value, such as ``fsdp:``, counts as an
+        empty section. If the file sets ``data.source`` but not ``data.sources``, the previous
         ``data.sources`` is removed, and vice versa.
 
         Args:
-            values: Values, nested as in the YAML file.
-            origins: Origins of all keys, keyed by path.
+            values: Values, nested as in the YAML file. They may be changed.
+            origins: Origins of the keys, keyed by path. Empty for a mapping from Python code.
         """
         for section in keys.get_section_descriptions(RunConfig):
             # A section without a value, such as `fsdp:`, is an empty section.
             if section in values and values[section] is None:
                 values[section] = {}
-        _remove_replaced_source(self.values.get("data"), values.get("data"))
+        self._remove_replaced_source(values.get("data"))
         self._merge_mapping(self.values, values, (), origins)
         self.origins = {**origins, **self.origins}
 
@@ -201,53 +238,46 @@ class _MergedSettings:
     def add_imported(self, assignment: Assignment) -> None:
         """Add a setting that was imported from a file of another trainer.
 
-        Does nothing if the value of a section on the path is not a mapping, because validation reports
-        this.
+        Does nothing if a parent of the setting, such as its section, has a value that is not a
+        mapping. The validation of the config reports this error later. Also does nothing if the value
+        is only assumed, and a config file sets the setting.
 
         Raises:
             UserError: If a config file sets the same setting to another value.
         """
-        path, value, origin = assignment
+        path, value, origin, is_assumed = assignment
         assert origin is not None
         target = self.values
         for name in path[:-1]:
             target = target.setdefault(name, {})
             if not isinstance(target, dict):
-                return  # the validation reports the value of the wrong type
+                return  # validation reports that the value is not a mapping
+        if is_assumed and path[-1] in target:
+            return
         if target.get(path[-1], value) != value:
             earlier = self.origins.get(path)
             key, earlier_value = ".".join(path), format_short_value(target[path[-1]])
             raise UserError(
                 f"{origin.text} sets {key} to {format_short_value(value)}, but "
                 f"{earlier.text if earlier else '--config'} sets the same key to {earlier_value}; remove "
-                "one of the two"
+                "one of the two values"
             )
         target[path[-1]] = value
         self.origins.setdefault(path, origin)
 
     def override_value(self, assignment: Assignment, *, has_pretrained_model: bool) -> None:
-        """Set a value from a flag or from Python code. It replaces the value from the files.
+        """Replace the value from the config files with a value from a flag or from Python code.
 
         Args:
-            assignment: Value of a setting, of a key in a mapping such as ``model.config``, or (only from
-                Python code) of a section.
-            has_pretrained_model: Whether ``model.name_or_path`` is set. If not, a key in ``model.config``
-                is added to the default value of ``model.config``.
+            assignment: Path, value and origin. The path leads to a setting, or to a key in a
+                mapping such as ``model.config``.
+            has_pretrained_model: Whether ``model.name_or_path`` is set after all overrides. If it is
+                not, setting one key of ``model.config`` keeps the other keys of its default value.
 
         Raises:
-            UserError: If the path contains a key whose value is not a mapping.
+            UserError: If the path leads through a key whose value is not a mapping.
         """
-        path, value, origin = assignment
-        if (
-            len(path) == 1
-            and path[0] in keys.get_section_descriptions(RunConfig)
-            and isinstance(value, Mapping)
-        ):
-            for name, item in value.items():
-                self.override_value(
-                    Assignment((*path, str(name)), item, origin), has_pretrained_model=has_pretrained_model
-                )
-            return
+        path, value, origin = assignment[:3]
         mapping = keys.find_open_mapping(RunConfig, ".".join(path))
         target = self.values
         for depth, section_name in enumerate(path[:-1], start=1):
@@ -262,8 +292,26 @@ class _MergedSettings:
         target[path[-1]] = value
         self._replace_origins(path, origin)
 
+    def _remove_replaced_source(self, later: Any) -> None:
+        """Remove ``data.source`` and its origins if ``later`` replaces it by ``sources``, or the reverse.
+
+        If ``later`` sets both keys or neither, nothing is removed.
+
+        Args:
+            later: Section ``data`` of the next file. Ignored if it is not a mapping.
+        """
+        earlier = self.values.get("data")
+        if isinstance(earlier, dict) and isinstance(later, dict):
+            for key, replaced_key in (("source", "sources"), ("sources", "source")):
+                if later.get(key) and not later.get(replaced_key) and replaced_key in earlier:
+                    del earlier[replaced_key]
+                    self._replace_origins(("data", replaced_key), None)
+
     def _replace_origins(self, path: KeyPath, origin: Origin | None) -> None:
-        """Record the origin of a new value at ``path``, and remove the origins of replaced values.
+        """Record the origin of a new value at ``path``, and remove replaced origins.
+
+        The origins of keys inside the replaced value are removed as well. The new origin lists the
+        previous origins of ``path`` in :attr:`Origin.overridden`.
 
         Args:
             path: Path of the value.
@@ -277,34 +325,24 @@ class _MergedSettings:
             self.origins[path] = replace(origin, overridden=over)
 
 
-def _remove_replaced_source(earlier: Any, later: Any) -> None:
-    """Remove ``source`` from ``earlier`` if ``later`` only sets ``sources``, and vice versa.
-
-    Args:
-        earlier: Section ``data`` merged so far, changed in place. Ignored if it is not a mapping.
-        later: Section ``data`` of the next file. Ignored if it is not a mapping.
-    """
-    if isinstance(earlier, dict) and isinstance(later, dict):
-        for key, replaced_key in (("source", "sources"), ("sources", "source")):
-            if later.get(key) and not later.get(replaced_key):
-                earlier.pop(replaced_key, None)
-
-
 def _have_different_model_types(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
     """Return whether two mappings are model configs with different model types.
 
-    They are not merged, because their keys have different meanings.
+    Such mappings are not merged, because their keys have different meanings.
     """
     types = {config["model_type"] for config in (first, second) if isinstance(config.get("model_type"), str)}
     return len(types) > 1
 
 
 def _describe_key_inside_value(path: KeyPath, value_depth: int, origin: Origin | None) -> str:
-    """Return the error message for a key within a value that is not a mapping.
+    """Return the error message for a key below a setting whose value is not a mapping.
+
+    An example is the key ``a.b.c`` if the value of ``a.b`` is a number.
 
     Args:
-        path: Path of the key.
-        value_depth: Number of names at the start of ``path`` that form the path of the value.
+        path: Path of the key, for example ``("a", "b", "c")``.
+        value_depth: Number of names at the start of ``path`` that lead to the value, 2 in the
+            example.
         origin: Origin of the key. None if Python code has set it.
     """
     outer, key = ".".join(path[:value_depth]), ".".join(path)

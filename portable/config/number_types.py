@@ -1,8 +1,8 @@
 """Number types of the schema. Each type has bounds, and a comment with the reason for them.
 
-The bounds reject numbers that are almost certainly mistakes: it is better to report an error before
-the start than to overflow, loop endlessly or fill the disk later. A field may narrow the bounds of
-its type, for example with ``Field(ge=1)``.
+The bounds reject numbers that are almost certainly mistakes. The user then gets an error before the
+run starts, instead of an overflow, an endless loop or a full disk later. A field may narrow the
+bounds of its type, for example with ``Field(ge=1)``.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ Steps = Annotated[
     int,
     Field(ge=0, le=MAX_STEPS),
     BoundsReason(
-        "A billion steps of ten milliseconds take four months; with MAX_BATCH, samples fit in 64 bits."
+        "A billion steps of ten milliseconds take four months, and the number of samples fits in 64 bits."
     ),
 ]
 Samples = Annotated[
     int,
     Field(ge=0, le=MAX_STEPS * MAX_BATCH_SIZE),
-    BoundsReason("No run of MAX_STEPS consumes more samples."),
+    BoundsReason("A run of MAX_STEPS steps cannot consume more samples."),
 ]
 BatchSize = Annotated[
     int,
@@ -58,28 +58,36 @@ Length = Annotated[
     ),
 ]
 GeneratedTokens = Annotated[
-    int, Field(ge=0, le=1 << 20), BoundsReason("A sample for a person to read; each token is a forward pass.")
+    int,
+    Field(ge=0, le=1 << 20),
+    BoundsReason("People read the generated text, and each token needs a forward pass."),
 ]
 ChunkTokens = Annotated[
-    int, Field(ge=0, le=1 << 31), BoundsReason("More tokens than any micro-batch has; their logits must fit.")
+    int,
+    Field(ge=0, le=1 << 31),
+    BoundsReason("No micro-batch has more tokens, because their logits must fit in memory."),
 ]
 Ranks = Annotated[
-    int, Field(ge=1, le=MAX_RANKS), BoundsReason("The largest clusters have fewer accelerators.")
+    int, Field(ge=1, le=MAX_RANKS), BoundsReason("Even the largest clusters have fewer accelerators.")
 ]
 Processes = Annotated[
-    int, Field(ge=0, le=1024), BoundsReason("The largest machines have fewer cores for a rank.")
+    int, Field(ge=0, le=1024), BoundsReason("Even the largest machines have fewer cores per rank.")
 ]
 PartCount = Annotated[
-    int, Field(ge=1, le=1 << 20), BoundsReason("Each part is open and has a thread's attention.")
+    int, Field(ge=1, le=1 << 20), BoundsReason("All these parts of the stream are open at the same time.")
 ]
 Interval = Annotated[
-    int, Field(ge=1, le=MAX_STEPS), BoundsReason("A run of MAX_STEPS has no more of anything.")
+    int,
+    Field(ge=1, le=MAX_STEPS),
+    BoundsReason("A run of MAX_STEPS steps has at most this many steps, evaluations and checkpoints."),
 ]
 Records = Annotated[
     int, Field(ge=1, le=10**12), BoundsReason("The largest datasets have billions of records.")
 ]
 Pixels = Annotated[
-    int, Field(ge=256, le=10**8), BoundsReason("16 x 16 pixels at least; larger images are not decoded.")
+    int,
+    Field(ge=256, le=10**8),
+    BoundsReason("An image has at least 16 x 16 pixels, and larger images are not decoded."),
 ]
 ModuleSize = Annotated[
     int, Field(ge=0, le=10**15), BoundsReason("The largest models have trillions of weights.")
@@ -88,60 +96,86 @@ VocabularySize = Annotated[
     int,
     Field(ge=300, le=MAX_TRAINED_VOCABULARY),
     BoundsReason(
-        "256 bytes and special tokens at least; larger vocabularies than a million are not trained."
+        "A vocabulary contains at least 256 bytes and the special tokens, and at most a million tokens."
     ),
 ]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31), BoundsReason("Token IDs are 32-bit integers.")]
 LayerNumber = Annotated[int, Field(ge=0, lt=MAX_MODEL_LAYERS), BoundsReason("No model has more layers.")]
 Dimension = Annotated[int, Field(ge=0, lt=64), BoundsReason("Tensors of torch have at most 64 dimensions.")]
 AdapterRank = Annotated[
-    int, Field(ge=1, le=1 << 16), BoundsReason("A rank above the width of a layer adds nothing.")
+    int, Field(ge=1, le=1 << 16), BoundsReason("A rank above the width of a layer has no effect.")
 ]
-Seed = Annotated[int, Field(ge=0, lt=1 << 32), BoundsReason("numpy's generators take 32 bits.")]
+Seed = Annotated[
+    int,
+    Field(ge=0, lt=1 << 32),
+    BoundsReason("The random number generators of numpy accept seeds of 32 bits."),
+]
 ScalePower = Annotated[
     int, Field(ge=0, le=32), BoundsReason("A loss times 2 to the 33rd overflows fp16 at once.")
 ]
 
-Fraction = Annotated[float, Field(ge=0, le=1), BoundsReason("A share of a whole.")]
-ProperFraction = Annotated[float, Field(ge=0, lt=1), BoundsReason("A share of 1 would leave nothing.")]
+Fraction = Annotated[float, Field(ge=0, le=1), BoundsReason("A share is a number from 0 to 1.")]
+ProperFraction = Annotated[
+    float, Field(ge=0, lt=1), BoundsReason("With a share of 1, nothing would be left.")
+]
 AverageDecay = Annotated[
-    float, Field(gt=0, lt=1), BoundsReason("0 is no average, and an average with decay 1 never changes.")
+    float,
+    Field(gt=0, lt=1),
+    BoundsReason("A decay of 0 means no average, and an average with decay 1 never changes."),
 ]
 LearningRate = Annotated[
     float,
     Field(gt=0, le=MAX_LEARNING_RATE),
-    BoundsReason("Adam moves each weight by the rate; the largest rates in use, of linear probes, are tens."),
+    BoundsReason("The largest learning rates in use, for linear probes, are below 100."),
 ]
 WeightDecay = Annotated[
-    float, Field(ge=0, le=1000), BoundsReason("Decay times rate above 2 lets weights grow without end.")
+    float,
+    Field(ge=0, le=1000),
+    BoundsReason("If weight decay times learning rate is above 2, weights grow without limit."),
 ]
 Epsilon = Annotated[
     float,
     Field(ge=1e-37, le=1),
-    BoundsReason("Smaller numbers are zero in fp32; larger ones than 1 outweigh every second moment."),
+    BoundsReason("Smaller numbers are zero in fp32, and larger numbers are larger than every second moment."),
 ]
 GradientNorm = Annotated[
     float,
     Field(gt=0, le=1e18),
-    BoundsReason("The square of a larger norm is infinite in fp32; null is no clipping."),
+    BoundsReason("The square of a larger norm is infinite in fp32. Null disables clipping."),
 ]
-LossWeight = Annotated[float, Field(ge=0, le=1), BoundsReason("A regularizer does not outweigh the loss.")]
+LossWeight = Annotated[
+    float, Field(ge=0, le=1), BoundsReason("A regularization term must not have more weight than the loss.")
+]
 NoiseScale = Annotated[
-    float, Field(ge=0, le=1000), BoundsReason("Embeddings of larger noise have no text left.")
+    float, Field(ge=0, le=1000), BoundsReason("With more noise, the text has no influence on the embeddings.")
 ]
 AdapterScale = Annotated[
     float, Field(gt=0, le=1e6), BoundsReason("A larger scale overflows fp16 activations.")
 ]
-LossScale = Annotated[float, Field(gt=0, le=2.0**32), BoundsReason("The largest initial scale.")]
-Threshold = Annotated[float, Field(ge=0, le=1e9), BoundsReason("Metrics are shares, losses or perplexities.")]
+LossScale = Annotated[
+    float, Field(gt=0, le=2.0**32), BoundsReason("The largest initial loss scale is 2 to the power of 32.")
+]
+Threshold = Annotated[
+    float,
+    Field(ge=0, le=1e9),
+    BoundsReason("Metrics are shares, losses or perplexities, which do not differ by more."),
+]
 Epochs = Annotated[
-    float, Field(gt=0, le=1e6), BoundsReason("A million passes over one sample are MAX_STEPS / 1000.")
+    float,
+    Field(gt=0, le=1e6),
+    BoundsReason("Even with a thousand steps per epoch, a million epochs are MAX_STEPS steps."),
 ]
 Weight = Annotated[
     float,
     Field(ge=0, le=1e18),
-    BoundsReason("Weights are proportions; numbers of tokens serve as weights, too."),
+    BoundsReason("Weights are proportions, and may be numbers of tokens."),
 ]
-Gigabytes = Annotated[float, Field(gt=0, le=1e9), BoundsReason("An exabyte: no machine has such a disk.")]
-Minutes = Annotated[float, Field(ge=0, le=525_600), BoundsReason("A year: a longer outage is never noticed.")]
-Seconds = Annotated[float, Field(gt=0, le=31_536_000), BoundsReason("A year: null is no limit.")]
+Gigabytes = Annotated[
+    float, Field(gt=0, le=1e9), BoundsReason("No machine has a disk of more than an exabyte.")
+]
+Minutes = Annotated[float, Field(ge=0, le=525_600), BoundsReason("No outage lasts longer than a year.")]
+Seconds = Annotated[
+    float,
+    Field(gt=0, le=31_536_000),
+    BoundsReason("A limit of more than a year has no effect. Null means no limit."),
+]

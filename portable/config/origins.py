@@ -31,10 +31,12 @@ class Origin:
     overridden: tuple[str, ...] = ()
 
     def add_to_message(self, message: str) -> str:
-        """Add the origin to an error message.
+        """Add the place where a setting was specified to an error message.
 
-        The file and line are put before the message (``run.yaml:7: train.steps must be ...``). A flag
-        replaces the key at the start of the message (``--train.steps must be ...``).
+        For a line of a config file, the file and line are put before the message, for example
+        ``run.yaml:7: train.steps must be ...``. For a flag, the flag replaces the key at the start
+        of the message, for example ``--train.steps must be ...``. If the message does not start
+        with the key, the flag is put before the message.
         """
         key = self.text.removeprefix("--").replace("-", "_")
         if self.is_flag and message.startswith((f"{key} ", f"{key}: ")):
@@ -48,16 +50,24 @@ class Assignment(NamedTuple):
     Attributes:
         path: Path of the setting or key.
         value: Value, not validated yet.
-        origin: Origin of the value. None if Python code has set the value.
+        origin: Place where the value was set: a line of a file, or a flag. None if Python code has
+            set the value.
+        is_assumed: Whether the value is an assumption of an imported file. It is then only used if
+            no config file sets the setting.
     """
 
     path: KeyPath
     value: Any
     origin: Origin | None
+    is_assumed: bool = False
 
 
 def format_short_value(value: object) -> str:
-    """Format ``value`` for an error message, truncated to :data:`MAX_VALUE_CHARACTERS` characters."""
+    """Format ``value`` for an error message, and truncate the text.
+
+    None and booleans are formatted as in YAML. Other values are formatted as in Python, so strings
+    have quotes. The text is truncated to :data:`MAX_VALUE_CHARACTERS` characters.
+    """
     text = (
         {True: "true", False: "false"}[value] if isinstance(value, bool) else repr(keys.to_plain_value(value))
     )

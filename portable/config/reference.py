@@ -9,104 +9,177 @@ from __future__ import annotations
 import json
 import re
 import sys
+import textwrap
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from portable.config import keys
 from portable.config.changed_settings import ADJUSTABLE_SETTINGS
-from portable.config.derived_defaults import DEFAULTS_BY_TRAINING_KIND
-from portable.config.help_text import describe_default
+from portable.config.derived_defaults import DEFAULT_DESCRIPTIONS, DEFAULTS_BY_TRAINING_KIND
+from portable.config.help_text import EXPLAINED_VALUES, describe_default, split_at_explained_values
 from portable.config.run_config import RunConfig
 from portable.config.sections import SourceConfig
 from portable.errors import to_one_line
 
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGE_PATH = ROOT / "docs" / "config.md"
 """Path of the reference page. The text before the first section of the page is written by hand."""
+_LINE_WIDTH = 120
+_MIN_OMITTED_BOUND = 1000
+"""Smallest upper bound of a number that the page omits."""
 
 
 def build_reference_page() -> str:
-    """Build the text of ``docs/config.md``: the introduction of the existing page, followed by new tables."""
+    """Build the text of ``docs/config.md``, which describes all settings in one list per section.
+
+    The introduction is copied from the existing page. The lists are generated from the schema.
+    """
     settings, section_descriptions = (
         keys.get_setting_fields(RunConfig),
         keys.get_section_descriptions(RunConfig),
     )
     introduction = PAGE_PATH.read_text("utf-8").partition("\n## ")[0]
-    parts = [introduction, _format_section("Top level", "", [s for s in settings.values() if not s.section])]
+    top_level = "- [Top level](#top-level): Hardware, sharding, precision and compilation."
+    contents = ["## Sections", "", top_level]
+    mark_code = _build_code_marker()
+    for name, text in section_descriptions.items():
+        contents += _wrap_item(f"[`{name}`](#{name}): {mark_code(text)}", "- ")
+    parts = [introduction, "\n".join([*contents, ""])]
+    parts.append(_format_section("Top level", "", [s for s in settings.values() if not s.section]))
     for name, text in section_descriptions.items():
         parts.append(_format_section(f"`{name}`", text, [s for s in settings.values() if s.section == name]))
     return "\n".join(parts)
 
 
 def _format_section(title: str, description: str, settings: list[keys.SettingField]) -> str:
-    """Format a heading, a description and a table of settings in Markdown.
+    """Format a heading, a description and a list of settings in Markdown.
 
     Args:
         title: Heading.
         description: Text below the heading. Empty if there is no text.
-        settings: Settings in the table.
+        settings: Settings in the list.
     """
-    source_keys = {f"data.{name}" for name in SourceConfig.model_fields}
-    # Use two columns, because more do not fit on a phone. Each key links to its own row.
-    rows = [
-        f'| <a id="{s.key}" '
-        f'href="#{s.key}">`{s.key}`</a>{_format_identity_mark(s)}{" ‡" * (s.key in source_keys)}'
-        f"<br>{_format_cell(s.allowed_values)}<br>default: {_format_default(s)} "
-        f"| {_mark_code(_format_cell(s.description), s.allowed_values)} |"
-        for s in settings
-    ]
-    head = ["| setting | what it does |", "| --- | --- |"]
-    return "\n".join([f"## {title}", "", *([description, ""] if description else []), *head, *rows, ""])
+    entries = [line for setting in settings for line in _format_entry(setting)]
+    about = [_build_code_marker()(description), ""] if description else []
+    return "\n".join([f"## {title}", "", *about, *entries, ""])
+
+
+def _format_entry(setting: keys.SettingField) -> list[str]:
+    """Format a list item with the name, the type, the default and the description of a setting.
+
+    The name is followed by the mark from :func:`_format_identity_mark`, and by ``‡`` if a source in
+    ``data.sources`` or ``data.eval`` can also contain the setting. Each value that the description
+    explains becomes an item of a nested list.
+
+    Returns:
+        Lines of Markdown.
+    """
+    source_mark = " ‡" if setting.key in {f"data.{name}" for name in SourceConfig.model_fields} else ""
+    name = f'<a id="{setting.key}" href="#{setting.key}">**`{setting.key}`**</a>'  # links to the entry itself
+    kind, default = _format_type(setting), _format_default(setting)
+    first, *details = split_at_explained_values(setting.markdown_description)
+    if setting.key in DEFAULT_DESCRIPTIONS or setting.key == "model.config":
+        details.append(f"Default: {default}.")
+    else:
+        kind += f"; default: {default}"
+    mark_code = _build_code_marker(setting.choices)
+    text = f"{name}{_format_identity_mark(setting)}{source_mark} ({mark_code(kind)}): {mark_code(first)}"
+    lines = _wrap_item(text, "- ")
+    for detail in details:
+        lines += _wrap_item(mark_code(detail), "  - ")
+    return lines
+
+
+def _wrap_item(text: str, bullet: str) -> list[str]:
+    """Wrap the text of a list item into lines.
+
+    Args:
+        text: Text in Markdown.
+        bullet: Beginning of the first line. The other lines are indented by its length.
+    """
+    return textwrap.wrap(
+        text,
+        _LINE_WIDTH,
+        initial_indent=bullet,
+        subsequent_indent=" " * len(bullet),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def _format_identity_mark(setting: keys.SettingField) -> str:
-    """Return the footnote mark of a setting that defines the run. Empty for other settings.
+    """Return the footnote mark of a setting that must not change when a run is resumed.
 
-    Settings that may be changed with ``checkpoint.allow_changes`` have a different mark from settings
-    that must never change.
+    The mark is ``††`` if ``checkpoint.allow_changes`` permits the change, otherwise ``†``. A space
+    precedes the mark. The result is empty for settings that may always change.
     """
     if not setting.is_identity:
         return ""
     return " ††" if setting.key in ADJUSTABLE_SETTINGS else " †"
 
 
-def _format_cell(text: str) -> str:
-    """Escape a string for use in a cell of a Markdown table."""
-    # Separate choices by commas, because a bar would end the cell. Omit "(not empty)", because it is obvious.
-    text = (
-        text.replace(" (not empty)", "")
-        .replace(" | ", ", ")
-        .replace("|", "\\|")
-        .replace(">=", "≥")
-        .replace("<=", "≤")
+def _format_type(setting: keys.SettingField) -> str:
+    """Describe the allowed values of a setting in Markdown.
+
+    Choices and the words true, false and null are formatted as code. Upper bounds of at least
+    :data:`_MIN_OMITTED_BOUND` are omitted, because they do not matter in practice.
+    """
+    text = setting.allowed_values.replace(" (not empty)", "")
+    text = re.sub(
+        r" and <=? ([\d.e+]+)", lambda bound: bound[0] if float(bound[1]) < _MIN_OMITTED_BOUND else "", text
     )
-    return text.replace("<", "&lt;").replace(">", "&gt;")
+    values = sorted([*setting.choices, "true", "false", "null"], key=len, reverse=True)
+    text = re.sub(rf"(?<![\w-])(?:{'|'.join(map(re.escape, values))})(?![\w-])", r"`\g<0>`", text)
+    return text.replace(">=", "≥").replace("<=", "≤")
 
 
-def _mark_code(description: str, allowed_values: str) -> str:
-    """Format the settings and values in a description as code.
+def _build_code_marker(choices: Iterable[str] = ()) -> Callable[[str], str]:
+    """Build a function that puts backticks around settings and values in a description.
+
+    The function marks the keys of settings if they contain a dot or an underscore, and the choices
+    of all settings if they contain a hyphen or an underscore. Ordinary words, such as the key
+    ``seed``, are not marked. If the description begins with values and a colon, as in ``min, max:
+    ...``, these values are marked as well. The function also escapes ``<`` and ``>`` for HTML, and
+    turns paths of other pages into links. It does not change text that is already between
+    backticks.
 
     Args:
-        description: Description of a setting.
-        allowed_values: Allowed values of the setting, separated by bars.
-
-    Returns:
-        The description in Markdown. Values that are ordinary words are only formatted at the start of a
-        sentence and in front of a colon.
+        choices: Values of the described setting. Values with a digit are marked as well.
     """
-    values = [re.escape(value) for value in re.findall(r"[^\W\d][\w.-]*", allowed_values)]
-    names = [re.escape(key) for key in keys.get_setting_fields(RunConfig) if "." in key]
-    unusual_values = [value for value in values if re.search(r"[_\d-]", value)]
-    labels = [rf"(?:^|(?<=[.;] )){value}(?=: )" for value in values]
-    pattern = "|".join(sorted([*names, *unusual_values, *labels], key=len, reverse=True))
-    return re.sub(rf"(?<![\w./`-])(?:{pattern})(?![\w./`-]*\w)", r"`\g<0>`", description)
+    settings = keys.get_setting_fields(RunConfig)
+    names = {name for name in settings if re.search("[._]", name)}
+    names |= {value for setting in settings.values() for value in setting.choices if re.search("[_-]", value)}
+    names |= {value for value in choices if re.search(r"\d", value)}
+    words = "|".join(re.escape(name) for name in sorted(names, key=lambda name: (-len(name), name)))
+    pattern = re.compile(rf"(?<![\w./`-])(?:{words})(?![\w./`-]*\w)")
+
+    def mark(text: str) -> str:
+        label = EXPLAINED_VALUES.match(text)
+        values = "" if label is None else ", ".join(f"`{value}`" for value in label[1].split(", "))
+        parts = re.split(r"(`[^`]*`)", text if label is None else text[label.end(1) :])
+        for index in range(0, len(parts), 2):  # the other parts are code
+            part = parts[index].replace("<", "&lt;").replace(">", "&gt;")
+            part = pattern.sub(r"`\g<0>`", part)
+            parts[index] = re.sub(r"docs/([\w-]+\.md)", lambda path: _format_page_link(path[1]), part)
+        return values + "".join(parts)
+
+    return mark
+
+
+def _format_page_link(name: str) -> str:
+    """Format a link to another page in ``docs``, with the title of the page as its text."""
+    title = (PAGE_PATH.parent / name).read_text("utf-8").partition("\n")[0].removeprefix("# ")
+    return f"[{title}]({name})"
 
 
 def _format_default(setting: keys.SettingField) -> str:
-    """Format the default of a setting for a table cell. Abbreviates the default of ``model.config``."""
+    """Describe the default of a setting in Markdown. Abbreviates the default of ``model.config``."""
     if isinstance(setting.default, dict) and setting.default:
-        return "the quickstart's"
-    return describe_default(setting, "`")
+        return "the model of the quickstart, or `null` if model.name_or_path is set"
+    return "an empty string" if setting.default == "" else describe_default(setting)
 
 
 def build_json_schema() -> dict[str, Any]:
@@ -126,7 +199,7 @@ def build_json_schema() -> dict[str, Any]:
 
 
 def _simplify_descriptions(node: Any) -> None:
-    """Simplify a JSON Schema in place: make each description a single line, and remove all titles.
+    """Simplify a JSON Schema in place: one-line descriptions in plain text, and no titles.
 
     pydantic generates titles from names, and editors would show them before the descriptions.
 
@@ -139,11 +212,14 @@ def _simplify_descriptions(node: Any) -> None:
         if isinstance(node.get("title"), str):
             del node["title"]
         if isinstance(about := node.get("description"), str):
-            node["description"] = to_one_line(about)
+            node["description"] = to_one_line(about).replace("`", "")
 
 
 def build_generated_files() -> dict[Path, str]:
-    """Build the texts of all generated files, keyed by path."""
+    """Build the contents of all files that are generated from the config schema, keyed by path.
+
+    The files are the reference page of the settings and ``configs/schema.json``.
+    """
     return {
         PAGE_PATH: build_reference_page(),
         ROOT / "configs" / "schema.json": json.dumps(build_json_schema(), indent=2, ensure_ascii=False)
@@ -155,10 +231,11 @@ def main(argv: list[str]) -> int:
     """Write the generated files, or check that they are up to date.
 
     Args:
-        argv: Command-line arguments, without the program name.
+        argv: Command-line arguments, without the program name: ``--check`` or none.
 
     Returns:
-        Exit code: 1 if a file is out of date, 2 for invalid arguments, otherwise 0.
+        Exit code: 1 if ``--check`` finds a file that is out of date, 2 for invalid arguments,
+        otherwise 0.
     """
     if argv not in ([], ["--check"]):
         print("usage: python -m portable.config.reference [--check]", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Problems with settings, and helpers for the checks that find them.
+"""Represent problems with settings, and provide helpers for the checks that find them.
 
 A check is a function ``check_...(config)`` that yields a :class:`SettingProblem` for each
 unsupported setting. Most checks are in :mod:`portable.checks`. Backends, engines and optimizers add
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SettingProblem:
-    """An unsupported setting, or a combination of settings that does not work.
+    """Setting that is not supported, or combination of settings that does not work.
 
     Attributes:
         keys: Dotted keys of the settings. The first key is the setting to change.
-        reason: Complete error message, without the origin of the settings. It usually begins with the
-            first key.
+        reason: Error message, which usually begins with the first key. It does not name the file or
+            flag that contains the settings.
     """
 
     keys: tuple[str, ...]
@@ -35,10 +35,11 @@ class SettingProblem:
 
 
 def format_problem(problem: SettingProblem, config: RunConfig) -> str:
-    """Return the error message of a problem, including the origin of one of its settings.
+    """Return the error message of a problem, with the origin of one of its settings.
 
-    The origin is a file and line, or a flag. Flags take precedence, because the user most likely
-    changed them last.
+    The origin is a file and line, or a flag. If several settings are involved, a flag is preferred
+    to a file, because the user most likely changed the flag last. If neither a file nor a flag has
+    set them, the message has no origin.
     """
     origins = [origin for key in problem.keys for origin in _iter_origins(key, config)]
     origin = next((origin for origin in origins if origin.is_flag), origins[0] if origins else None)
@@ -46,7 +47,11 @@ def format_problem(problem: SettingProblem, config: RunConfig) -> str:
 
 
 def _iter_origins(key: str, config: RunConfig) -> Iterator[Origin]:
-    """Yield the recorded origins of a key and of the sections that contain it, innermost first."""
+    """Yield the origins of a key and of the settings that contain it, innermost first.
+
+    For example, if ``data.sources.web`` has no origin, the first result is the origin of
+    ``data.sources``. Origins of sections, such as ``data``, are not yielded.
+    """
     names = tuple(key.split("."))
     for length in range(len(names), 0, -1):
         path = names[:length]
@@ -55,21 +60,32 @@ def _iter_origins(key: str, config: RunConfig) -> Iterator[Origin]:
 
 
 def format_value(value: Any) -> str:
-    """Format a value for an error message as in YAML, such as ``null``, ``true`` or ``0.1``."""
+    """Format a scalar as YAML for an error message, such as ``null``, ``true`` or ``0.1``.
+
+    Floats are rounded to six significant digits. Lists and mappings are not supported.
+    """
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def format_setting_with_value(config: RunConfig, key: str) -> str:
-    """Return a key with its value if this is a string or a number, such as ``train.steps: 20``."""
+    """Format a key with its value, such as ``train.steps: 20``.
+
+    The value is included if it is a string or a number. Otherwise, the result is the key with a
+    colon, such as ``compile:``.
+    """
     value = config.get(key)
     is_word_or_number = isinstance(value, str | int | float) and not isinstance(value, bool)
     return f"{key}: {format_value(value)}" if is_word_or_number else f"{key}:"
 
 
 def is_not_default(config: RunConfig, key: str) -> bool:
-    """Return whether the value of a setting differs from its default in the schema."""
+    """Return whether the value of a setting differs from its default in the schema.
+
+    The result can be True for a setting that the user has not set, because some defaults depend on
+    other settings.
+    """
     return bool(config.get(key) != keys.get_setting_fields(type(config))[key].default)
 
 

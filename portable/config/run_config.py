@@ -66,49 +66,55 @@ class RunConfig(Section):
     """The configuration of a run, with all defaults."""
 
     backend: Backend = "auto"
-    """Hardware to run on: cpu, cuda (GPUs), tpu (TPUs by TorchTPU), or xla (TPUs by PyTorch/XLA). auto uses
-    TPUs if there are any, otherwise GPUs, otherwise the CPU."""
+    """Hardware to run on. auto: TPUs if there are any, otherwise GPUs, otherwise the CPU. cpu: the CPU. cuda:
+    GPUs. xla: TPUs with PyTorch/XLA. tpu: TPUs with TorchTPU."""
     strategy: Strategy = "full_shard"
-    """Sharding strategy of the training state. no_shard is DDP: every rank has a full copy. FSDP:
-    full_shard shards parameters, gradients and optimizer state; shard_grad_op keeps the gathered parameters
-    between the forward and the backward pass; hybrid_shard and hybrid_shard_zero2 do the same within a group
-    of ranks and replicate the group. DeepSpeed: zero1 shards the optimizer state, zero2 also the gradients,
-    zero3 also the parameters."""
+    """Sharding of the parameters, the gradients and the optimizer state across ranks. no_shard: no sharding;
+    every rank has a full copy (DDP). full_shard: FSDP shards all of them. shard_grad_op: like full_shard, but
+    the parameters stay gathered between the forward and the backward pass. hybrid_shard: full_shard within
+    each group of ranks; every group has a full copy (HSDP). hybrid_shard_zero2: shard_grad_op within each
+    group of ranks; every group has a full copy. zero1: DeepSpeed shards the optimizer state. zero2: DeepSpeed
+    shards the optimizer state and the gradients. zero3: DeepSpeed shards all of them."""
     context_parallel_size: Ranks = 1
-    """Number of consecutive ranks that divide the tokens of each sequence among them. Raise it if the
-    activations of a long sequence do not fit on one device. A run may resume with another size."""
+    """Number of consecutive ranks that split each sequence among them. Raise it if the activations of a long
+    sequence do not fit on one device. You can resume a run with a different size."""
     tensor_parallel_size: Ranks = 1
-    """Number of consecutive ranks that divide the matrices of each layer among them, by the tensor-parallel
-    plan that transformers has for the model. Needs a strategy of FSDP. A run may resume with a different
-    size."""
+    """Number of consecutive ranks that split the weight matrices of each layer among them, according to the
+    model's tensor-parallel plan in transformers. This requires an FSDP strategy. You can resume a run with a
+    different size."""
     expert_parallel_size: Ranks = 1
-    """Number of consecutive ranks that divide the experts of each mixture-of-experts layer among them. Each
-    rank has its own sequences, and sends tokens to the ranks of their experts. Needs a strategy of FSDP. A
-    run may resume with another size."""
+    """Number of consecutive ranks that split the experts of each mixture-of-experts layer among them. Each
+    rank processes different sequences and sends each token to the ranks that hold the experts selected for
+    it. This requires an FSDP strategy. You can resume a run with a different size."""
     output_dir: PathText = "runs/quickstart"
-    """Folder for the resolved config, metrics, checkpoints and the final model, or a URL in an object store
-    (s3://bucket/run, gs://bucket/run). Running the same command with the same folder again resumes the
-    run."""
+    """Folder for the resolved config, metrics, checkpoints and the final model, or a URL in an object store,
+    such as ``s3://bucket/run`` or ``gs://bucket/run``. If you run the same command again with the same
+    folder, the run resumes."""
     seed: Seed = Field(default=0, json_schema_extra=IDENTITY)
-    """Seed of everything random: initial weights, order of the data, dropout."""
+    """Seed of all random numbers, which determine the initial weights, the order of the data, and dropout."""
     precision: Precision = Field(default="auto", json_schema_extra=IDENTITY)
-    """Dtype in which layers are computed. train.master_dtype is the dtype of the trained weights. auto is
-    bf16 if the device computes it natively, otherwise fp32. tf32 is fp32 with faster, less precise matrix
-    products on NVIDIA GPUs. fp16 uses loss scaling (section fp16) and is for GPUs without bf16."""
+    """Dtype of the computation. For the dtype of the trained weights, see train.master_dtype. auto: ``bf16``
+    if the device supports it natively, otherwise ``fp32``. fp32: 32-bit floating point. tf32: like ``fp32``,
+    but with faster, less precise matrix products on NVIDIA GPUs. bf16: 16-bit floating point with the range
+    of ``fp32``. fp16: 16-bit floating point with dynamic loss scaling (section ``fp16``), for GPUs without
+    bf16."""
     fp8: Literal["none", "tensorwise", "rowwise"] = Field(default="none", json_schema_extra=IDENTITY)
-    """Compute the matrix products of the linear layers in fp8, by torchao, with one scale per tensor
-    (faster) or per row (more precise). Everything else stays in bf16, including stacked experts. Needs
-    precision bf16 and a GPU of compute capability 8.9 or newer. It is faster than bf16 only with compile. A
-    CPU emulates it."""
+    """Compute the matrix products of linear layers in fp8, with torchao. All other computations use bf16,
+    including the matrix products of stacked experts. This requires ``precision: bf16`` and a GPU with compute
+    capability 8.9 or higher, and is faster than bf16 only with ``compile: true``. On a CPU, fp8 is emulated.
+    none: no fp8. tensorwise: one scale per tensor, which is faster. rowwise: one scale per row, which is more
+    precise."""
     compile: Flag = False
-    """Compile each layer with torch.compile. The first step takes longer and later steps are faster. XLA
+    """Compile each layer with ``torch.compile``. The first step takes longer, and later steps are faster. XLA
     always compiles."""
     compile_backend: CompileBackend = "inductor"
-    """Backend of torch.compile. inductor generates code; aot_eager and eager do not, and help to find out
-    whether the compiler causes an error. Other backends that torch supports work as well."""
+    """Backend of ``torch.compile``. ``inductor`` generates optimized code. ``aot_eager`` and ``eager``
+    generate no code; use them to find out whether the compiler causes an error. Other backends of
+    ``torch.compile`` are also supported."""
     compile_mode: CompileMode = "default"
-    """Mode of inductor. reduce-overhead captures CUDA graphs. max-autotune searches for the fastest kernels
-    and captures graphs, too. Capturing graphs needs strategy no_shard, or one rank."""
+    """Mode of ``inductor``. CUDA graphs require ``strategy: no_shard`` or a single rank. default: no CUDA
+    graphs. reduce-overhead: use CUDA graphs. max-autotune: search for the fastest kernels, and use CUDA
+    graphs. max-autotune-no-cudagraphs: search for the fastest kernels, and use no CUDA graphs."""
     model: ModelConfig = Field(default_factory=ModelConfig)
     adapter: AdapterConfig = Field(default_factory=AdapterConfig)
     data: DataConfig = Field(default_factory=DataConfig)
@@ -140,7 +146,8 @@ class RunConfig(Section):
                 continue
             # Copy the section, because other configs may share it as a default.
             section = getattr(self, setting.section).model_copy(update={setting.attribute: value})
-            section.model_fields_set.discard(setting.attribute)  # it does not count as set by the user
+            # The new value does not count as set by the user.
+            section.model_fields_set.discard(setting.attribute)
             object.__setattr__(self, setting.section, section)
         return self
 
@@ -151,10 +158,11 @@ class RunConfig(Section):
         return _AttributeLocation(owner, setting.attribute)
 
     def is_set(self, key: str) -> bool:
-        """Return whether the user set ``key`` in a file or by a flag.
+        """Return whether the user has set ``key`` in a file, by a flag or in Python code.
 
         Args:
-            key: Dotted key, such as ``train.steps``. For a section, return whether any of its keys is set.
+            key: Dotted key, such as ``train.steps``. For a section, return whether any of its keys
+                is set.
 
         Raises:
             KeyError: If the key is unknown.
@@ -165,12 +173,29 @@ class RunConfig(Section):
         return attribute in section.model_fields_set
 
     def is_set_or_put(self, key: str) -> bool:
-        """Return whether the user or :meth:`replaced` has set ``key``, so that its value is not a default."""
+        """Return whether the value of ``key`` comes from the user or from :meth:`replaced`.
+
+        If not, the value is a default.
+        """
         return self.is_set(key) or key in self._put
 
     def given(self) -> dict[str, Any]:
-        """Return the settings that the user has set in files or by flags, keyed by dotted key."""
+        """Return the settings that the user has set, keyed by dotted key.
+
+        The settings can come from files, flags or Python code.
+        """
         return {key: self.get(key) for key in keys.get_setting_fields(type(self)) if self.is_set(key)}
+
+    @property
+    def saves_during_training(self) -> bool:
+        """Whether checkpoints are saved during training, at intervals or after the best evaluations.
+
+        Checkpoints that only a callback requests do not count.
+        """
+        train, checkpoint = self.train, self.checkpoint
+        evaluates = train.eval_every is not None or train.eval_every_epochs is not None
+        saves_at_intervals = checkpoint.every_steps is not None or checkpoint.every_epochs is not None
+        return saves_at_intervals or (checkpoint.keep_best is not None and evaluates)
 
     @property
     def ranks_together(self) -> int:
@@ -182,6 +207,10 @@ class RunConfig(Section):
         """Origins of the settings that the user has set, as text, keyed by dotted key.
 
         Example: ``{"train.steps": "--train.steps (over run.yaml:7)"}``.
+
+        If keys inside a mapping or list have origins, these keys are listed instead of the setting.
+        For example, ``model.config.hidden_size`` is listed instead of ``model.config``. Settings
+        from Python code have no origin and are not listed.
         """
         around = {path[:length] for path in self._origins for length in range(1, len(path))}
         return {
@@ -195,7 +224,8 @@ class RunConfig(Section):
     def origins(self) -> dict[tuple[str, ...], Origin]:
         """Origins of the settings that the user has set in files or by flags, keyed by path.
 
-        Filled by :func:`portable.config.load.build_run_config`. Empty if Python code has set all values.
+        Origins of sections, and of keys inside mappings and lists, are also included. Filled by
+        :func:`portable.config.load.build_run_config`. Empty if Python code has set all values.
         """
         return self._origins
 
@@ -227,16 +257,17 @@ class RunConfig(Section):
             key: Dotted key, such as ``train.steps``.
 
         Raises:
-            KeyError: If the key is unknown.
+            KeyError: If the key is not a setting. Sections and keys inside mappings are not
+                accepted.
         """
         return getattr(*self._find_attribute(key))
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return the settings that define the run as plain JSON values, keyed by dotted key.
+        """Return the settings that define the run, as plain JSON values keyed by dotted key.
 
         Checkpoints contain the fingerprint. On resume,
-        :func:`portable.config.changed_settings.find_changes` compares it with the fingerprint of the new
-        config.
+        :func:`portable.config.changed_settings.find_changes` compares it with the fingerprint of
+        the new config.
         """
         return {
             key: keys.to_plain_value(self.get(key))
@@ -247,15 +278,16 @@ class RunConfig(Section):
     def replaced(self, values: Mapping[str, Any]) -> RunConfig:
         """Return a copy of the config in which the values of some settings are replaced.
 
-        Use this method for values that depend on the machine or on another file, such as ``{"backend":
-        "cuda"}`` for ``auto``. They do not count as set by the user. Defaults that depend on other settings
-        are recomputed. The checks in :mod:`portable.checks` are not run.
+        Use this method for values that depend on the machine or on another file, such as
+        ``{"backend": "cuda"}`` for ``auto``. A replaced setting does not count as set by the user,
+        except if the user had set it before. Defaults that depend on other settings are recomputed.
+        The checks in :mod:`portable.checks` are not run.
 
         Args:
             values: New values, keyed by dotted key.
 
         Raises:
-            UserError: If a value does not match the schema.
+            UserError: If a key is unknown, or if a value does not match the schema.
         """
         put = {**self._put, **values}
         copy = validate_settings(type(self), keys.nest_dotted_keys({**self.given(), **put}))
@@ -270,7 +302,8 @@ class RunConfig(Section):
     def __eq__(self, other: object) -> bool:
         """Return whether two configs have equal values in all settings.
 
-        Ignores origins, so a config equals the config that is read back from its file.
+        The origins of the values (file and line, or flag) are ignored. A config therefore equals
+        the config that is read back from its file.
         """
         return isinstance(other, RunConfig) and self.model_dump() == other.model_dump()
 

@@ -1,8 +1,11 @@
-"""Suggestions for error messages about unknown keys and values, including names of other trainers.
+"""Suggest corrections for unknown keys and values in error messages.
 
-The tables of these names are in :mod:`portable.importing`. Because they are large, this package
-does not import them. Instead, :mod:`portable.command_line` registers a function that loads them
-when an error message needs them.
+Setting names and values of other trainers are also recognized. For these, the suggestion is the
+equivalent setting or value of this project.
+
+The tables of foreign names and values are in :mod:`portable.importing`. They are large, so this
+package does not import them. Instead, :mod:`portable.command_line` registers a function that loads
+the tables when an error message needs them.
 """
 
 from __future__ import annotations
@@ -40,12 +43,16 @@ class ForeignVocabulary:
     """Names of settings and values in other trainers, and in previous releases of this project.
 
     Attributes:
-        keys: Meanings of setting names. A name that ends with a star matches all names with this
-            prefix.
-        words: Translations of values, keyed by the setting's dotted key and then by the foreign value.
-            A translation is either a valid value or a longer text for the error message.
-        find_program: Function that detects from the top-level content which program a config file
-            belongs to. It returns the name of the program, or an empty string if it is unknown.
+        keys: Mapping from a foreign setting name to its meaning: the equivalent setting, or advice.
+            Names are in lower case, with underscores instead of hyphens. A name that ends with a
+            star matches all names with this prefix.
+        words: Translations of foreign values, keyed by the dotted key of the setting or by the name
+            of the section, and then by the foreign value in lower case. A translation is the text
+            to suggest: a valid value, or a longer text, such as ``lora, with adapter.base: nf4`` or
+            ``zero1, zero2 or zero3``.
+        find_program: Function that takes the top-level content of a config file. It returns the
+            name of the trainer that the file belongs to, or an empty string if it does not
+            recognize the file.
     """
 
     keys: Mapping[str, ForeignNameMeaning] = field(default_factory=dict)
@@ -57,18 +64,26 @@ _loaders: list[Callable[[], ForeignVocabulary]] = []
 
 
 def register_foreign_vocabulary(load: Callable[[], ForeignVocabulary]) -> None:
-    """Register the function that loads the vocabulary of other trainers when an error message needs it."""
+    """Register the function that loads the setting names and values of other trainers.
+
+    Replaces a function that was registered earlier. The function is called at most once, when an
+    error message first needs these names. Functions that are registered later have no effect.
+    """
     _loaders.append(load)
 
 
 @cache
 def load_foreign_vocabulary() -> ForeignVocabulary:
-    """Load the vocabulary of other trainers. Cached. Empty if no function is registered."""
+    """Load the names of settings and values that other trainers use.
+
+    The function registered last with :func:`register_foreign_vocabulary` loads them, and the result
+    is cached. The vocabulary is empty if no function is registered.
+    """
     return _loaders[-1]() if _loaders else ForeignVocabulary()
 
 
 def format_key_hint(name: str, candidates: Iterable[str], prefix: str = "") -> str:
-    """Return a hint that ends an error message about an unknown key.
+    """Return a hint to append to an error message about an unknown key.
 
     Args:
         name: The unknown key.
@@ -76,46 +91,66 @@ def format_key_hint(name: str, candidates: Iterable[str], prefix: str = "") -> s
         prefix: Text to put before a suggested key, such as ``--``.
 
     Returns:
-        ``"; did you mean X?"``, advice for a name of another trainer, or an empty string.
+        Advice, formatted by :func:`format_advice`, if the key is known from another trainer, such
+        as TRL, and there is advice for it. If there is none, ``"; did you mean X?"`` for a valid
+        key with the same meaning or a similar name. An empty string if neither applies.
     """
     candidates = list(candidates)
     meaning = _look_up_foreign_name(name)
     if meaning.advice:
-        return f"; {meaning.advice}"
+        return format_advice(meaning.advice)
     if meaning.setting in candidates:
         return f"; did you mean {prefix}{meaning.setting}?"
     return format_name_suggestion(name, candidates, prefix, compare_last_parts=True)
 
 
-def format_remedy_hint(name: str) -> str:
-    """Return a hint that ends an error message about a name from another trainer.
+def format_advice(advice: str) -> str:
+    """Format advice, with leading punctuation, so that it can be appended to a message.
+
+    Args:
+        advice: A remedy, or a reason and a remedy in the form ``reason; remedy``.
 
     Returns:
-        ``"; "`` followed by the advice. Empty if there is none.
+        ``"; remedy"`` or ``": reason; remedy"``.
+    """
+    return f"{':' if '; ' in advice else ';'} {advice}"
+
+
+def format_remedy_hint(name: str) -> str:
+    """Return the advice for a name from another trainer, to append to an error message.
+
+    Returns:
+        The advice, formatted by :func:`format_advice`. An empty string if there is none for this
+        name.
     """
     advice = _look_up_foreign_name(name).advice
-    return f"; {advice}" if advice else ""
+    return format_advice(advice) if advice else ""
 
 
 def format_word_hint(key: str, word: str, words: Iterable[str]) -> str:
-    """Return a hint that ends an error message about an invalid value of a setting with fixed values.
+    """Return a hint to append to an error message about a value that a setting does not allow.
+
+    The setting has a fixed set of valid words. It may also accept other types, such as numbers.
 
     Args:
         key: Dotted key of the setting.
         word: The invalid value.
-        words: The valid values.
+        words: The valid words.
 
     Returns:
-        ``"; did you mean X?"`` or an empty string.
+        ``"; did you mean X?"`` if the value is known from another trainer or similar to a valid
+        word. Otherwise an empty string.
     """
     translation = load_foreign_vocabulary().words.get(key, {}).get(word.lower())
     return format_name_suggestion(word, words) if translation is None else f"; did you mean {translation}?"
 
 
 def _look_up_foreign_name(name: str) -> ForeignNameMeaning:
-    """Find the meaning of a name from another trainer. Both fields are empty if the name is unknown.
+    """Find the meaning of a name from another trainer.
 
-    Looks up the complete name first, then the part after the last dot.
+    Case is ignored, and hyphens count as underscores. Looks up the complete name first, then the
+    part after the last dot. If both are missing, looks for a name with a star that matches the last
+    part. If the name is unknown, both fields of the result are empty.
     """
     names = load_foreign_vocabulary().keys
     name = name.lower().replace("-", "_")

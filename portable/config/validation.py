@@ -38,8 +38,9 @@ class _Mistake(NamedTuple):
     Attributes:
         message: The message without its origin.
         origin: Origin of the value, or None if it is not known.
-        is_specific: Whether a custom validator raised the error. For a union type, its message is more
-            helpful than the errors of the other members.
+        is_specific: Whether a custom validator raised the error. If a value fits no member of a
+            union type, there is one error per member. The message of a custom validator is then the
+            most helpful.
     """
 
     message: str
@@ -53,7 +54,11 @@ class _Mistake(NamedTuple):
 
     @property
     def sort_key(self) -> tuple[int, bool]:
-        """Sort key: the order of the origin, then specific errors before others."""
+        """Sort key that orders errors by the position of their settings in the files and flags.
+
+        At the same position, errors from custom validators come first, because they are more
+        specific. Errors without a known origin come last.
+        """
         return (self.origin.order if self.origin else sys.maxsize, not self.is_specific)
 
 
@@ -72,8 +77,10 @@ def validate_settings(
 
     Raises:
         UserError: If there is one mistake.
-        MultipleMistakesError: If there are several mistakes. The message has one line per setting,
-            sorted by origin.
+        MultipleMistakesError: If there are several mistakes. There is one line per setting, sorted
+            by origin. Lines after the first 10 are replaced by their number. Also raised for a
+            single mistake if ``values`` are the content of another trainer's config file, because
+            an additional first line then recommends ``portable-train import``.
     """
     origins = origins or {}
     try:
@@ -84,7 +91,7 @@ def validate_settings(
         (_get_setting_path(detail), _convert_pydantic_error(model, values, origins, detail))
         for detail in details
     ]
-    # Keep one message per setting, because every alternative of a union reports the same value.
+    # Keep one message per setting, because pydantic reports an error for each member of a union type.
     mistakes: dict[KeyPath, _Mistake] = {}
     for path, mistake in sorted(explained, key=lambda item: item[1].sort_key):
         mistakes.setdefault(path, mistake)
@@ -92,7 +99,7 @@ def validate_settings(
 
 
 def find_setting_mistake(model: type[BaseModel], key: str, value: Any) -> str | None:
-    """Validate a value for a single setting.
+    """Validate a value for a single setting. All other settings have their default values.
 
     Returns:
         The error message, or None if the value is valid.
@@ -113,7 +120,7 @@ def describe_unknown_key(model: type[BaseModel], key: str) -> str:
         hint = f"; {section} must be {table[section].allowed_values}"
     elif not hint:
         parent_section = section if section in sections else ""
-        hint = f"; {parent_section or 'the top level'} takes {_format_setting_names(model, parent_section)}"
+        hint = f"; use one of {_format_setting_names(model, parent_section)}"
     return f"unknown key {_format_key(key)}{hint}"
 
 
@@ -121,7 +128,8 @@ def _build_user_error(values: Mapping[str, Any], mistakes: list[_Mistake]) -> Us
     """Build the exception for one or more mistakes.
 
     If the values are the content of another trainer's config file, the first line recommends
-    ``portable-train import``.
+    ``portable-train import``. Equal messages are merged. After the first :data:`_MAX_MESSAGE_LINES`
+    lines, the remaining mistakes are only counted.
 
     Args:
         values: All values that were validated.
@@ -140,10 +148,11 @@ def _build_user_error(values: Mapping[str, Any], mistakes: list[_Mistake]) -> Us
 
 
 def _get_setting_path(pydantic_error: Any) -> KeyPath:
-    """Return the path of the setting that an error of pydantic refers to.
+    """Return the path of the setting to which a pydantic error refers.
 
-    The path has at most two names (section and setting), so all errors within the value of a setting
-    have the same path.
+    The path has at most two names, the section and the setting. All errors within the value of one
+    setting therefore have the same path. If an error has no location, its message is used as the
+    path, so that errors with different messages are all reported.
     """
     return tuple(map(str, pydantic_error["loc"]))[:2] or (str(pydantic_error["msg"]),)
 
@@ -151,7 +160,7 @@ def _get_setting_path(pydantic_error: Any) -> KeyPath:
 def _convert_pydantic_error(
     model: type[BaseModel], values: Mapping[str, Any], origins: Mapping[KeyPath, Origin], pydantic_error: Any
 ) -> _Mistake:
-    """Convert one error of pydantic to an error message.
+    """Convert a pydantic error to an error message for the user.
 
     Args:
         model: The schema.
@@ -182,7 +191,8 @@ def _convert_pydantic_error(
         setting = replace(target.setting, key=target.label)
         return _Mistake(_describe_wrong_value(setting, target.value, origin), origin)
     if target.schema is not model:
-        reason = f" {cause}" if isinstance(cause, ValueError) else " must be a mapping"
+        got = format_short_value(target.value)
+        reason = f" {cause}" if isinstance(cause, ValueError) else f" must be a mapping, got {got}"
         return _Mistake(target.label + reason, origin)
     if path and path[0] in keys.get_section_descriptions(model):
         return _Mistake(_describe_wrong_section(model, path[0], values.get(path[0])), origin)
@@ -192,7 +202,8 @@ def _convert_pydantic_error(
 def _remove_pydantic_marks(path: KeyPath, error_type: str) -> KeyPath:
     """Remove the parts of an error's path that are not keys in the config.
 
-    pydantic adds the tags of ``data.eval``, and ``[key]`` for an invalid key in a mapping.
+    For ``data.eval``, pydantic inserts a tag for the type of the value: one source or a
+    mapping of sources. For an invalid key in a mapping, it appends ``[key]``.
 
     Args:
         path: Path from pydantic's error.
@@ -201,7 +212,7 @@ def _remove_pydantic_marks(path: KeyPath, error_type: str) -> KeyPath:
     if path[2:3] in (
         (SINGLE_EVAL_TAG,),
         (NAMED_EVAL_TAG,),
-    ):  # deeper in the path, the same text would be the name of a source
+    ):  # only at this depth, because a deeper part with the same text is the name of a source
         path = path[:2] + path[3:]
     return path[:-1] if path[1:] and path[-1] == "[key]" and error_type != "extra_forbidden" else path
 
@@ -210,10 +221,11 @@ class _ErrorTarget(NamedTuple):
     """The setting and value to which an error refers.
 
     Attributes:
-        label: Dotted name of the value, used in error messages. List items are identified by their
-            ``name``, or by their number from 1.
-        setting: The setting. None if the error is about an unknown key, a section, or a group of
-            settings in a list.
+        label: Dotted name of the value, used in error messages. It identifies an item of a list by
+            the item's ``name``. An item without a name is identified by its position, counted from
+            1.
+        setting: The setting. None if the error is about an unknown key, about a section, or about
+            an entire item of a list or mapping.
         schema: The schema that contains the setting: the config, or the schema of an item.
         value: The invalid value.
     """
@@ -249,7 +261,8 @@ def _resolve_error_path(
         if setting.item_schema is None or not path:
             return _ErrorTarget(label, setting, schema, value)
         schema = setting.item_schema
-        # In a list or a mapping of groups of settings, the next part of the path is an index or a name.
+        # Skip the index or name of an item, which precedes the setting's key if the value is a list or
+        # mapping of groups of settings.
         while (
             path
             and path[0] not in keys.get_setting_fields(schema)
@@ -294,7 +307,7 @@ def _describe_wrong_value(setting: keys.SettingField, value: object, origin: Ori
         and setting.accepts_type(str)
         and not (origin and origin.is_flag)
     ):
-        return message + "; quote text that looks like another type"
+        return message + "; put the value in quotes to make it a string"
     if (
         isinstance(value, str)
         and not setting.accepts_type(str)
@@ -305,7 +318,10 @@ def _describe_wrong_value(setting: keys.SettingField, value: object, origin: Ori
 
 
 def _describe_wrong_section(model: type[BaseModel], section: str, value: object) -> str:
-    """Return the error message for a section whose value is not a mapping, with an example value."""
+    """Return the error message for a section whose value is not a mapping.
+
+    If the value is a string, the message may contain a correction, or an example of a valid value.
+    """
     table = keys.get_setting_fields(model)
     message = (
         f"{section} must be a mapping of {_format_setting_names(model, section)}, got "
@@ -318,7 +334,7 @@ def _describe_wrong_section(model: type[BaseModel], section: str, value: object)
         usual = {"model": "name_or_path", "data": "source"}.get(section, "type")
         usual_key = next((name for name in (usual, "config") if f"{section}.{name}" in table), None)
         words = load_foreign_vocabulary().words.get(section, {})
-        translation = words.get(value, f"{{{usual_key}: {format_short_value(value)}}}")
+        translation = words.get(value.lower(), f"{{{usual_key}: {format_short_value(value)}}}")
         message += "" if usual_key is None else f"; write {section}: {translation}"
     return message + format_remedy_hint(section)
 
@@ -333,8 +349,8 @@ def _describe_extra_key(model: type[BaseModel], path: KeyPath) -> str:
         return describe_unknown_key(model, ".".join(path))
     section, _, rest = name.partition(".")
     if not parents and name in keys.get_setting_fields(model):
-        return f"unknown key '{name}'; dots are for flags, in a file write {section}: {{{rest}: ...}}"
-    return f"unknown key {format_short_value(name)}; a key is one word without dots"
+        return f"unknown key '{name}'; in a file, write {section}: {{{rest}: ...}} instead of the dot"
+    return f"unknown key {format_short_value(name)}; write nested keys instead of dots"
 
 
 def _format_setting_names(model: type[BaseModel], section: str) -> str:

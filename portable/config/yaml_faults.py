@@ -1,7 +1,8 @@
 """Explain syntax errors in YAML files, and locate the line to correct.
 
-PyYAML reports the line at which its parser stopped, in terms of the YAML specification. The mistake
-is often in an earlier line. For example, if a colon is missing, the parser stops at a later colon.
+PyYAML reports the line at which its parser stopped, and describes the error in the terms of the
+YAML specification. The mistake is often in an earlier line. For example, if a colon is missing, the
+parser stops at a later colon.
 """
 
 from __future__ import annotations
@@ -11,6 +12,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     import yaml
+
+_CHECK_LAYOUT = "check the indentation, the quotes and the brackets"
+"""Remedy for mistakes whose cause is not known."""
 
 
 class YamlFault(NamedTuple):
@@ -43,17 +47,17 @@ def find_yaml_fault(error: yaml.MarkedYAMLError, text: str) -> YamlFault:
     start_mark = error.context_mark or mark
     start_line = min(start_mark.line, len(lines) - 1)
     if "\\t" in problem:
-        return YamlFault(error_line, "a tab", "indent with spaces")
+        return YamlFault(error_line, "the line contains a tab", "use spaces")
     if match := re.match(r"found character '(.)' that cannot start", problem):
-        return YamlFault(error_line, f"a text that begins with {match[1]}", "put the text in quotes")
+        return YamlFault(error_line, f"text without quotes begins with {match[1]}", "put the text in quotes")
     if "escape" in problem:
         return YamlFault(
             error_line,
-            "an unknown escape sequence in double quotes",
+            "a text in double quotes contains an unknown escape sequence",
             "use single quotes, or write \\\\ for \\",
         )
     if "alias" in context or "alias" in problem:
-        return YamlFault(error_line, "a text that begins with *", "put the text in quotes")
+        return YamlFault(error_line, "text without quotes begins with *", "put the text in quotes")
     if "expected ':'" in problem:
         return _explain_missing_colon(lines, start_line)
     if problem.startswith("mapping values"):
@@ -67,13 +71,13 @@ def find_yaml_fault(error: yaml.MarkedYAMLError, text: str) -> YamlFault:
             rest = lines[start_line][mark.column :].strip()[:60]
             reason = f"a comma or {closing} is missing before {rest!r}"
             return YamlFault(
-                start_line, reason, "separate the items by commas, and put a text with a colon in quotes"
+                start_line, reason, "separate the items with commas, and put text with a colon in quotes"
             )
         remedy = f"write {closing} at the end of the {value}"
         return YamlFault(start_line, f"the bracket {bracket} is not closed", remedy)
     if "block mapping" in context or "block collection" in context:
         return _explain_indentation(lines, error_line, mark.column)
-    return YamlFault(error_line, problem, "check indentation, quotes and brackets")
+    return YamlFault(error_line, problem, _CHECK_LAYOUT)
 
 
 def _explain_missing_colon(lines: list[str], line_index: int) -> YamlFault:
@@ -99,7 +103,9 @@ def _explain_missing_colon(lines: list[str], line_index: int) -> YamlFault:
 def _explain_unexpected_colon(lines: list[str], line_index: int, column: int) -> YamlFault:
     """Explain an error at a colon that the parser did not expect.
 
-    The cause is a second colon in the line, a missing colon in the line above, or too much indentation.
+    The function looks for a second colon in the line, a missing colon in the line above, and too
+    much indentation. It reports the first of these causes that it finds. If it finds none, it only
+    reports that the colon does not follow a key.
 
     Args:
         lines: Lines of the document.
@@ -111,27 +117,29 @@ def _explain_unexpected_colon(lines: list[str], line_index: int, column: int) ->
         value = match[1] + lines[line_index][column:]
         return YamlFault(
             line_index,
-            f"a second colon in {value.strip()[:60]!r}",
-            "put a text with a colon in quotes, and write each key on a separate line",
+            f"the value {value.strip()[:60]!r} contains a colon",
+            "put the value in quotes, or write each key on a separate line",
         )
     previous_index = next((line for line in range(line_index - 1, -1, -1) if _has_content(lines[line])), None)
     if previous_index is None:
-        return YamlFault(
-            line_index, "a colon that does not follow a key", "check indentation, quotes and brackets"
-        )
+        return YamlFault(line_index, "a colon does not follow a key", _CHECK_LAYOUT)
     if not re.search(r":(\s|$)", _remove_comment(lines[previous_index])):
         return _explain_missing_colon(lines, previous_index)
     if _count_leading_spaces(lines[line_index]) > _count_leading_spaces(lines[previous_index]):
         return _explain_indentation(lines, line_index)
-    return YamlFault(
-        line_index, "a colon that does not follow a key", "check indentation, quotes and brackets"
-    )
+    return YamlFault(line_index, "a colon does not follow a key", _CHECK_LAYOUT)
 
 
 def _explain_indentation(lines: list[str], line_index: int, column: int = 0) -> YamlFault:
-    """Explain an error in a line that is indented differently from the line above.
+    """Explain a YAML error that is caused by indentation or by extra text after a value.
 
-    If the indentation is the same, the error is text after the end of a value.
+    The faulty line is compared with the nearest earlier line that is neither blank nor a comment.
+    Indentation is reported as the cause if both conditions hold:
+
+    - The two lines are indented differently.
+    - The parser stopped in the indentation of the faulty line, or at the first character after it.
+
+    Otherwise, the message reports the text that follows the end of a value.
 
     Args:
         lines: Lines of the document.
@@ -147,11 +155,11 @@ def _explain_indentation(lines: list[str], line_index: int, column: int = 0) -> 
         or spaces == _count_leading_spaces(lines[previous_index])
         or column > spaces
     ):
-        reason = f"{lines[line_index][column:].strip()[:60]!r} after the end of a value"
+        reason = f"{lines[line_index][column:].strip()[:60]!r} follows the end of a value"
         return YamlFault(line_index, reason, "put the complete value in quotes, or remove this text")
     return YamlFault(
         line_index,
-        f"this line begins with {spaces} spaces, but line {previous_index + 1} with "
+        f"this line begins with {spaces} spaces, but line {previous_index + 1} begins with "
         f"{_count_leading_spaces(lines[previous_index])}",
         "begin all keys of a section with the same number of spaces",
     )
@@ -163,7 +171,10 @@ def _has_content(line: str) -> bool:
 
 
 def _remove_comment(line: str) -> str:
-    """Return a line without its comment and without surrounding spaces."""
+    """Return a line without its comment and without surrounding spaces.
+
+    A ``#`` at the start of the line or after a space begins a comment, even inside quotes.
+    """
     return re.split(r"(?:^|\s)#", line)[0].strip()
 
 

@@ -24,17 +24,19 @@ if TYPE_CHECKING:
 
 MAX_CONFIG_BYTES = 1 << 20
 """Maximum size of a config file, in bytes."""
+_KIND_NAMES = {"int": "integer", "float": "number", "bool": "boolean"}
+"""Names of the types of scalars in error messages, keyed by the tag of the type."""
 
 
 class ScalarRule(NamedTuple):
-    """A rule that determines the type of a scalar without quotes.
+    """Rule that determines the type of an unquoted YAML scalar.
 
     Attributes:
-        tag: Tag of the type without the prefix, such as ``int``.
+        tag: YAML tag of the type without the prefix ``tag:yaml.org,2002:``, such as ``int``.
         pattern: Regular expression that matches the complete scalar.
-        first_characters: Possible first characters of a matching scalar. PyYAML uses them to select the
-            rules to try. An empty string in the list means that the rule also applies to an empty
-            scalar.
+        first_characters: Possible first characters of a matching scalar. PyYAML uses them to select
+            the rules to try. An empty string in the list means that the rule also applies to an
+            empty scalar.
     """
 
     tag: str
@@ -62,7 +64,11 @@ _PARSER_FAULTS = (yaml.YAMLError, ValueError, ArithmeticError, LookupError, Recu
 
 
 class _CoreLoader(yaml.SafeLoader):
-    """PyYAML's safe loader with the scalar rules of YAML 1.2 instead of YAML 1.1."""
+    """PyYAML's safe loader with the scalar rules of YAML 1.2 instead of YAML 1.1.
+
+    Use it only with ``yaml.compose``, because its constructors still implement YAML 1.1.
+    :class:`_NodeConverter` converts the composed nodes to values.
+    """
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012
 
@@ -76,8 +82,11 @@ class YamlDocument:
     """Content of a parsed YAML document, and the line numbers of its keys.
 
     Attributes:
-        value: Content of the document as plain values. None if the document is empty.
-        lines: Line numbers of all keys, from 1, keyed by path.
+        value: Content of the document as plain values. All keys of mappings are strings. None if
+            the document is empty.
+        lines: Line number of each key, counted from 1. The mapping is keyed by the path of the key,
+            such as ``("train", "steps")``. An item of a list has its index in the path, as in
+            ``("data", "sources", "0", "name")``.
     """
 
     value: Any
@@ -113,16 +122,19 @@ def read_config_text(path: AnyPath, key: str | None = None) -> str:
                 content = file.read(MAX_CONFIG_BYTES + 1)
     except OSError as error:
         reason = f"{error.strerror or error}"
+        remedy = "" if "; " in reason else "; check the path and its permissions"
         if isinstance(error, FileNotFoundError):
-            reason += format_path_suggestion(path)
-        raise UserError(to_one_line(f"{message_prefix}{path}: cannot read the config: {reason}")) from error
+            remedy = format_path_suggestion(path) or "; check the path"
+        raise UserError(
+            to_one_line(f"{message_prefix}{path}: cannot read the config: {reason}{remedy}")
+        ) from error
     except ValueError as error:
         raise UserError(
-            to_one_line(f"{message_prefix}{str(path)!r}: cannot read the config: {error}")
+            to_one_line(f"{message_prefix}{str(path)!r}: cannot read the config: {error}; correct the path")
         ) from error
     if len(content) > MAX_CONFIG_BYTES:
         raise UserError(
-            f"{message_prefix}{path}: is too large for a config (more than 1 MB); specify a config file"
+            f"{message_prefix}{path}: is larger than 1 MB, the maximum for a config; specify a config file"
         )
     try:
         return content.decode("utf-8-sig")
@@ -138,10 +150,13 @@ def parse_yaml(text: str, file_name: str, *, max_nodes: int = _MAX_NODES) -> Yam
     Args:
         text: The document.
         file_name: Name of the file or flag, used in error messages.
-        max_nodes: Maximum number of values. The values of an alias count each time it is used.
+        max_nodes: Maximum number of values. The values of an alias count each time the alias is
+            used.
 
     Raises:
-        UserError: If the document is not valid, or too large.
+        UserError: If the document is not valid YAML, or has more than ``max_nodes`` values. Also
+            raised for duplicate keys, for custom tags, and for an alias inside the value to which
+            it refers.
     """
     try:
         node = yaml.compose(text, Loader=_CoreLoader)
@@ -153,7 +168,10 @@ def parse_yaml(text: str, file_name: str, *, max_nodes: int = _MAX_NODES) -> Yam
 
 
 def parse_yaml_value(text: str) -> Any:
-    """Parse the value of a flag as YAML. Returns it unchanged as a string if it is not valid YAML."""
+    """Parse the value of a flag as YAML.
+
+    A value that is not valid YAML is returned as a string. The result is None if the text is empty.
+    """
     try:
         return parse_yaml(text, "value").value
     except UserError:
@@ -161,7 +179,9 @@ def parse_yaml_value(text: str) -> Any:
 
 
 def parse_mapping_or_text(text: str, flag: str) -> Any:
-    """Parse the value of a flag as YAML. A value that begins with a brace must be a valid mapping.
+    """Parse the value of a flag as YAML. If it begins with a brace, it must be a valid mapping.
+
+    Any other value that is not valid YAML is returned as a string.
 
     Args:
         text: Value of the flag.
@@ -174,19 +194,19 @@ def parse_mapping_or_text(text: str, flag: str) -> Any:
 
 
 def _describe_parser_error(name: str, text: str, error: BaseException) -> str:
-    """Return the error message for an exception of PyYAML.
+    """Build the error message for an exception that PyYAML has raised.
 
     Args:
         name: Name of the file or flag.
-        text: The document.
+        text: Text of the YAML document.
         error: The exception.
     """
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         fault = find_yaml_fault(error, text)
         return to_one_line(f"{name}:{fault.line_index + 1}: not valid YAML: {fault.reason}; {fault.remedy}")
     if isinstance(error, RecursionError):
-        return f"{name}: is nested too deeply for a config; specify a config file"
-    return to_one_line(f"{name}: not valid YAML: {to_one_line(error)}")
+        return f"{name}: has too many levels of nesting; use fewer levels"
+    return to_one_line(f"{name}: not valid YAML: {to_one_line(error)}; correct the text")
 
 
 @dataclass
@@ -195,8 +215,10 @@ class _NodeConverter:
 
     Attributes:
         name: Name of the file or flag, used in error messages.
-        max_nodes: Maximum number of nodes to convert. The nodes of an alias count each time it is used.
-        lines: Line numbers of all keys converted so far, from 1, keyed by path.
+        max_nodes: Maximum number of nodes to convert. The nodes of an alias count each time the
+            alias is used.
+        lines: Line number of each key converted so far, keyed by the path of the key. The first
+            line of the document has the number 1.
     """
 
     name: str
@@ -213,16 +235,20 @@ class _NodeConverter:
             path: Path of the node in the document.
 
         Raises:
-            UserError: If there are recursive aliases, too many nodes, or tags that are not supported.
+            UserError: If there are recursive aliases, too many nodes, duplicate keys, keys that are
+                not scalars, tags that are not supported, or scalars that are not valid for their
+                tags.
         """
         self._num_nodes += 1
         # Count nodes, because nested aliases can expand a short file to more than fits in memory.
-        if id(node) in self._open_node_ids or self._num_nodes > self.max_nodes:
+        if self._num_nodes > self.max_nodes:
             raise self._build_error(
                 node,
-                "the file contains a recursive alias, or is too large for a config; remove the alias, or "
-                "specify a smaller file",
+                f"the file has more than {self.max_nodes:,} values, counting each use of an alias; specify a "
+                "smaller file",
             )
+        if id(node) in self._open_node_ids:
+            raise self._build_error(node, "an alias refers to a value that contains it; remove the alias")
         self._open_node_ids.add(id(node))
         try:
             return self._convert_by_tag(node, path)
@@ -250,7 +276,7 @@ class _NodeConverter:
         result: dict[str, Any] = {}
         for key_node, value_node in node.value:
             if not isinstance(key_node, yaml.ScalarNode):
-                raise self._build_error(key_node, "a key is not a scalar; use a string as the key")
+                raise self._build_error(key_node, "a key is a list or a mapping; use a string as the key")
             # Keys are text as in JSON, for example the 0 in id2label: {0: no}.
             key = str(key_node.value)
             inner = (*path, key)
@@ -258,7 +284,7 @@ class _NodeConverter:
             if key in result:
                 first = f", first on line {self.lines[inner]}"
                 raise self._build_error(
-                    key_node, f"duplicate key {'.'.join(inner)}{first}; remove one of the two"
+                    key_node, f"duplicate key {'.'.join(inner)}{first}; remove one of the two lines"
                 )
             self.lines[inner] = line
             result[key] = self.convert_node(value_node, inner)
@@ -287,8 +313,8 @@ class _NodeConverter:
         except ValueError:
             raise self._build_error(
                 node,
-                f"{text[:40]!r} is not a valid {kind}; correct the value, or put it in quotes to make it a "
-                "string",
+                f"{text[:40]!r} is not a valid {_KIND_NAMES.get(kind, kind)}; correct the value, or put it "
+                "in quotes to make it a string",
             ) from None
         raise self._build_error(node, f"the tag {node.tag} is not allowed in a config; remove the tag")
 

@@ -16,13 +16,15 @@ if TYPE_CHECKING:
 
 _LINE_WIDTH = 80
 """Maximum line width before folding, in characters."""
+_ESCAPED_LINE_BREAKS = "\x85\u2028\u2029"
+"""Next line, line separator and paragraph separator, which are line breaks in YAML 1.1."""
 
 
 class _Dumper(yaml.SafeDumper):
     """PyYAML's safe dumper, which also quotes strings that YAML 1.2 would read as another type."""
 
     def ignore_aliases(self, data: Any) -> bool:
-        """Return True: an object that occurs several times is written each time, without an alias."""
+        """Return True, so that an object that occurs several times is written in full each time."""
         return True
 
 
@@ -31,18 +33,33 @@ for _tag, _pattern, _first in CORE_SCHEMA:
 
 
 def _represent_list(dumper: yaml.SafeDumper, items: list[Any]) -> yaml.Node:
-    """Represent a list on one line in brackets, unless it contains lists or mappings."""
+    """Represent a list in brackets, unless it contains lists or mappings.
+
+    A list in brackets is on one line if it fits into the line width.
+    """
     flat = not any(isinstance(item, dict | list) for item in items)
     return dumper.represent_sequence(YAML_TAG_PREFIX + "seq", items, flow_style=flat)
 
 
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
+    """Represent a string, in double quotes if it contains a line break of YAML 1.1 other than a newline.
+
+    PyYAML escapes these characters only in double quotes. In other styles, a reader would convert them
+    to newlines or spaces.
+    """
+    style = '"' if any(character in text for character in _ESCAPED_LINE_BREAKS) else None
+    return dumper.represent_scalar(YAML_TAG_PREFIX + "str", text, style=style)
+
+
 _Dumper.add_representer(list, _represent_list)
+_Dumper.add_representer(str, _represent_text)
 
 
 def dump_yaml(config: RunConfig) -> str:
-    """Format all settings of a config as YAML in the order of the schema, with a comment for each section.
+    """Format all settings of a config as YAML, with a comment for each section.
 
-    If the defaults in a section are all null, its null settings are omitted.
+    The settings are in the order of the schema. Null settings are written as well, except in
+    sections whose settings all default to null.
     """
     tree, section_descriptions = _nest_settings(config), keys.get_section_descriptions(type(config))
     parts = []
@@ -55,7 +72,11 @@ def dump_yaml(config: RunConfig) -> str:
 
 
 def _nest_settings(config: RunConfig) -> dict[str, Any]:
-    """Convert a config to nested mappings of plain values, in the order of the YAML file."""
+    """Convert a config to the nested mappings of plain values that :func:`dump_yaml` writes.
+
+    Top-level settings come first, then the sections. If all settings of a section default to null,
+    its null settings are omitted.
+    """
     settings, sections = keys.get_setting_fields(type(config)), keys.get_section_descriptions(type(config))
     tree: dict[str, Any] = {key: config.get(key) for key, setting in settings.items() if not setting.section}
     for section in sections:

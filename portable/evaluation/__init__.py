@@ -1,1 +1,1 @@
-"""Metrics of an evaluation, selection of the best checkpoints, and early stopping."""
+"""Compute evaluation metrics, select the best checkpoints, and stop early."""

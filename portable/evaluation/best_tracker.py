@@ -12,24 +12,25 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 MAX_LOGGED_CLASSES = 100
-"""Maximum number of classes for a confusion matrix in the log."""
+"""Maximum number of classes for which a confusion matrix is logged."""
 
 
 @dataclass
 class EvalHistory:
     """State of :class:`BestTracker`: the best evaluation results and the early-stopping counter.
 
-    Checkpoints contain the history, so that a resumed run makes the same decisions as an uninterrupted
-    run.
+    Checkpoints contain the history, so that a resumed run makes the same decisions as an
+    uninterrupted run.
 
     Attributes:
         metric: Name of the compared metric.
-        mode: ``max`` if higher values of the metric are better, or ``min`` if lower values are better.
-        step: Step of the last counted evaluation. 0 before the first evaluation.
+        mode: ``max`` if higher values of the metric are better, or ``min`` if lower values are
+            better.
+        step: Step of the last evaluation in the history. 0 before the first evaluation.
         best: Step and value of each evaluation whose checkpoint is kept, best first.
         mark: Best value so far. None before the first finite value.
-        waited: Number of consecutive evaluations that did not improve ``mark`` by more than the
-            threshold. This is the early-stopping counter of transformers.
+        waited: Number of consecutive evaluations that were not better than ``mark`` by more than
+            :attr:`BestTracker.threshold`. Transformers counts in the same way for early stopping.
     """
 
     metric: str = ""
@@ -41,10 +42,10 @@ class EvalHistory:
 
     @classmethod
     def from_json(cls, stored: Any) -> EvalHistory:
-        """Restore the history from the result of :meth:`to_json` in a checkpoint.
+        """Restore the history that a checkpoint contains.
 
         Args:
-            stored: Parsed JSON.
+            stored: Parsed JSON from :meth:`to_json`.
 
         Returns:
             The stored history. If ``stored`` does not have the expected fields, an empty history.
@@ -91,8 +92,8 @@ class BestTracker:
         keep_best: Number of best checkpoints to keep.
         patience: Number of consecutive evaluations without an improvement after which the run ends.
             None disables early stopping.
-        threshold: Margin by which a value has to beat the best previous value to count as an
-            improvement. A difference equal to the margin does not count.
+        threshold: Margin by which a value must exceed the best previous value to count as an
+            improvement (or fall below it for ``min``). A difference equal to the margin does not count.
     """
 
     metric: str
@@ -102,15 +103,20 @@ class BestTracker:
     threshold: float = 0.0
 
     def __call__(self, eval_history: EvalHistory, step: int, values: Mapping[str, Any]) -> EvalDecision:
-        """Add an evaluation to ``eval_history``, and decide whether to save a checkpoint and whether to stop.
+        """Add an evaluation to ``eval_history``, and decide whether to save and to stop.
 
-        An evaluation may be repeated, for example after a resume. If its step was already counted, the
-        history does not change, no checkpoint is saved, and the run stops only if early stopping has
-        already ended it.
+        Saving means to keep a checkpoint of this step, and stopping means to end the run early.
+
+        A value that is not finite does not count as an improvement, and its checkpoint is not kept.
+        If two values are equal, the earlier evaluation counts as better.
+
+        An evaluation may be repeated, for example after a resume. If its step has already been
+        counted, the history does not change and no checkpoint is saved. The run still stops if the
+        history already meets the condition for early stopping.
 
         Args:
-            eval_history: History to update in place. It is reset first if it belongs to another metric or
-                mode.
+            eval_history: History to update in place. It is reset first if it belongs to another
+                metric or mode.
             step: Step of the evaluation.
             values: Values of the evaluation, keyed by name.
 
@@ -121,7 +127,7 @@ class BestTracker:
             UserError: If ``values`` does not contain a number for ``metric``.
         """
         if (eval_history.metric, eval_history.mode) != (self.metric, self.mode):
-            # Reset the history, because it belongs to another metric or mode.
+            # The history belongs to another metric or mode, so it is reset.
             eval_history.__init__(self.metric, self.mode)  # type: ignore[misc]
         if step <= eval_history.step:
             return EvalDecision(stop=self.should_end_run(eval_history))
@@ -129,8 +135,8 @@ class BestTracker:
         if not isinstance(value, int | float):
             numbers = [name for name, number in values.items() if isinstance(number, int | float)]
             raise UserError(
-                f"checkpoint.best_metric: the evaluation does not report {self.metric}; use one of "
-                f"{', '.join(numbers)}"
+                f"checkpoint.best_metric: the evaluation does not report the metric {self.metric}; use one "
+                f"of {', '.join(numbers)}"
             )
         sign = 1 if self.mode == "max" else -1
         eval_history.step = step

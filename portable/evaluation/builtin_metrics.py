@@ -34,14 +34,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MetricSettings:
-    """Settings that the metrics of a run depend on.
+    """Settings on which the metrics of a run depend.
 
     Attributes:
-        task: ``model.task``, or for sequence classification the problem type of the classifier. A key of
-            :data:`METRIC_BUILDERS`.
+        task: Key of :data:`METRIC_BUILDERS`. For sequence classification, this is the problem type
+            of the classifier, such as ``regression``. For other tasks, it is the value of
+            ``model.task``.
         classes: Names of the classes, in the order of their ids.
         tokenizer: Tokenizer that decodes generated tokens.
-        user_loss: Whether ``train.loss`` replaces the cross-entropy.
+        user_loss: Whether ``train.loss`` is set. The loss that it selects, such as ``dpo`` or a
+            custom loss, replaces the default loss of the task.
     """
 
     task: str
@@ -77,7 +79,7 @@ class Accuracy:
     names = ("accuracy",)
 
     def sums(self, outputs: Outputs, batch: Batch) -> dict[str, Tensor]:
-        """Count the correct predictions of a micro-batch, under the key ``right``."""
+        """Return the number of correct predictions in a micro-batch, under the key ``right``."""
         labels = batch["labels"]
         assert outputs.predictions is not None
         return {"right": ((outputs.predictions == labels) & (labels != IGNORED_LABEL)).sum()}
@@ -88,7 +90,7 @@ class Accuracy:
 
 
 class _ConfusionCounts:
-    """Base class of single-label classification metrics that are computed from a confusion matrix."""
+    """Base class of the single-label classification metrics that are computed from a confusion matrix."""
 
     needs = "predictions"
 
@@ -99,8 +101,8 @@ class _ConfusionCounts:
         """Compute the confusion matrix of a micro-batch.
 
         Returns:
-            ``counts``, int64 ``[classes, classes]``. The element ``[i, j]`` is the number of texts with label
-            ``i`` for which the model predicts ``j``.
+            ``counts``, int64 ``[classes, classes]``. The element ``[i, j]`` is the number of texts with
+            label ``i`` for which the model predicts class ``j``.
         """
         count, labels, predictions = len(self.classes), batch["labels"], outputs.predictions
         assert predictions is not None
@@ -117,7 +119,7 @@ class Confusion(_ConfusionCounts):
     The matrix is omitted if there are more than 100 classes, because it would fill the log.
     """
 
-    names = ()  # the matrix is not a number that can be compared
+    names = ()  # the matrix is not a number, so it cannot be compared
 
     def values(self, totals: Totals) -> dict[str, Any]:
         """Return the matrix under the key ``confusion``, together with the names of the classes.
@@ -133,14 +135,14 @@ class Confusion(_ConfusionCounts):
 class F1(_ConfusionCounts):
     """F1 metric for single-label classification: the F1 of each class, and their mean.
 
-    The mean, ``f1``, only includes the classes that occur in the labels or the predictions.
+    The mean, ``f1``, includes only the classes that occur in the labels or the predictions.
     """
 
     higher_is_better = True
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the values: ``f1``, and one name for each class."""
+        """Names of the values: ``f1``, and ``f1.<class>`` for each class."""
         return ("f1", *(f"f1.{name}" for name in self.classes))
 
     def values(self, totals: Totals) -> dict[str, float]:
@@ -152,7 +154,10 @@ class F1(_ConfusionCounts):
 def _compute_f1(
     right: Tensor, predicted: Tensor, present: Tensor, classes: Sequence[str], macro_name: str
 ) -> dict[str, float]:
-    """Compute the F1 of each class, and the mean over the classes that occur in labels or predictions.
+    """Compute the F1 score of each class, and the mean of the scores.
+
+    A class that occurs neither in the labels nor in the predictions has the score 0, and the mean
+    ignores this class. If no class occurs, the mean is 0.
 
     Args:
         right: Number of correct predictions of each class, ``[classes]``.
@@ -162,7 +167,7 @@ def _compute_f1(
         macro_name: Key of the mean in the result.
 
     Returns:
-        The mean under ``macro_name``, and the F1 of each class under ``f1.CLASS``.
+        The mean under ``macro_name``, and the F1 score of each class under ``f1.CLASS``.
     """
     f1_by_class = divide_or_zero(2 * right, predicted + present)
     is_present = (predicted + present) > 0
@@ -174,18 +179,19 @@ def _compute_f1(
 
 
 class SubsetAccuracy:
-    """Accuracy metric for multi-label classification: the fraction of texts with no wrong class."""
+    """Accuracy metric for multi-label classification: the fraction of texts with all classes correct."""
 
     needs = "logits"
     higher_is_better = True
     names = ("accuracy",)
 
     def sums(self, outputs: Outputs, batch: Batch) -> dict[str, Tensor]:
-        """Count the labeled texts, and the labeled texts for which all predictions are correct.
+        """Count the texts with labels, and the texts that are predicted correctly.
 
         Returns:
-            ``rows``, the number of labeled texts, and ``right``, the number of labeled texts for which the
-            model predicts exactly the labeled classes. Missing labels are ignored.
+            ``rows``, the number of texts with at least one label that is not missing (NaN), and
+            ``right``, the number of these texts for which the prediction is correct for every label
+            that is not missing.
         """
         predictions, targets, valid = _compare_multilabel(outputs, batch)
         rows = valid.any(dim=-1)
@@ -199,8 +205,9 @@ class SubsetAccuracy:
 class MultilabelF1:
     """F1 metric for multi-label classification: micro F1, macro F1, and the F1 of each class.
 
-    Each pair of a text and a class is a binary prediction. Micro F1 is computed over all pairs. Macro F1 is
-    the mean of the F1 of all classes.
+    Each pair of a text and a class is a binary prediction. Micro F1 is computed over all pairs.
+    Macro F1 is the mean over the F1 of each class. In this mean, a class that occurs neither in the
+    labels nor in the predictions counts as 0, as in scikit-learn.
     """
 
     needs = "logits"
@@ -211,7 +218,7 @@ class MultilabelF1:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the values: ``f1_micro``, ``f1_macro``, and one name for each class."""
+        """Names of the values: ``f1_micro``, ``f1_macro``, and one name per class."""
         return ("f1_micro", "f1_macro", *(f"f1.{name}" for name in self.classes))
 
     def sums(self, outputs: Outputs, batch: Batch) -> dict[str, Tensor]:
@@ -228,22 +235,23 @@ class MultilabelF1:
         }
 
     def values(self, totals: Totals) -> dict[str, float]:
-        """Return micro F1, macro F1 and the F1 of each class, keyed by ``names``."""
+        """Return micro F1, macro F1 and the F1 of each class, keyed by the names in :attr:`names`."""
         right, predicted, present = (totals[name] for name in ("right", "predicted", "present"))
         micro = float(divide_or_zero(2 * right.sum(), predicted.sum() + present.sum()))
         values = _compute_f1(right, predicted, present, self.classes, "f1_macro")
-        # Count a class that never occurs as 0, as in scikit-learn.
+        # For the mean, the F1 of a class that never occurs is 0, as in scikit-learn.
         values["f1_macro"] = float(divide_or_zero(2 * right, predicted + present).mean())
         return {"f1_micro": micro} | values
 
 
 class _MultilabelDecisions(NamedTuple):
-    """Predictions and labels of each text and class, bool ``[texts, classes]``.
+    """Predictions and labels of a micro-batch. Each tensor is bool ``[texts, classes]``.
 
     Attributes:
         predictions: Whether the classifier predicts the class for the text.
         targets: Whether the text is labeled with the class.
-        valid: Whether the text has a label for the class. If not, ignore the other two values.
+        valid: Whether the text has a label for the class. If not, ignore ``predictions`` and
+            ``targets``.
     """
 
     predictions: Tensor
@@ -252,11 +260,16 @@ class _MultilabelDecisions(NamedTuple):
 
 
 def _compare_multilabel(outputs: Outputs, batch: Batch) -> _MultilabelDecisions:
-    """Convert logits and labels of a multi-label classifier to booleans.
+    """Convert the logits and labels of a multi-label classifier to booleans.
+
+    A class is predicted if its logit is positive, and is a target if its label is greater than 0.5.
 
     Args:
         outputs: Outputs with logits ``[texts, classes]``.
         batch: Batch whose labels are floats ``[texts, classes]``, with NaN for a missing label.
+
+    Returns:
+        The predictions, the targets, and a mask of the labels that are not missing.
     """
     assert outputs.logits is not None
     labels = batch["labels"]
@@ -266,17 +279,21 @@ def _compare_multilabel(outputs: Outputs, batch: Batch) -> _MultilabelDecisions:
 class _RegressionErrorSums:
     """Base class of regression metrics that are computed from sums of errors and labels.
 
-    Each sum is a tensor ``[numbers]`` with one element for each number that the model predicts for a
-    text.
+    Each sum is a tensor of shape ``[outputs]``, with one element for each regression output of the
+    model.
     """
 
     needs = "logits"
 
     def sums(self, outputs: Outputs, batch: Batch) -> dict[str, Tensor]:
-        """Sum the errors, the labels and the squared labels of a micro-batch, and count the labels.
+        """Sum the errors and the labels of a micro-batch, and count the labels.
 
-        Each squared label is split into a high and a low part, which are summed separately in float64. With
-        a single sum, the variance of the labels would lose precision.
+        Errors are summed as absolute values and as squares. Labels are summed as values and as
+        squares. Missing labels (NaN) are skipped.
+
+        Each squared label is split into a high and a low part, which are summed separately in
+        float64. A single sum would lose too much precision to compute the variance of the labels
+        from it.
         """
         assert outputs.logits is not None
         labels = batch["labels"].double()
@@ -285,7 +302,7 @@ class _RegressionErrorSums:
         labels = torch.where(valid, labels, 0.0)
         errors = torch.where(valid, outputs.logits.double().reshape(labels.shape) - labels, 0.0)
         squares = labels.square()
-        # Split the square of a float32 value into two parts, because their sums have no rounding errors.
+        # Split the square of a float32 value into two parts whose sums have no rounding errors.
         high = squares.float().double()
         high = torch.where(high.isfinite(), high, 0.0)
         return {
@@ -299,7 +316,7 @@ class _RegressionErrorSums:
 
 
 class MeanSquaredError(_RegressionErrorSums):
-    """Mean-squared-error metric, averaged over all texts and predicted numbers."""
+    """Mean-squared-error metric. The mean is over all texts and over all numbers predicted per text."""
 
     higher_is_better = False
     names = ("mse",)
@@ -310,7 +327,7 @@ class MeanSquaredError(_RegressionErrorSums):
 
 
 class MeanAbsoluteError(_RegressionErrorSums):
-    """Mean-absolute-error metric, averaged over all texts and predicted numbers."""
+    """Mean-absolute-error metric. The mean is over all texts and over all numbers predicted per text."""
 
     higher_is_better = False
     names = ("mae",)
@@ -323,23 +340,23 @@ class MeanAbsoluteError(_RegressionErrorSums):
 class R2(_RegressionErrorSums):
     """Coefficient of determination (R2): the fraction of the label variance that the model explains.
 
-    If a model predicts several numbers, their coefficients are averaged. Degenerate cases follow
-    scikit-learn. If all labels are equal, the coefficient is 1.0 for exact predictions and 0.0
-    otherwise. With fewer than two labels, it is NaN.
+    If a model predicts several numbers per text, their coefficients are averaged. Degenerate cases
+    follow scikit-learn. If all labels are equal, the coefficient is 1.0 for exact predictions and 0.0
+    otherwise. If there are fewer than two labels, it is NaN.
     """
 
     higher_is_better = True
     names = ("r2",)
 
     def values(self, totals: Totals) -> dict[str, float]:
-        """Return the coefficient of determination, averaged over the numbers that the model predicts."""
+        """Return the coefficient of determination (R2), averaged over the model's regression outputs."""
         names = "squared", "count", "sum", "high parts of squares", "low parts of squares"
         columns = list(zip(*(totals[name].tolist() for name in names), strict=True))
         return {"r2": sum(_compute_r2(*column) for column in columns) / len(columns)}
 
 
 def _compute_r2(squared: float, count: float, total: float, high: float, low: float) -> float:
-    """Compute the coefficient of determination for one of the numbers that the model predicts.
+    """Compute the coefficient of determination (R2) for one regression output of the model.
 
     Args:
         squared: Sum of the squared errors.
@@ -355,7 +372,7 @@ def _compute_r2(squared: float, count: float, total: float, high: float, low: fl
     """
     if count < 2 or not all(map(math.isfinite, (squared, total, high, low))):
         return math.nan
-    # Fractions are exact. Floats would lose the variance of labels that are large and vary little.
+    # Fractions are exact. Floats would lose the variance of labels that are large but vary little.
     variance = float(Fraction(high) + Fraction(low) - Fraction(total) ** 2 / int(count))
     if variance > 0:
         return 1 - squared / variance
@@ -379,7 +396,7 @@ METRIC_BUILDERS: dict[str, dict[str, Callable[[MetricSettings], Metric]]] = {
         "r2": lambda _: R2(),
     },
 }
-"""Functions that build the metrics of each task. The keys are the task and the name of the metric.
+"""Functions that build metrics, keyed by task and then by the name of the metric.
 
 By default, a run computes all metrics of its task in this table. Metrics of generated text are not part of
 the table, because generation takes much longer than a forward pass.
@@ -390,17 +407,18 @@ def build_metrics(names: Sequence[str] | None, settings: MetricSettings) -> Metr
     """Build the metrics that ``train.metrics`` selects.
 
     Args:
-        names: Names and import paths of metrics. The name ``loss`` is ignored, because every evaluation
-            computes the loss. If ``names`` is None, all metrics of the task are built, or none if
-            ``train.loss`` is set.
+        names: Names and import paths of metrics. The name ``loss`` is ignored, because every
+            evaluation computes the loss. If ``names`` is None, all metrics of the task in
+            :data:`METRIC_BUILDERS` are built, but no metrics of generated text. If ``names`` is
+            None and ``train.loss`` is set, no metrics are built.
         settings: Settings that the metrics depend on.
 
     Returns:
         The metrics.
 
     Raises:
-        UserError: If a name is not a metric of the task, or if an import path does not refer to a
-            metric.
+        UserError: If a name is not a metric of the task, if the name is ``perplexity`` and
+            ``train.loss`` is set, or if an import path does not refer to a metric.
     """
     builders = {
         name: make
@@ -412,11 +430,11 @@ def build_metrics(names: Sequence[str] | None, settings: MetricSettings) -> Metr
         from portable.evaluation.generation import TEXT_METRICS, TextMetrics
 
         text_metrics = TEXT_METRICS
-    # With a custom loss, no metric is computed by default, because predictions require all logits, and the
-    # loss itself may not need them.
+    # With a custom loss, no metrics are built by default, because predictions require all logits, which the
+    # loss may not need.
     default = () if settings.user_loss else builders
     for name in default if names is None else names:
-        if name == "loss":  # every evaluation computes the loss
+        if name == "loss":  # every evaluation computes it
             continue
         if ":" in name:
             metrics[name] = load_user_metric(name)
@@ -426,7 +444,7 @@ def build_metrics(names: Sequence[str] | None, settings: MetricSettings) -> Metr
             texts.append(name)
         else:
             raise UserError(
-                f"train.metrics: {name!r} is not a metric of {settings.task}; use one of "
+                f"train.metrics: {name!r} is not a metric for {settings.task}; use one of "
                 f"{', '.join((*builders, *text_metrics))}, or package.module:name for a custom metric"
             )
     return MetricSet(metrics, TextMetrics(texts, settings.tokenizer) if texts else None)

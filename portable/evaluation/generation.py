@@ -1,10 +1,10 @@
 """Metrics of generated text, for encoder-decoder models.
 
-Texts are decoded greedily by fixed-point iteration, without a key-value cache. Each forward pass
-takes a guess of all target tokens and predicts the token at every position. The predictions become
-the next guess. After ``n`` passes, the first ``n`` tokens are final, so at most one pass per token
-is needed. Each pass has the shapes of an ordinary evaluation pass, so generation works on every
-engine.
+Texts are decoded greedily by fixed-point iteration, without a key-value cache. The input of each
+forward pass is a guess of all target tokens. The pass predicts the token at every position, and
+these predictions become the next guess. After ``n`` passes, the first ``n`` tokens are final, so at
+most one pass per token is needed. Each pass has the shapes of an ordinary evaluation pass, so
+generation works on every engine.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ TEXT_METRICS: dict[str, Callable[[str, str], float]] = {
 }
 """Functions that score a generated text against its target text, keyed by the name of the metric.
 
-The value of the metric is the mean score over all texts. Higher values are better.
+The value of a metric is its mean score over all texts. Higher values are better.
 """
 
 
@@ -93,8 +93,8 @@ class TextMetrics:
             device_batch: The same micro-batch on the device.
 
         Returns:
-            The number of texts with a target under the key ``texts``, and the sum of the scores of each
-            metric under its name.
+            The number of texts that have a target (key ``texts``), and for each metric, the sum of its
+            scores (key: name of the metric).
         """
         end = self.tokenizer.eos_token_id
         tokens = generate_greedily(backend, engine, batch, device_batch, end)
@@ -108,14 +108,15 @@ class TextMetrics:
         return totals
 
     def _decode_tokens(self, tokens: list[int]) -> str:
-        """Decode token ids without special tokens."""
+        """Decode token ids to text, and leave out special tokens."""
         return decode(self.tokenizer, tokens, skip_special_tokens=True)
 
 
 class _PredictionReader:
-    """Callable that returns the most likely token at each position, under the key ``guess``.
+    """Measure that returns the predictions of a micro-batch instead of sums.
 
-    Implements :class:`portable.model.loss.MicroBatchMeasure`.
+    The only entry of the result is ``guess``, the most likely token at each position. Implements
+    :class:`portable.model.loss.MicroBatchMeasure`.
     """
 
     needs: Literal["logits", "predictions"] | None = "predictions"
@@ -134,16 +135,18 @@ def generate_greedily(
     The decoder starts from the first token of ``decoder_input_ids``. Must be called on all ranks,
     because all of them run the same number of passes.
 
-    Requires that :meth:`portable.backend.Backend.read_to_host` returns only the rows of this rank. On
-    several XLA hosts, it returns the rows of all hosts, so backend ``xla`` refuses these metrics there.
+    This function is not supported on several XLA hosts. It requires that
+    :meth:`portable.backend.Backend.read_to_host` returns only the rows of this rank, but on several
+    XLA hosts that method returns the rows of all hosts. Backend ``xla`` therefore rejects metrics
+    of generated text on several hosts.
 
     Args:
         backend: Backend of the run.
         engine: Engine with the model.
         batch: Micro-batch on the host.
         device_batch: The same micro-batch on the device.
-        end_token: Id of the end-of-sequence token. It also fills each row after its first occurrence.
-            None if the tokenizer has no such token.
+        end_token: Id of the end-of-sequence token. When a row contains this token, all later
+            positions of the row are filled with it. None if the tokenizer has no such token.
 
     Returns:
         Token ids with the shape of the labels, int64 ``[rows, tokens]`` on the host.

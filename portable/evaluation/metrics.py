@@ -33,13 +33,13 @@ if TYPE_CHECKING:
 Totals = Mapping[str, "Tensor"]
 """Sums over the complete evaluation set, keyed by name: float64 tensors on the host.
 
-The shapes are the shapes of the sums of a micro-batch.
+Each total has the same shape as the sum of a single micro-batch.
 """
 LABELS, LOSS, WEIGHTS = "labels", "loss", "weights"
 """Names of totals that are always computed: number of valid labels, summed loss, and divisor of the loss.
 
-The divisor may differ from the number of labels if ``train.loss`` is set. Every metric receives the first
-two.
+If ``train.loss`` is set, the divisor may differ from the number of labels. Every metric receives the first
+two totals.
 """
 
 
@@ -47,24 +47,27 @@ two.
 class Metric(Protocol):
     """Interface of a custom metric, such as ``my_package.my_module:MyMetric`` in ``train.metrics``.
 
-    A metric may also have these attributes:
+    A metric must have the methods :meth:`sums` and :meth:`values`. It may also have these
+    attributes:
 
-    - ``needs``: Outputs of the model that :meth:`sums` reads: ``"predictions"``, ``"logits"`` (the
-      default), or None. Predictions are the most likely classes at each position, and need no more
-      memory than the loss. With ``"logits"``, all logits of a micro-batch are in memory at the same
-      time.
-    - ``higher_is_better``: Whether higher values are better. ``checkpoint.best_mode: auto`` reads it.
+    - ``needs``: Output of the model that :meth:`sums` reads: ``"predictions"`` or ``"logits"`` (the
+      default). None if it reads neither. Predictions are the most likely class at each position,
+      and need no more memory than the loss. With ``"logits"``, all logits of a micro-batch are in
+      memory at the same time.
+    - ``higher_is_better``: Whether higher values are better. ``checkpoint.best_mode: auto`` reads
+      it.
     - ``names``: Names of the values that :meth:`values` returns.
     """
 
     def sums(self, outputs: Outputs, batch: Batch) -> Mapping[str, Tensor]:
-        """Compute the sums of a micro-batch.
+        """Compute the sums over a micro-batch that :meth:`values` needs for the metric.
 
-        This method runs on the device and must not copy values to the host. It must ignore positions with
-        the label -100 (NaN for float labels): padding rows, and positions without a target.
+        The caller adds these sums over all micro-batches and ranks. All computations must run on
+        the device, and must not copy values to the host. Positions with the label -100 (NaN for
+        float labels) must be ignored. They are padding rows and positions without a target.
 
         Args:
-            outputs: Outputs of the model that ``needs`` names.
+            outputs: Outputs of the model, which contain the output selected by ``needs``.
             batch: Micro-batch on the device.
 
         Returns:
@@ -76,37 +79,41 @@ class Metric(Protocol):
         """Compute the values of the metric at the end of an evaluation.
 
         Args:
-            totals: Sums over all micro-batches of all ranks, keyed by the names from :meth:`sums`. Also
-                contains ``labels``, the number of valid labels, and ``loss``, the summed loss.
+            totals: Sums over all micro-batches of all ranks, keyed by the names from :meth:`sums`. There
+                are two more keys: ``labels``, the number of valid labels, and ``loss``, the summed loss.
 
         Returns:
-            Values, keyed by their names in ``metrics.jsonl``.
+            Values, keyed by their names in ``metrics.jsonl`` without the prefix ``eval_``.
         """
 
 
 @dataclass(frozen=True)
 class RatioMetric:
-    """Metric that calls a custom function for each micro-batch, and divides the total sum by the total count.
+    """Metric that divides a sum by a count, both computed by a custom function.
+
+    The function is called for each micro-batch. At the end of an evaluation, the total sum is
+    divided by the total count. If the total count is 0, the result is NaN or infinite.
 
     Attributes:
-        function: Function that is called with the outputs and a micro-batch. For each value of the
-            metric, it returns a sum and a count, keyed by the name of the value.
+        function: Function that takes the outputs of the model and a micro-batch, and returns pairs
+            ``(sum, count)``, keyed by name. Each name becomes a value of the metric.
     """
 
     function: Callable[[Outputs, Batch], Mapping[str, tuple[Tensor, Tensor]]]
 
     def sums(self, outputs: Outputs, batch: Batch) -> dict[str, Tensor]:
-        """Call the function on a micro-batch, and return its sums and counts under separate names.
+        """Call the custom function on a micro-batch, and return sums and counts as separate entries.
 
         Args:
             outputs: Outputs of the model.
             batch: Micro-batch on the device.
 
         Returns:
-            Entries ``sum of NAME`` and ``count of NAME`` for each name.
+            Entries ``sum of NAME`` and ``count of NAME`` for each name that the function returns.
 
         Raises:
-            TypeError: If the function does not return a mapping from names to pairs.
+            TypeError: If the function does not return a mapping from names to pairs ``(sum,
+                count)``.
         """
         pairs: Any = self.function(outputs, batch)
         is_valid = isinstance(pairs, Mapping) and all(
@@ -114,13 +121,13 @@ class RatioMetric:
         )
         if not is_valid:
             raise TypeError(
-                f"returns {pairs!r:.60}; return a mapping from names to pairs of a sum and its count"
+                f"returns {pairs!r:.60}; return a dict that maps each name to a tuple (sum, count)"
             )
         sums = {f"sum of {name}": pair[0] for name, pair in pairs.items()}
         return sums | {f"count of {name}": pair[1] for name, pair in pairs.items()}
 
     def values(self, totals: Totals) -> dict[str, float]:
-        """Return the ratio of the total sum to the total count, keyed by name."""
+        """Return the values of the metric, keyed by name: each total sum divided by its total count."""
         names = [key.removeprefix("sum of ") for key in totals if key.startswith("sum of ")]
         return {name: float(totals[f"sum of {name}"] / totals[f"count of {name}"]) for name in names}
 
@@ -149,11 +156,13 @@ class MetricSet:
         """Compute the sums of all metrics for a micro-batch, except for metrics of generated text.
 
         Args:
-            outputs: Outputs of the model that ``needs`` names.
+            outputs: Outputs of the model. They must contain the logits or predictions, depending on
+                the attribute ``needs``.
             batch: Micro-batch on the device.
 
         Returns:
-            Sums, keyed by ``METRIC/NAME``, where ``NAME`` is the key that the metric uses for the sum.
+            Sums, keyed by ``METRIC/NAME``, where ``NAME`` is the key that the metric uses for the
+            sum.
         """
         return {
             f"{name}/{key}": value
@@ -165,12 +174,14 @@ class MetricSet:
         """Compute the values of all metrics from the totals.
 
         Args:
-            totals: Totals on the host, with the keys that :meth:`__call__` returns, and ``labels`` and
-                ``loss``. May also contain ``weights``, sums that a custom loss logs, and sums of
-                generated-text metrics.
+            totals: Totals on the host, keyed by name. They must contain ``labels``, ``loss`` and
+                the keys that :meth:`__call__` returns. They may also contain the sums that a custom
+                loss logs, and the sums for metrics of generated text. The optional total
+                ``weights`` is the divisor of the mean loss. Its default is ``labels``.
 
         Returns:
-            Values, keyed by their names in ``metrics.jsonl``. The mean loss is first.
+            Values, keyed by their names in ``metrics.jsonl`` without the prefix ``eval_``. The mean
+            loss is first.
 
         Raises:
             UserError: If two metrics have a value with the same name.
@@ -179,18 +190,19 @@ class MetricSet:
         totals = {WEIGHTS: totals[LABELS], **totals}
         weight = float(totals[WEIGHTS]) or 1.0
         results: dict[str, Any] = {"loss": float(totals[LOSS]) / weight}
-        for name, total in totals.items():  # values that the loss of train.loss logs
+        for name, total in totals.items():  # values that a custom loss logs
             if name.startswith(LOSS_SUM_PREFIX):
                 results[name.removeprefix(LOSS_SUM_PREFIX)] = float(total) / weight
         for name, metric in self._metrics.items():
+            prefix = f"{name}/"
             metric_totals = {
-                key.partition("/")[2]: total for key, total in totals.items() if key.startswith(f"{name}/")
+                key.removeprefix(prefix): total for key, total in totals.items() if key.startswith(prefix)
             }
             values = metric.values(metric_totals | common)
             if duplicate := next((value for value in values if value in results), None):
                 raise UserError(
-                    f"train.metrics: {name}: another metric also has a value {duplicate!r}; rename one of "
-                    "the two"
+                    f"train.metrics: {name}: another metric already reports a value named {duplicate!r}; "
+                    "rename one of the two values"
                 )
             results |= values
         if self.texts is not None:
@@ -198,14 +210,17 @@ class MetricSet:
         return results
 
     def get_better_direction(self, value_name: str) -> Literal["min", "max"] | None:
-        """Return whether lower or higher values of a result are better.
+        """Return whether a value of an evaluation should be minimized or maximized.
+
+        If no metric lists the name of the value, the part of the name before the first dot
+        determines the direction. For example, ``f1`` determines the direction of ``f1.CLASS``.
 
         Args:
-            value_name: Name of a value in the result of an evaluation, such as ``f1`` or ``f1.CLASS``.
+            value_name: Name of the value, such as ``f1`` or ``f1.CLASS``.
 
         Returns:
-            ``min`` if lower values are better, or ``max`` if higher values are better. None if the metric
-            does not define a direction.
+            ``min`` if lower values are better, or ``max`` if higher values are better. None if no
+            metric defines a direction for the name.
         """
         higher = {"loss": False} | dict.fromkeys(() if self.texts is None else self.texts.names, True)
         for name, metric in self._metrics.items():
@@ -216,7 +231,14 @@ class MetricSet:
 
     @property
     def value_names(self) -> list[str] | None:
-        """Names of all values of an evaluation. None if a custom metric does not define ``names``."""
+        """Names of the values that can be compared: ``loss``, then the metric values.
+
+        An evaluation may compute further values, which are not listed: a confusion matrix, and the
+        values that a custom loss logs.
+
+        None if a custom metric does not define ``names``, because its values are then not known in
+        advance.
+        """
         names_by_metric = [getattr(metric, "names", None) for metric in self._metrics.values()]
         generated = () if self.texts is None else self.texts.names
         if None in names_by_metric:
@@ -225,30 +247,33 @@ class MetricSet:
 
 
 LOSS_ONLY = MetricSet()
-"""Set without metrics, for an evaluation that computes only the loss."""
+"""Empty set of metrics, for an evaluation that computes only the loss."""
 
 
 def load_user_metric(path: str) -> Metric:
     """Load a custom metric from an import path, ``package.module:name``.
 
     Args:
-        path: Import path of a class with the methods of :class:`Metric`, or of a function for
-            :class:`RatioMetric`.
+        path: Import path of a class or an instance with the methods of :class:`Metric`, or of a
+            function. Arguments may follow, as in ``package.module:name(k=5)``. A class is
+            instantiated. A function is wrapped in :class:`RatioMetric`, which describes its
+            arguments and result. A function can also have the optional attributes of
+            :class:`Metric`.
 
     Returns:
-        Wrapper of the metric. If the custom code raises an exception, the wrapper raises a UserError
-        about ``train.metrics``.
+        Wrapper of the metric. If the custom code raises an exception, the wrapper raises a
+        UserError about ``train.metrics``. Out-of-memory errors and RunErrors are raised unchanged.
 
     Raises:
-        UserError: If the path does not refer to a metric, or if its ``needs`` attribute has an
-            unsupported value.
+        UserError: If the path does not refer to a metric, if the arguments are not accepted, or if
+            the ``needs`` attribute has an unsupported value.
     """
     key = f"train.metrics: {path}"
     target: Any = plugins.load_plugin("train.metrics", path)
     if not isinstance(target, Metric) and not callable(target):
         raise UserError(
-            f"{key}: is neither a function nor a class with the methods sums and values; use a function or "
-            "such a class"
+            f"{key}: is neither a function nor an object with the methods sums and values; use a function, "
+            "or a class with these two methods"
         )
     metric = _UserMetric(key, target if isinstance(target, Metric) else RatioMetric(target))
     for name in ("needs", "higher_is_better", "names"):
@@ -257,19 +282,22 @@ def load_user_metric(path: str) -> Metric:
     needs: Any = getattr(metric, "needs", None)
     if needs not in (None, "logits", "predictions"):
         raise UserError(
-            f"{key}: the attribute needs is {needs!r}; set the attribute to 'logits' or 'predictions'"
+            f"{key}: the needs attribute has the unsupported value {needs!r}; set needs to 'logits' or "
+            "'predictions'"
         )
     return metric
 
 
 class _UserMetric:
-    """Wrapper of a custom metric that converts exceptions of its methods to a UserError.
+    """Wrapper that converts the exceptions of a custom metric to UserErrors.
 
-    The wrapper also moves sums to the device of the batch, and converts scalar tensors among the values
-    to numbers.
+    Out-of-memory errors and RunErrors are not converted. The wrapper also converts the metric's
+    sums to tensors on the device of the batch. If a value of the metric is a scalar tensor, the
+    value is converted to a number. If a value cannot be stored as JSON, the wrapper raises a
+    UserError.
 
     Args:
-        key: Setting and import path at the beginning of error messages.
+        key: Setting and import path that error messages begin with.
         metric: Custom metric.
     """
 
@@ -287,17 +315,20 @@ class _UserMetric:
         with plugins.convert_user_errors(self._key):
             items = self._metric.values(totals).items()
             values = {name: value.item() if hasattr(value, "item") else value for name, value in items}
-            json.dumps(values)  # raises if the log cannot store the values
+            json.dumps(values)  # raises an error if the log cannot store the values
             return values
 
 
 def compute_exp_or_inf(exponent: float) -> float:
-    """Return e to the power of ``exponent``, or infinity if the result would overflow."""
+    """Return e to the power of ``exponent``, or infinity if the result could overflow.
+
+    The result is infinity if ``exponent`` is at least 700 or NaN.
+    """
     return math.exp(exponent) if exponent < 700 else math.inf
 
 
 def divide_or_zero(numerator: Tensor, denominator: Tensor) -> Tensor:
-    """Divide elementwise. The quotient is 0 if the denominator is 0.
+    """Divide elementwise. Elements whose denominator is 0 become 0.
 
     Denominators must not be negative.
     """
@@ -309,7 +340,8 @@ def evaluate(
 ) -> dict[str, Any]:
     """Evaluate a model on the micro-batches of all ranks.
 
-    Must be called on all ranks with the same number of micro-batches. The result is the same on all ranks.
+    Must be called on all ranks with the same number of micro-batches. The result is the same on all
+    ranks.
 
     Args:
         backend: Backend of the run.

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def build_zero_totals(sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Build zero-valued initial totals for :func:`compute_new_totals`.
+    """Build totals that are all zero, for the first call of :func:`compute_new_totals`.
 
     Args:
         sums: Sums of a micro-batch, which determine the names, shapes and dtypes of the totals.
@@ -27,12 +27,12 @@ def build_zero_totals(sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def compute_new_totals(totals: Mapping[str, Tensor], sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Add the sums of a micro-batch to the totals, and return the new totals.
+    """Return new totals: the totals of the previous micro-batches plus the sums of a micro-batch.
 
     Args:
-        totals: Totals of the previous micro-batches, on the device. Empty for the first micro-batch.
-            Not modified.
-        sums: Sums of a micro-batch, on the device.
+        totals: Totals of the previous micro-batches, on the device. Empty for the first
+            micro-batch. Not modified.
+        sums: Sums of the micro-batch, on the device.
 
     Returns:
         New totals, keyed by name: int64 for integer sums, float64 for floating-point sums.
@@ -42,5 +42,5 @@ def compute_new_totals(totals: Mapping[str, Tensor], sums: Mapping[str, Tensor])
 
 
 def _get_accumulation_dtype(value: Tensor) -> torch.dtype:
-    """Return the dtype of a total: float64 for floating-point sums, otherwise int64."""
+    """Return the dtype for accumulating a value: float64 if it is floating-point, otherwise int64."""
     return torch.float64 if value.is_floating_point() else torch.int64

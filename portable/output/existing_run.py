@@ -23,17 +23,17 @@ if TYPE_CHECKING:
 _MAX_SHOWN_CHANGES = 3
 """Maximum number of changed settings that an error message lists."""
 DATA_SAMPLES_FILE = "data_samples.json"
-"""Name of the file, in an output folder, with samples of the training data for the HTML report."""
+"""Name of the file in an output folder that contains samples of the training data, for the HTML report."""
 
 
 @dataclass(frozen=True)
 class ExistingRun:
-    """Existing run in an output folder.
+    """Config that an earlier launch left in an output folder, if any.
 
     Attributes:
-        config: Resolved config of the run. None if the folder does not contain a run.
-        config_digest: Digest of the config file, for :func:`check_config_unchanged`. None if the file
-            does not exist.
+        config: Resolved config of the run in the folder. None if the folder does not contain a run.
+        config_digest: Digest of the config file, for :func:`check_config_unchanged`. None if the
+            file does not exist.
     """
 
     config: RunConfig | None
@@ -44,13 +44,15 @@ def read_config_of_existing_run(folder: AnyPath) -> ExistingRun:
     """Read the config of the run in an output folder.
 
     Args:
-        folder: Output folder or URL. It may not exist.
+        folder: Output folder or URL. It does not have to exist.
 
     Returns:
         The run. Its config is None if the folder does not contain a run.
 
     Raises:
-        UserError: If the folder cannot be used, or the config is damaged.
+        UserError: If the folder cannot be used, for example because it is a file, or if the config
+            is damaged.
+        RunError: If the object store is unavailable.
     """
     try:
         with convert_storage_errors("output_dir"):
@@ -74,11 +76,13 @@ def check_config_unchanged(folder: AnyPath, existing: ExistingRun) -> None:
         existing: The run that was read before the lock was taken.
 
     Raises:
-        UserError: If the config file has changed.
+        UserError: If the config file has changed, is a link to a file outside of the folder, or
+            cannot be read.
+        RunError: If the object store is unavailable.
     """
     if _compute_config_digest(folder / CONFIG_FILE) != existing.config_digest:
         raise UserError(
-            f"output_dir: another run has changed {folder / CONFIG_FILE} while this run started; run the "
+            f"output_dir: another run changed {folder / CONFIG_FILE} while this run was starting; run the "
             "same command again"
         )
 
@@ -87,7 +91,8 @@ def _compute_config_digest(path: AnyPath) -> str | None:
     """Compute the digest of a config file, or return None if the file does not exist.
 
     Raises:
-        UserError: If the file is a link or cannot be read.
+        UserError: If the file cannot be read, or is a link to a file outside of its folder.
+        RunError: If the object store is unavailable.
     """
     with convert_storage_errors("output_dir"):
         if not path_exists(path):  # an invalid name does not exist either
@@ -105,9 +110,9 @@ def _compute_config_digest(path: AnyPath) -> str | None:
 def check_may_continue_run(folder: AnyPath, existing: ExistingRun, config: RunConfig) -> None:
     """Check that the settings of a launch are compatible with the run in its output folder.
 
-    A run may always be extended. With ``checkpoint.allow_changes``, other settings of the optimizer and
-    the schedule may also change. If the existing run has written neither a checkpoint nor a model, any
-    other run may replace it.
+    A run may always be extended. With ``checkpoint.allow_changes``, other settings of the
+    optimizer and the schedule may also change. If the existing run has written neither a
+    checkpoint nor a model, any other run may replace it.
 
     Args:
         folder: Output folder or URL.
@@ -115,15 +120,20 @@ def check_may_continue_run(folder: AnyPath, existing: ExistingRun, config: RunCo
         config: Resolved config of the launch.
 
     Raises:
-        UserError: If a setting has changed that must not change, or if the run is already past the end
-            of the new schedule.
+        UserError: If a setting has changed that must not change, or if the run is already
+            past the end of the new schedule. Also if the schedule's length is given in epochs
+            and ``train.global_batch_size`` has changed, or if access to the object store is denied.
+        RunError: If the object store is unavailable.
     """
     if existing.config is None:
         return
     changes = find_changes(existing.config, config)
-    newest = open_checkpoints(folder).find_latest() if changes else None
-    if not changes or (newest is None and not (folder / FINAL_FOLDER).exists()):
+    if not changes:
         return
+    with convert_storage_errors("output_dir"):
+        newest = open_checkpoints(folder).find_latest()
+        if newest is None and not (folder / FINAL_FOLDER).exists():
+            return
     if fixed := [change for change in changes if not change.is_adjustable]:
         raise UserError(
             f"output_dir: {folder} contains another run ({_format_changes(fixed)}); choose another "
@@ -141,7 +151,7 @@ def check_may_continue_run(folder: AnyPath, existing: ExistingRun, config: RunCo
 
 def _format_changes(changes: list[SettingChange]) -> str:
     """Format up to three changed settings and the number of further changes, for an error message."""
-    # List changes of the length last, because they need no permission and do not cause an error.
+    # List changed length settings last, because they need no permission and do not cause an error.
     ordered = sorted(changes, key=lambda change: change.setting in LENGTH_SETTINGS)
     others = len(changes) - _MAX_SHOWN_CHANGES
     more = [f"{others} more {'settings differ' if others > 1 else 'setting differs'}"] if others > 0 else []
@@ -149,22 +159,34 @@ def _format_changes(changes: list[SettingChange]) -> str:
 
 
 def _format_branch_hint(changes: list[SettingChange], newest: AnyPath | None) -> str:
-    """Format the last part of an error message, which suggests a new run from the newest checkpoint.
+    """Format a suggestion to start a new run from the newest checkpoint.
 
-    Returns an empty string without a checkpoint, or if one of the settings must not change in a new run
-    either.
+    The suggestion is the end of an error message.
+
+    Args:
+        changes: Settings that differ from the existing run.
+        newest: Newest checkpoint of the existing run. None if it has none.
+
+    Returns:
+        The text. Empty if there is no checkpoint, or if a new run from the checkpoint would also
+        reject one of the changes, such as another model.
     """
     if newest is None or not all(is_allowed_in_new_folder(change) for change in changes):
         return ""
-    return f" and start there from this run with --checkpoint.resume {newest}"
+    return f", and add --checkpoint.resume {newest} to start the new run from this checkpoint"
 
 
 def _check_schedule_reaches_step(newest: AnyPath, changes: list[SettingChange], config: RunConfig) -> None:
     """Check that the new schedule does not end before the newest checkpoint.
 
+    If the schedule's length is given in epochs, its end is not checked, because the number of steps
+    is not known yet. Instead, this function checks that ``train.global_batch_size`` has not
+    changed. After such a change, the epochs of the run could not be counted.
+
     Raises:
-        UserError: If the run is past the end of the new schedule, or if the length is given in epochs
-            but the batch size has changed.
+        UserError: If the newest checkpoint is past ``train.steps``, or if the length is given in
+            epochs and ``train.global_batch_size`` has changed.
+        RunError: If the object store is unavailable.
     """
     with convert_storage_errors("output_dir"):
         state = TrainerState.read(newest)
@@ -179,6 +201,7 @@ def _check_schedule_reaches_step(newest: AnyPath, changes: list[SettingChange], 
             )
     elif any(change.key == "train.global_batch_size" for change in changes):
         raise UserError(
-            "train.epochs: steps of different train.global_batch_size cannot be counted in epochs; set "
-            f"train.steps instead, counting from the start of the run ({newest} is at step {state.step})"
+            "train.epochs: train.global_batch_size has changed, so the epochs of this run cannot be counted; "
+            "set train.steps instead, which counts from the start of the run "
+            f"({newest} is at step {state.step})"
         )

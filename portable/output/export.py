@@ -1,15 +1,17 @@
 """Export the model to ``final/`` at the end of a run.
 
-A new export replaces a previous export, but never deletes other files. For this purpose, a marker
-in ``final`` lists the files of the export with their sizes and modification times. If ``final``
-contains any other or changed file, or is not a folder, it is renamed before the new export takes
-its name. Two hidden folders exist temporarily:
+A new export replaces a previous export, but never deletes other files. For this purpose,
+a marker in ``final`` lists the files of the export with their sizes and modification
+times. If ``final`` contains any other or changed file, or is not a folder, it is renamed
+to a name such as ``final.kept`` instead of being deleted. Two hidden folders exist
+temporarily:
 
     .final.new        the new export while it is being written
     .final.replaced   the previous ``final`` until it is deleted or renamed
 
-In an object store, the completion marker lists the objects of the export with their versions. Other
-objects are moved one by one, because an object store cannot rename a folder.
+In an object store, the completion marker lists the objects of the export with their
+versions. Other objects are moved one by one, because an object store cannot rename a
+folder.
 """
 
 from __future__ import annotations
@@ -20,13 +22,13 @@ import shutil
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from portable import converters
-from portable.converters.errors import CheckpointError, to_printable
+from portable.converters.errors import to_printable
 from portable.converters.storage.folder_operations import find_unused_path
 from portable.converters.storage.path_or_url import is_in_store
 from portable.converters.writers.replace_folder import move_into_place, recover_replaced_folder
 from portable.errors import UserError, to_one_line
 from portable.optim.weight_average import AVERAGE_KEY
-from portable.paths import convert_storage_errors, sync_folder, write_durably
+from portable.paths import convert_checkpoint_errors, sync_folder, write_durably
 from portable.terminal import print_status, shows_run_progress_bars
 
 if TYPE_CHECKING:
@@ -57,26 +59,30 @@ def export_model(
 ) -> None:
     """Write a checkpoint of a run as safetensors, with its config and tokenizer.
 
-    A previous export in the folder is replaced. Files that do not belong to it are kept under another
-    name, with a warning. If writing to a local folder fails, the previous export remains.
+    A previous export in the folder is replaced. Files that do not belong to that export are kept
+    under another name, with a warning. If writing to a local folder fails, the previous export
+    remains.
 
     Args:
         checkpoint: Folder or URL of the checkpoint.
         folder: Folder or URL of the export.
         is_adapter: Whether the run trained an adapter.
-        base: Base model into which to merge the adapter. None to write the adapter in peft's format.
+        base: Base model into which to merge the adapter. None to write the adapter in peft's
+            format.
         quantized_like: Quantized model whose layout the export adopts. None to write the weights
             unquantized.
         extra_files: Further files to copy into the export, keyed by name.
         uses_average: Whether to export the moving average of the weights.
-        rename_to_published: Function that converts a checkpoint without an adapter to its published
-            names. It returns the model, and the names of the tensors that are identical to the base
-            model's. None to keep the names.
-        group: Processes that call this function together. Each of them writes some of the files. None
-            if only this process writes.
+        rename_to_published: Function that converts a checkpoint to the tensor names and shapes of
+            the published model. It is not used for adapters. It returns the converted checkpoint,
+            and the names of the tensors that are identical to tensors of the base model. None to
+            keep the names and shapes.
+        group: Processes that call this function together. Each process writes some of the files.
+            None if only this process writes.
 
     Raises:
         UserError: If the export cannot be written.
+        RunError: If the object store is unavailable.
     """
     is_leader = group is None or group.number == 0
     models: list[Checkpoint | StoredAdapter] = []
@@ -102,7 +108,7 @@ def export_model(
         return ""
 
     try:
-        with convert_storage_errors("checkpoint.export"):
+        with convert_checkpoint_errors("checkpoint.export"):
             if group is None:
                 open_models()
             else:
@@ -118,11 +124,10 @@ def export_model(
                 marker = {"checkpoint": checkpoint.name, "files": _list_file_versions(new)}
                 write_durably(new / EXPORT_MARKER_FILE, json.dumps(marker, indent=1) + "\n")
                 _replace_export(new, folder)
-    except CheckpointError as error:
-        raise UserError(f"checkpoint.export: {error}") from error
     except OSError as error:
         raise UserError(
-            f"checkpoint.export: {folder}: cannot be written ({to_one_line(error)}); check the file system"
+            f"checkpoint.export: {folder}: cannot be written ({to_one_line(error)}); check the permissions "
+            "and the free space of the folder"
         ) from error
 
 
@@ -167,10 +172,12 @@ def _write_safetensors_or_adapter(model: Checkpoint | StoredAdapter, out: AnyPat
 def recover_export(folder: Path) -> None:
     """Clean up after a killed export: delete temporary folders, and restore the previous export.
 
-    The caller must hold the lock of the run.
+    If ``folder`` does not exist, the old folder ``.final.replaced`` is renamed to ``folder``.
+    Otherwise, the old folder is deleted if it is an unmodified export. If it contains other or
+    changed files, it is renamed with a warning. The caller must hold the lock of the run.
 
     Args:
-        folder: Folder of the export. If it is missing, it is restored from ``.final.replaced``.
+        folder: Local folder of the export, such as ``final``.
     """
     new, replaced = _get_new_path(folder), _get_replaced_path(folder)
     if not os.path.lexists(folder) and os.path.lexists(replaced):
@@ -191,7 +198,8 @@ def _get_replaced_path(folder: Path) -> Path:
 def _replace_export(new: Path, folder: Path) -> None:
     """Rename the folder ``new`` to ``folder``, atomically if the file system supports it.
 
-    The previous ``folder`` is deleted if it is an export, otherwise it is renamed with a warning.
+    The previous ``folder`` is deleted if it is an unmodified export, otherwise it is renamed
+    with a warning.
     """
     move_into_place(new, folder, _get_replaced_path(folder))
     sync_folder(folder.parent)
@@ -201,8 +209,10 @@ def _replace_export(new: Path, folder: Path) -> None:
 def _move_foreign_objects(folder: RemotePath) -> None:
     """Move foreign objects from ``folder`` to another folder, and print a warning.
 
-    Foreign objects are objects that no export wrote, or that were changed after an export. Does nothing
-    if there are none.
+    The other folder has a name such as ``final.kept``. Foreign objects are objects that the last
+    export did not write, or that were changed after this export. If the last export was killed, the
+    objects that it was going to write are not foreign. Does nothing if there are no foreign
+    objects.
     """
     from portable.converters.writers.store_output import list_content_objects, read_written_objects
 
@@ -220,15 +230,20 @@ def _move_foreign_objects(folder: RemotePath) -> None:
         (folder / name).move_to(kept_folder / name)
     more = f" (and {len(others) - 1} more)" if len(others) > 1 else ""
     reason = to_printable(f"{folder}: {next(iter(others.values()))}{more}")
-    print_status(f"warning: {reason}; moved to {kept_folder}")
+    print_status(f"warning: {reason}; the changed content is now in {kept_folder}")
 
 
 def _delete_export_or_move(old_folder: Path, folder: Path) -> None:
-    """Delete ``old_folder`` if it contains only an export. Otherwise, rename it and print a warning.
+    """Delete ``old_folder`` if it is an unmodified export. Otherwise, rename it and print a warning.
+
+    The folder is renamed if it was not written by an export, or if a file in it was added or
+    changed after the export.
 
     Args:
-        old_folder: Previous export folder. If it does not exist, nothing happens.
-        folder: Folder of the export, from which the new name is derived.
+        old_folder: Path of the previous content of ``folder``. If it does not exist, nothing
+            happens.
+        folder: Usual folder of the export, such as ``final``. ``old_folder`` is renamed to a
+            similar name, such as ``final.kept``.
     """
     if not os.path.lexists(old_folder):
         return
@@ -243,11 +258,11 @@ def _delete_export_or_move(old_folder: Path, folder: Path) -> None:
 
 
 def _explain_foreign_content(folder: Path) -> str | None:
-    """Explain why a folder contains more than an unchanged export.
+    """Explain how a folder differs from an unmodified export, for example because a file was added.
 
     Returns:
-        The reason, as a clause for a warning, such as that a file was changed after the export. None if
-        the folder contains only an unchanged export.
+        The first difference that is found, as a clause for a warning. None if all files in the
+        folder are from the export and have not changed since.
     """
     if folder.is_symlink() or not folder.is_dir():
         return "the path was a link or a file, not an export"
@@ -263,19 +278,23 @@ def _explain_foreign_content(folder: Path) -> str | None:
 
 
 def _find_version_difference(name: str, version: object, written: Mapping[str, object]) -> str | None:
-    """Explain why a file is not an unchanged file of an export.
+    """Describe how a file has changed since an export, or that the export did not write it.
 
     Args:
         name: Name of the file.
-        version: Current version of the file.
-        written: Versions of the exported files, keyed by name.
+        version: Value that identifies the file's current content, such as its size and modification
+            time.
+        written: Versions of the files that the export wrote, keyed by file name.
 
     Returns:
-        The reason, as a clause for a warning. None if the file is unchanged.
+        The difference, as a clause for a warning, such as ``a.txt was changed after the export``.
+        None if the export wrote this version of the file.
     """
     if written.get(name) == version:
         return None
-    return f"{name} was {'changed after' if name in written else 'not part of'} the export"
+    if name in written:
+        return f"{name} was changed after the export"
+    return f"{name} was not part of the export"
 
 
 class _FileVersion(NamedTuple):
@@ -286,9 +305,10 @@ class _FileVersion(NamedTuple):
 
 
 def _list_file_versions(folder: Path) -> dict[str, _FileVersion]:
-    """Return the version of each file and symlink below a folder, keyed by relative path.
+    """Return the size and modification time of each file and symlink below a folder.
 
-    The marker of the export is omitted.
+    The result is keyed by relative path. The file ``.export.json``, which marks a folder as an
+    export, is omitted.
     """
     files: dict[str, _FileVersion] = {}
     for path in folder.rglob("*"):

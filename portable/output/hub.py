@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from contextlib import contextmanager
 from functools import partial
@@ -23,11 +24,14 @@ RETRY_WAIT_SECONDS = (10.0, 60.0)
 _UPLOAD_TIMEOUT_SECONDS = 300.0  # seconds until a request fails, because huggingface_hub has no limit
 _START_TIMEOUT_SECONDS = 30.0
 _RETRIED_STATUS_CODES = (408, 409, 425, 429)
-_TOKEN_HINT = "set HF_TOKEN to a token that may write, or log in with: hf auth login"
+_TOKEN_HINT = "set HF_TOKEN to a token with write access, or log in with: hf auth login"
 
 
 class HubRepository:
     """Model repository to which a run uploads its export.
+
+    The name of the repository is ``hub.repo``. If this setting is null, the name is the last part
+    of ``output_dir``. The constructor does not access the Hub.
 
     Args:
         config: Config of the run, which must set ``hub.push``.
@@ -48,10 +52,16 @@ class HubRepository:
         try:
             validate_repo_id(self.name)
         except HFValidationError as error:
-            hint = (
-                "" if repo else "the last part of output_dir is not a valid repository name; set hub.repo: "
-            )
-            raise UserError(f"hub.repo: {hint}{to_one_line(error)}") from error
+            reason = to_one_line(error).rstrip(".")
+            if repo:
+                raise UserError(
+                    f"hub.repo: {repo!r} is not a valid repository name ({reason}); use a name such as "
+                    "OWNER/NAME"
+                ) from error
+            raise UserError(
+                "hub.repo: is not set, and the last part of output_dir is not a valid repository name "
+                f"({reason}); set hub.repo to a name such as OWNER/NAME"
+            ) from error
 
     def check_access(self) -> None:
         """Check the token, the name and the permissions before a run, without changing anything on the hub.
@@ -77,15 +87,21 @@ class HubRepository:
     def create_repository(self) -> None:
         """Create the repository, if it does not exist.
 
-        If the Hub does not respond, this method does nothing, and the upload creates the repository later.
+        If the Hub does not respond, this method does nothing, and the upload creates the
+        repository later.
 
         Raises:
-            UserError: If the hub rejects the request.
+            UserError: If the run could not upload its export, for example because no token with
+                write access is available, or if the Hub rejects a request.
         """
         self._find_connection_error(self._create_repository_once)
 
     def push_export(self, folder: Path, message: str) -> str:
-        """Upload an export as a commit. A failed upload is retried twice. See :data:`RETRY_WAIT_SECONDS`.
+        """Upload an export as a commit, and return the URL of the repository.
+
+        The repository is created if it does not exist. Other files in the repository are kept. The
+        marker ``.export.json`` is not uploaded. A failed upload is retried twice, after the pauses
+        in :data:`RETRY_WAIT_SECONDS`.
 
         Args:
             folder: Folder of the export.
@@ -95,7 +111,8 @@ class HubRepository:
             The URL of the repository.
 
         Raises:
-            RunError: If the last attempt failed, or if the Hub rejected a request.
+            RunError: If the last attempt failed. There is no retry if the Hub rejected a request,
+                or if the check of the token and the repository failed.
         """
         from huggingface_hub import HfApi
 
@@ -123,19 +140,22 @@ class HubRepository:
             folder: Folder or URL of the export.
         """
         private = " --private" if self._private else ""
-        return f"hf upload {self.name} {folder} . --exclude {EXPORT_MARKER_FILE}{private}"
+        return f"hf upload {self.name} {shlex.quote(str(folder))} . --exclude {EXPORT_MARKER_FILE}{private}"
 
     def _find_connection_error(self, action: Callable[[], None]) -> Exception | None:
-        """Run an action on the Hub with a time limit, and return the error if there was a connection problem.
+        """Run an action on the Hub, and return the error if there was a connection problem.
+
+        Each request of the action has a time limit.
 
         Args:
-            action: Function that sends requests to the hub.
+            action: Function that sends requests to the Hub.
 
         Returns:
-            The error. None if the action succeeded.
+            The error, which may also be a temporary error of the Hub or an unexpected exception.
+            None if the action succeeded.
 
         Raises:
-            UserError: If the hub rejected a request.
+            UserError: If the Hub rejected a request, or if the action raised a UserError.
         """
         try:
             with _limit_request_seconds(_START_TIMEOUT_SECONDS):
@@ -155,17 +175,20 @@ class HubRepository:
             api: ``HfApi`` object.
 
         Raises:
-            UserError: If no token with write access to the repository is available, or if the repository is
-                public although ``hub.private`` is set.
+            UserError: If there is no token or the token is read-only, if the repository does not
+                exist and the user cannot create it, or if the repository is public although
+                ``hub.private`` is set.
+            Exception: If a request fails, for example because the token has no write access to an
+                existing repository. :meth:`_build_user_error` converts these exceptions.
         """
         from huggingface_hub.errors import LocalTokenNotFoundError, RepositoryNotFoundError
 
         try:
             user = api.whoami()
         except LocalTokenNotFoundError as error:
-            raise UserError(f"hub.push: there is no token; {_TOKEN_HINT}") from error
+            raise UserError(f"hub.push: there is no Hugging Face token; {_TOKEN_HINT}") from error
         if ((user.get("auth") or {}).get("accessToken") or {}).get("role") == "read":
-            raise UserError(f"hub.push: the token may only read; {_TOKEN_HINT}")
+            raise UserError(f"hub.push: the token has only read access; {_TOKEN_HINT}")
         if "/" not in self.name:
             self.name = f"{user['name']}/{self.name}"
         try:
@@ -174,9 +197,9 @@ class HubRepository:
             owner = self.name.partition("/")[0]
             if owner not in (user["name"], *(org["name"] for org in user.get("orgs") or [])):
                 raise UserError(
-                    f"hub.repo: {self.name} does not exist, and the user of the token, {user['name']}, "
-                    f"cannot create the repository because the user is not in {owner}; check the name, or "
-                    f"{_TOKEN_HINT}"
+                    f"hub.repo: {self.name} does not exist, and {user['name']}, the user of the token, "
+                    f"cannot create the repository, because only members of {owner} can do so; check the "
+                    f"name, or {_TOKEN_HINT}"
                 ) from None
             return
         if self._private and not info.private:
@@ -187,7 +210,10 @@ class HubRepository:
         api.auth_check(self.name, write=True)
 
     def _create_repository_once(self) -> None:
-        """Check the access and create the repository, unless this object has already created it."""
+        """Check that the token can write to the Hub repository, and create it if it does not exist.
+
+        If an earlier call has succeeded, this method does nothing.
+        """
         from huggingface_hub import HfApi
 
         if self._created:
@@ -200,7 +226,9 @@ class HubRepository:
     def _build_user_error(self, error: Exception) -> UserError | None:
         """Convert an exception to an error that suggests a remedy to the user.
 
-        Returns None for a connection error or a temporary error of the Hub, because a retry may help.
+        A UserError is returned unchanged. Returns None for a temporary error of the Hub, because
+        a retry may help. Also returns None for all other exceptions that are not from the Hub,
+        such as connection errors.
         """
         from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 
@@ -208,7 +236,8 @@ class HubRepository:
             return error
         if isinstance(error, RepositoryNotFoundError):
             return UserError(
-                f"hub.repo: {self.name}: does not exist, or the token may not read it; {_TOKEN_HINT}"
+                f"hub.repo: {self.name} does not exist, or the token has no access to the repository; "
+                f"{_TOKEN_HINT}"
             )
         if not isinstance(error, HfHubHTTPError):
             return None
@@ -218,7 +247,7 @@ class HubRepository:
         if status == 401:
             return UserError(f"hub.push: the hub does not accept the token; {_TOKEN_HINT}")
         if status == 403:
-            return UserError(f"hub.repo: the token may not write to {self.name}; {_TOKEN_HINT}")
+            return UserError(f"hub.repo: the token has no write access to {self.name}; {_TOKEN_HINT}")
         return UserError(
             f"hub.push: the hub refuses the request for {self.name} ({_format_reason(error)}); check "
             "hub.repo and the token"
@@ -226,14 +255,18 @@ class HubRepository:
 
 
 def _format_reason(error: BaseException) -> str:
-    """Format the cause of an error as one short line."""
+    """Format the cause of an error as one line of at most 300 characters."""
     text = to_one_line(error)
     return text if len(text) <= 300 else text[:297] + "..."
 
 
 @contextmanager
 def _limit_request_seconds(seconds: float) -> Iterator[None]:
-    """Set a timeout for requests to the Hub within this context, because huggingface_hub sets none."""
+    """Set a timeout for requests to the Hub within this context, because huggingface_hub sets none.
+
+    The timeout applies to all threads of the process, because they share the session of
+    huggingface_hub.
+    """
     from huggingface_hub.utils import get_session
 
     session = get_session()

@@ -1,15 +1,18 @@
 """Lease of an output URL, so that only one run writes to it.
 
-The lease is an object in the store that identifies the run. An object store does not notice when a
-process dies, so the run changes the object every :data:`RENEWAL_SECONDS` seconds. A new run takes
-over a lease that does not change for :data:`STALE_SECONDS` seconds. The clocks of the hosts are
-never compared.
+The lease is an object in the store that identifies the run. An object store does not
+notice when a process dies, so the run changes the object every :data:`RENEWAL_SECONDS`
+seconds. A new run takes over a lease that does not change for :data:`STALE_SECONDS`
+seconds. If the holder was a process on the same machine that has ended, the new run takes
+over the lease immediately. The clocks of the hosts are never compared.
 
-All writes of the lease are conditional: it is created only if it does not exist, and replaced only
-if it still has the version that was read. If two runs start at the same moment, only one of them
-succeeds. After each write, the lease is read again to determine its holder, because the response to
-the write may be lost. If a store does not support conditional writes, a note is printed. Both runs
-may then start, and the run whose lease was overwritten stops at its next renewal or save.
+All writes of the lease are conditional: it is created only if it does not exist, and
+replaced only if it still has the version that was read. If two runs start at the same
+moment, only one of them succeeds. After each write, the lease is read again to determine
+its holder, because the response to the write may be lost. If a store does not support
+conditional writes, a note is printed, and the writes are unconditional. Both runs may
+then start. The run whose lease was overwritten no longer renews it, and stops at its next
+save.
 """
 
 from __future__ import annotations
@@ -38,15 +41,17 @@ if TYPE_CHECKING:
 LEASE_FILE = "lease.json"
 RENEWAL_SECONDS = 15.0  # seconds between two renewals
 STALE_SECONDS = 60.0  # seconds without renewal after which the holder counts as dead
-RETRY_SECONDS = 10.0  # seconds for which a request is repeated; two in each renewal must end before STALE
+# Seconds for which a request is retried; two requests per renewal must end before STALE_SECONDS.
+RETRY_SECONDS = 10.0
 
 
 class _StoredLease(NamedTuple):
-    """Content of the lease object.
+    """Lease as read from the object store, with the version of its object.
 
     Attributes:
-        holder: JSON object that identifies the run with the lease. Empty if there is no lease.
-        tag: Version of the object, for a conditional write. ``""`` if there is no object.
+        holder: JSON object that identifies the run that holds the lease. Empty if the lease does
+            not exist.
+        tag: Version of the object, for a conditional write. ``""`` if the object does not exist.
     """
 
     holder: dict[str, Any]
@@ -54,9 +59,12 @@ class _StoredLease(NamedTuple):
 
 
 class Lease:
-    """Context that holds the lease of a URL. A thread renews the lease until the context ends.
+    """Context manager that holds the lease of an output URL, so that only one run writes to it.
 
-    Entering the context raises ``UserError`` if another run holds the lease.
+    A thread renews the lease until the context ends. Then the lease is deleted. If another run
+    holds the lease, entering the context waits up to ``STALE_SECONDS`` seconds for a renewal. If
+    the lease is renewed, ``UserError`` is raised. Otherwise, the lease is taken over. ``RunError``
+    is raised if the object store is unavailable.
 
     Args:
         place: URL of the run.
@@ -92,8 +100,8 @@ class Lease:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._end_event.set()
-        self._thread.join(timeout=5.0)  # the store may be unreachable
-        with suppress(Exception):  # the lease will expire
+        self._thread.join(timeout=5.0)  # with a timeout, because the store may be unreachable
+        with suppress(Exception):  # an undeleted lease expires
             if self._read_lease().holder.get("id") == self._holder_id:
                 self._object.unlink()
 
@@ -102,6 +110,7 @@ class Lease:
 
         Raises:
             RunError: If another run has taken over the lease.
+            RemoteError: If the lease cannot be read.
         """
         if self._taken_by is None:
             self._detect_takeover()
@@ -114,20 +123,27 @@ class Lease:
     def _detect_takeover(self) -> Any:
         """Read the lease, and record in ``_taken_by`` whether another run has taken it over.
 
+        A missing lease also counts as taken over if this process last wrote it more than
+        ``STALE_SECONDS`` seconds ago. Another run may then have taken, used and deleted it.
+
         Returns:
             Version tag of the lease, for the next conditional write.
+
+        Raises:
+            RemoteError: If the lease cannot be read.
         """
         holder, tag = self._read_lease()
         if holder.get("id") not in (None, self._holder_id):
             self._taken_by = _format_holder(holder)
         elif not holder and time.monotonic() - self._last_write_time > STALE_SECONDS:
-            self._taken_by = "which took over the lease and has ended"  # while this process was suspended
+            self._taken_by = "a process that has ended"  # while this process was suspended
         return tag
 
     def _renew_until_ended(self) -> None:
         """Renew the lease periodically until the context ends or another run takes it over.
 
-        This method runs in a thread.
+        This method runs in a thread. If a renewal fails, the error is ignored, and the next attempt
+        is made after :data:`RENEWAL_SECONDS`.
         """
         while not self._end_event.wait(RENEWAL_SECONDS) and self._taken_by is None:
             with suppress(Exception):  # the store is unreachable; if that persists, saves raise errors
@@ -136,10 +152,16 @@ class Lease:
                     self._write_lease(tag)
 
     def _wait_until_gone(self, holder: dict[str, Any]) -> None:
-        """Wait until a holder has deleted its lease, or has not renewed it for ``STALE_SECONDS`` seconds.
+        """Wait until the run that holds the lease is gone.
+
+        The run is gone if it has deleted the lease, or if it has not renewed the lease for
+        ``STALE_SECONDS`` seconds.
+
+        Args:
+            holder: JSON object in the lease, which identifies the run.
 
         Raises:
-            UserError: If the holder renews the lease.
+            UserError: If a run renews the lease.
         """
         print_status(
             f"output_dir: {self._place} was in use by {_format_holder(holder)}; checking for "
@@ -157,8 +179,8 @@ class Lease:
                     "for that run, stop it, or choose another URL"
                 )
         print_status(
-            f"warning: output_dir: {_format_holder(holder)} no longer renews its lease of {self._place}; "
-            "taking over the lease"
+            f"warning: output_dir: {_format_holder(holder)} has stopped writing to {self._place}; this run "
+            "now writes to the URL"
         )
 
     def _read_lease(self) -> _StoredLease:
@@ -181,11 +203,15 @@ class Lease:
     def _write_lease(self, tag: Any) -> None:
         """Write a new version of the lease.
 
+        If the store does not support conditional writes, the lease is overwritten
+        unconditionally.
+
         Args:
             tag: Version to replace. ``""`` if the lease must not exist yet.
 
         Raises:
             ConflictError: If the stored lease has another version.
+            FileNotFoundError: If the lease to replace was deleted.
         """
         self._last_write_time = time.monotonic()
         # Each renewal has new content, so that the object gets a new tag.
@@ -207,9 +233,11 @@ def _format_holder(holder: dict[str, Any]) -> str:
 
 
 def _is_dead_process(holder: dict[str, Any]) -> bool:
-    """Return whether a lease holder was a process on this machine, in this container, and has ended.
+    """Return whether the process that holds a lease ran on this machine and has ended.
 
-    Returns False if the holder ran on another machine, because its state is unknown.
+    Returns False if the state of the process is unknown, because it ran on another machine or in
+    another container, or because the system is not Linux. Returns True if the process is this
+    process, because the lease is then left from an earlier run.
     """
     pid, machine = holder.get("pid"), _read_machine_identity()
     if machine is None or holder.get("machine") != machine or not isinstance(pid, int):
@@ -226,10 +254,13 @@ def _is_dead_process(holder: dict[str, Any]) -> bool:
 
 
 def _read_machine_identity() -> str | None:
-    """Return an id of the current boot of this machine and container, in which process ids are unique.
+    """Return an ID of the current boot of this machine and of this process's PID namespace.
+
+    If two processes have the same ID, their PIDs can be compared: different processes have
+    different PIDs. A container usually has its own PID namespace.
 
     Returns:
-        The id. None if the system is not Linux.
+        The ID. None if the system is not Linux.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()

@@ -1,4 +1,7 @@
-"""Output of a run: its location (``output_dir``), its lock, and the local folder of this process."""
+"""Location of a run's output (``output_dir``), its lock, and the local folder of this process.
+
+If the location is a URL, each process writes its files to a local folder, and then uploads them.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def open_output(config: RunConfig, rank: int = 0) -> RunOutput:
-    """Create the object for the output location ``output_dir``, without accessing it.
+    """Create the :class:`RunOutput` for ``output_dir``, without accessing the folder.
 
     Args:
         config: Config of the run.
@@ -54,8 +57,9 @@ def open_output(config: RunConfig, rank: int = 0) -> RunOutput:
 class RunOutput:
     """Output of a run, in a local folder or at a URL.
 
-    If ``output_dir`` is a local folder, all ranks write to it. If it is a URL, each rank writes to a
-    separate local folder, and its :class:`~portable.output.publisher.Publisher` uploads the files.
+    If ``output_dir`` is a local folder, all ranks write to it. If it is a URL, each rank writes to
+    a separate local folder, and its :class:`~portable.output.publisher.Publisher` uploads the
+    files.
 
     Args:
         place: Path or URL in ``output_dir``.
@@ -63,9 +67,11 @@ class RunOutput:
         publisher: Publisher of this rank. Required if ``place`` is a URL.
 
     Attributes:
-        work_folder: Local folder for the files of this process. They have the same names at ``place``.
-        scratch_folder: Local folder for temporary files, which are not uploaded. It may not exist.
-        agreed_location: Part of ``output_dir`` that must be equal on all ranks. Empty for a local
+        work_folder: Local folder for the files of this process. They have the same names at
+            ``place``.
+        scratch_folder: Local folder for temporary files, which are not uploaded. It may not have
+            been created yet.
+        agreed_location: URL of the output, which must be equal on all ranks. Empty for a local
             folder, because the path of a shared folder may differ between ranks.
     """
 
@@ -86,10 +92,11 @@ class RunOutput:
     def check_writable(self) -> None:
         """Check that a URL is writable, before the run spends time on anything else.
 
-        Does nothing for a local folder, because it is checked when it is locked.
+        Does nothing for a local folder, which is checked when it is locked.
 
         Raises:
             UserError: If the URL is not writable.
+            RunError: If the object store is unavailable.
         """
         if self._publisher is not None:
             self._publisher.check_writable()
@@ -98,17 +105,21 @@ class RunOutput:
         """Return a context that locks the output against other runs. Call this method only on rank 0.
 
         Returns:
-            The context. Entering it raises ``UserError`` if another run has the lock or the output is not
-            writable.
+            The context. Entering it raises ``UserError`` if another run has the lock or the
+            output is not writable, and ``RunError`` if the object store is unavailable.
         """
         return self._lock_and_recover_folder() if self._publisher is None else self._publisher.build_lease()
 
     @contextmanager
     def _lock_and_recover_folder(self) -> Iterator[None]:
-        """Lock the local folder within this context, and clean up after a killed export.
+        """Lock the local folder within this context, and clean up after a killed conversion.
 
-        A folder that did not exist before is removed again if the context ends with a UserError before the
-        run has written its config.
+        Temporary folders of conversions to ``final``, such as ``.final.tmp-17-abcdef``, are
+        deleted. If ``final`` is missing, it is restored from a folder such as
+        ``.final.old-17-abcdef``. The temporary folders of
+        :func:`~portable.output.export.export_model` are not deleted. A folder that did not exist
+        before is removed again if the context ends with a UserError before the run has written its
+        config.
         """
         is_new = not self.work_folder.exists()
         with lock_run_folder(self.work_folder):
@@ -117,21 +128,24 @@ class RunOutput:
                 yield
             except UserError:
                 if is_new and not (self.work_folder / CONFIG_FILE).exists():
-                    # The run was refused before it started, so it leaves no empty folder.
+                    # Remove the new folder, because the run was refused before it started.
                     shutil.rmtree(self.work_folder, ignore_errors=True)
                 raise
 
     def prepare_work_folder(self, estimate_shard_bytes: Callable[[], int]) -> None:
-        """Create the local folders for a URL. On rank 0, also download the logs of previous launches.
+        """Create the local folders of a run whose ``output_dir`` is a URL.
 
-        Does nothing if ``output_dir`` is a local folder. Call this method on all ranks while rank 0 holds
-        the lock.
+        On rank 0, also download the logs of previous launches. Does nothing if ``output_dir`` is a
+        local folder. Call this method on all ranks while rank 0 holds the lock of
+        :meth:`lock_against_other_runs`.
 
         Args:
-            estimate_shard_bytes: Function that estimates the bytes of this rank's shards of a checkpoint.
+            estimate_shard_bytes: Function that estimates the bytes of this rank's shards of a
+                checkpoint.
 
         Raises:
             UserError: If a local folder cannot be created or has too little space.
+            RunError: If the object store is unavailable.
         """
         if self._publisher is not None:
             self._publisher.prepare_local_folders(estimate_shard_bytes)
@@ -148,7 +162,9 @@ class RunOutput:
         )
 
     def publish(self) -> None:
-        """Upload the new files of this process to ``place``. Without a publisher, do nothing.
+        """Upload the new files of this process to ``place``, the URL of the run.
+
+        Does nothing without a publisher, because the files are then already in the output folder.
 
         Raises:
             RunError: If the upload failed, or another run has started to write to ``place``.
@@ -159,17 +175,19 @@ class RunOutput:
     def publish_in_background(self, *, starts_now: bool = False) -> None:
         """Upload the new files of this process in a background thread. A failure only prints a warning.
 
+        Does nothing if ``output_dir`` is a local folder.
+
         Args:
-            starts_now: Whether to always start an upload. Otherwise, nothing is uploaded if the last upload
-                is still running or was recent.
+            starts_now: Whether to always start an upload. Otherwise, nothing is uploaded if the
+                last upload is still running or was recent.
         """
         if self._publisher is not None:
             self._publisher.publish_in_background(starts_now=starts_now)
 
     def close(self) -> None:
-        """Upload the last files to a URL and delete the local folders. Does nothing for a local folder.
+        """Upload the remaining files and delete the temporary folders, if ``output_dir`` is a URL.
 
-        Errors only print a warning.
+        Does nothing if ``output_dir`` is a local folder. A failed upload only causes a warning.
         """
         if self._publisher is not None:
             self._publisher.close()
@@ -201,10 +219,9 @@ def lock_run_folder(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            holder = os.pread(descriptor, 4096, 0).decode("utf-8", "replace").strip()
             raise UserError(
-                f"output_dir: {folder} is in use by another run ({holder or 'unknown'}); wait for that "
-                "run, stop it, or choose another folder"
+                f"output_dir: {folder} is in use by another run ({_describe_holder(descriptor)}); wait for "
+                "that run, stop it, or choose another folder"
             ) from error
         except OSError as error:
             raise _build_unwritable_error(folder, error) from error
@@ -216,6 +233,15 @@ def lock_run_folder(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+def _describe_holder(descriptor: int) -> str:
+    """Describe the process that wrote its ID into the lock file, for an error message."""
+    try:
+        holder = json.loads(os.pread(descriptor, 4096, 0))
+        return to_one_line(f"process {holder['pid']} on {holder['host']}")
+    except (ValueError, KeyError, TypeError):  # the process has not yet written the file
+        return "an unknown process"
 
 
 def _build_unwritable_error(folder: Path, error: Exception) -> UserError:

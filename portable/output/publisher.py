@@ -41,7 +41,7 @@ PAUSE_TO_UPLOAD_RATIO = 20
 
 
 class Publisher:
-    """Uploader of the files of one rank to the URL of a run.
+    """Uploader of one rank's files to the URL of a run.
 
     Each rank has a separate local folder, so that the ranks do not need a shared file system.
 
@@ -50,14 +50,17 @@ class Publisher:
         rank: Rank of this process.
         staging: Local folder for files that are not uploaded yet. None for the system's temporary
             folder.
-        outage_seconds: Seconds that the object store may be unavailable before a failed save stops the
-            run.
+        outage_seconds: Seconds that the object store may be unavailable before a failed save stops
+            the run.
 
     Attributes:
-        store: URL of the run. Requests to it are retried for ``RETRY_SECONDS`` seconds.
-        work_folder: Local folder for the files of the run. They have the same names at ``store``.
+        store: The same URL as ``place``. Failed requests to it are repeated for ``RETRY_SECONDS``
+            seconds.
+        work_folder: Local folder for the files of the run. They have the same relative paths at
+            ``store``.
         shards_folder: Local folder for checkpoints that are being written.
-        scratch_folder: Local folder for temporary files. They are not uploaded. It may not exist.
+        scratch_folder: Local folder for temporary files, which are not uploaded. This class does
+            not create the folder.
     """
 
     def __init__(
@@ -86,7 +89,8 @@ class Publisher:
         """Check that the URL is writable by writing and deleting an object.
 
         Raises:
-            UserError: If the object cannot be written.
+            UserError: If the object cannot be written or deleted.
+            RunError: If the object store is unavailable.
         """
         probe = self.store / f".probe-{uuid.uuid4().hex}"
         with convert_storage_errors("output_dir"):
@@ -94,12 +98,12 @@ class Publisher:
             probe.unlink()
 
     def build_lease(self) -> Lease:
-        """Create the lease of the URL, which prevents other runs from writing there. Call it only on rank 0.
+        """Create a lease that prevents other runs from writing to the URL. Call this only on rank 0.
 
         If another run takes over the lease later, uploads by this publisher raise RunError.
 
         Returns:
-            The lease, as a context that the caller has to enter.
+            The lease, which is a context manager. The lease is acquired when the caller enters it.
         """
         self._lease = Lease(self.store)
         return self._lease
@@ -107,17 +111,20 @@ class Publisher:
     def prepare_local_folders(self, estimate_shard_bytes: Callable[[], int]) -> None:
         """Create the local folders. On rank 0, also download the log files of previous launches.
 
-        Call this method on all ranks while rank 0 has the lease. Local folders of killed launches are
-        deleted.
+        Local folders that were left by killed launches of this run are deleted. Call this method on
+        all ranks while rank 0 has the lease, which prevents other runs from writing to the output
+        URL.
 
         Args:
-            estimate_shard_bytes: Function that estimates the bytes of this rank's shards of a checkpoint.
+            estimate_shard_bytes: Function that estimates the bytes of this rank's shards of a
+                checkpoint.
 
         Raises:
             UserError: If a local folder cannot be created or has too little space.
+            RunError: If the object store is unavailable.
         """
         try:
-            for leftover in self._staging_base.glob(f"{self._folder_prefix}*"):  # of a killed launch
+            for leftover in self._staging_base.glob(f"{self._folder_prefix}*"):  # left by a killed launch
                 shutil.rmtree(leftover, ignore_errors=True)
             self._staging_base.mkdir(parents=True, exist_ok=True)
             self._staging_folder.mkdir(mode=0o700)
@@ -141,7 +148,10 @@ class Publisher:
             self._download_logs()
 
     def _download_logs(self) -> None:
-        """Download the log files of previous launches, because this launch appends to them."""
+        """Download the log files of previous launches, because this launch appends to them.
+
+        Log files are all ``.jsonl`` and ``.txt`` files at the top level of the run's URL.
+        """
         with convert_storage_errors("output_dir"):
             for entry in self.store.iterdir() if self.store.exists() else ():
                 if entry.name.endswith((".jsonl", ".txt")) and entry.is_file():
@@ -150,10 +160,12 @@ class Publisher:
     # -- checkpoints -----------------------------------------------------------------------------------------
 
     def begin_checkpoint(self, final: RemotePath) -> None:
-        """Mark a checkpoint as being uploaded. Call this method on rank 0, before any rank uploads.
+        """Mark a checkpoint as incomplete until :meth:`complete_checkpoint` is called.
+
+        Call this method on rank 0, before any rank uploads.
 
         Args:
-            final: URL of the checkpoint.
+            final: URL of the checkpoint, to which all ranks upload their files.
         """
         self._marker_token = mark_folder_incomplete(final)
 
@@ -165,8 +177,10 @@ class Publisher:
             final: URL of the checkpoint.
 
         Raises:
-            RemoteError: If the upload failed. Files that were already uploaded remain, and the checkpoint
-                is still marked as incomplete.
+            RemoteError: If the upload failed. Files that were already uploaded remain, and the
+                checkpoint is still marked as incomplete.
+            RunError: If another run has taken over the lease. The files of the checkpoint are
+                then already uploaded.
         """
         _upload_files({local_folder / name: final / name for name in list_files_below(local_folder)})
         self._upload_changed_files()
@@ -180,7 +194,8 @@ class Publisher:
 
         Raises:
             RunError: If another run has taken over the lease.
-            RemoteError: If another process has begun to write the same checkpoint.
+            RemoteError: If another process has begun to write the same checkpoint, or if a
+                request to the object store failed.
         """
         self._check_lease_not_taken()
         mark_folder_complete(final, self._marker_token, step=step)
@@ -196,7 +211,8 @@ class Publisher:
         """Upload the files of the run that have changed since their last upload.
 
         Raises:
-            RunError: If the upload failed, or another run has taken over the lease.
+            RunError: If the upload failed. Also raised if another run has taken over the lease,
+                which is the right to write to the output URL.
         """
         try:
             self._upload_changed_files()
@@ -230,8 +246,10 @@ class Publisher:
         """Upload the changed files of the run in a background thread. A failure only prints a warning.
 
         Args:
-            starts_now: Whether to always start an upload. Otherwise, nothing is uploaded if the last upload
-                is still running or was recent.
+            starts_now: Whether to upload even if the last upload is still running or was recent. If
+                False, this method does nothing in both cases. An upload counts as recent for
+                ``MIN_PAUSE_SECONDS`` seconds, or for ``PAUSE_TO_UPLOAD_RATIO`` times its duration
+                if this is longer.
         """
         busy = self._upload_thread is not None and self._upload_thread.is_alive()
         if not starts_now and (busy or time.monotonic() < self._next_upload_time):
@@ -244,10 +262,13 @@ class Publisher:
         try:
             self.publish()
         except RunError as error:
-            print_status(f"warning: {to_one_line(error)}; the upload is tried again later")
+            print_status(f"warning: {to_one_line(error)}; the run will try to upload again later")
 
     def close(self) -> None:
-        """Upload the last files, and delete the local folders. A failed upload only prints a warning."""
+        """Upload the files that have changed since the last upload, and delete the local folders.
+
+        If the upload fails, this method only prints a warning. It deletes the folders in any case.
+        """
         if is_taken(self._staging_folder):
             self._try_to_publish()
             shutil.rmtree(self._staging_folder, ignore_errors=True)

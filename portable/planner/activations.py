@@ -1,9 +1,12 @@
-"""Measure the activation memory: the memory of a training pass without parameters and gradients.
+"""Measure activation memory: the memory of a training pass in addition to parameters and gradients.
 
-The model runs on fake tensors, which have shapes, dtypes, and storages, but no memory. This counts
-all allocations, regardless of the architecture, attention kernel, autocast, recomputation, and
-loss. To save time, only two copies of the model with few layers are run. They differ by one layer,
-and the difference of their memory is the memory of each further layer.
+The model runs on fake tensors, which have shapes, dtypes, and storages, but no memory. All
+allocations are counted during the run. The result is therefore valid for any architecture,
+attention kernel, autocast, recomputation, and loss.
+
+To save time, only copies of the model with few layers are run. For each layer type, one copy has
+one more layer of this type. The difference in memory is the memory per layer, from which the memory
+of the complete model is computed.
 """
 
 from __future__ import annotations
@@ -57,10 +60,12 @@ all other storages. Only the last two types are activation memory.
 
 
 def measure_activations(model: nn.Module, request: PassRequest) -> Activations:
-    """Measure the peak memory of a model's passes by running it on fake tensors.
+    """Measure the peak activation memory of a forward and backward pass on fake tensors.
 
-    For each layer type, the model is run with few layers and with one more layer. The results are
-    extrapolated to the actual number of layers.
+    Parameters, buffers and accumulated gradients are not counted.
+
+    First, the model runs with few layers of each type. Then, for each layer type, it runs with one
+    more layer of this type. The differences are extrapolated to the actual number of layers.
 
     Args:
         model: Model on the meta device. It is not modified.
@@ -124,14 +129,15 @@ def _measure_passes(
     """Run the pass with some of the model's layers, and measure the peak memory of three phases.
 
     Args:
-        model: Model on the meta device, which is not changed.
+        model: Model on the meta device. It is not modified.
         request: Pass to run.
         kinds: Names of the layers of each type, keyed by type.
         counts: Number of layers to run of each type, keyed by type.
 
     Returns:
-        Three peaks: of the forward pass, of the backward pass until the first parameter of a layer has its
-        gradient, and of the rest of the backward pass. Also the size of the offloaded activations, in bytes.
+        Peaks of the three phases, and the size of the offloaded activations in bytes. The phases are
+        the forward pass, the backward pass until the first gradient of a layer's parameter is complete,
+        and the rest of the backward pass.
     """
     layer_names = {name for kind, names in kinds.items() for name in names[: counts[kind]]}
     small = copy_with_only_layers(model, layer_names)
@@ -141,10 +147,10 @@ def _measure_passes(
     chunked = install_chunked_head(small, request.loss_chunk_tokens)
     shrink_to_one_rank(small, request.tensor_parallel_size)
     if chunked is not None:
-        chunked.max_chunks = 2  # because hundreds of chunks would have the same peak
+        chunked.max_chunks = 2  # two chunks have the same peak as hundreds
     with torch_internals.create_fake_tensor_mode(allow_non_fake_inputs=True), ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")  # Warnings about fake tensors
+        warnings.simplefilter("ignore")  # ignore warnings about fake tensors
         if request.compiler is not None and request.compiler.prepare_model is not None:
             request.compiler.prepare_model(small)
         replace_by_fake_tensors(small, dtype if request.compute == "cast" else None)
@@ -157,7 +163,7 @@ def _measure_passes(
         batch = build_fake_batch(small, request)
         if request.compiled:
             _replace_layers_by_graphs(small)
-            _compute_loss(small, batch, chunked, request).backward()  # This traces the graphs.
+            _compute_loss(small, batch, chunked, request).backward()  # traces the graphs
             small.zero_grad()
         watch = (
             LiveStorageTracker(small) if request.compiler is None else OperationTape(small, request.compiler)
@@ -194,7 +200,7 @@ def _measure_passes(
 
 
 class UnstoredCopier:
-    """Copies of offloaded activations that need no memory on the host, because their values are not stored.
+    """Copier for activation offloading that stores no values and only counts the copied bytes.
 
     Attributes:
         host_bytes: Size of all copies to the host, in bytes.
@@ -204,12 +210,19 @@ class UnstoredCopier:
         self.host_bytes = 0
 
     def copy_to_host(self, tensor: torch.Tensor) -> Any:
-        """Return the shape, the strides and the dtype of a tensor."""
+        """Count the bytes of a tensor instead of copying it, and return a description of the tensor.
+
+        The description consists of the shape, the strides and the dtype.
+        """
         self.host_bytes += tensor.numel() * tensor.element_size()
         return tensor.shape, tensor.stride(), tensor.dtype
 
     def copy_to_device(self, copies: list[Any]) -> list[torch.Tensor]:
-        """Allocate tensors, whose values are undefined."""
+        """Allocate a tensor for each result of :meth:`copy_to_host`, as a copy to the device would.
+
+        The values of the tensors are undefined, because :meth:`copy_to_host` does not store any
+        values.
+        """
         return [torch.empty_strided(shape, stride, dtype=dtype) for shape, stride, dtype in copies]
 
     def record_copies(self) -> None:
@@ -254,11 +267,12 @@ class _OriginalLayer(nn.Module):
 
 
 def _replace_layers_by_graphs(model: nn.Module) -> None:
-    """Replace the forward method of each layer by graphs that save the same activations as with inductor.
+    """Replace each layer's forward method by the graphs that inductor would compile for it.
 
-    The activations to save are chosen by torch's partitioner, which inductor also uses. Only one layer
-    of each type is traced, and all layers of the type share its graphs. Layers are traced in their
-    first forward pass.
+    The forward graph saves the same activations as under inductor, because torch's partitioner
+    chooses them in both cases. Only one layer of each type is traced, and all layers of the type
+    share its graphs. The first forward pass traces the graphs, so the caller must run a pass before
+    the pass that it measures.
 
     Args:
         model: Model with fake tensors. Modified in place.
@@ -272,29 +286,44 @@ def _replace_layers_by_graphs(model: nn.Module) -> None:
 
 
 def _call_graphs(graphs: Any, state: dict[str, torch.Tensor], *args: Any, **kwargs: Any) -> Any:
-    """Call a layer's graphs with its parameters, its buffers, and the arguments of its forward method."""
+    """Run a layer through its traced graphs, instead of the code of its module.
+
+    This function replaces the layer's forward method. See :func:`_replace_layers_by_graphs`.
+
+    Args:
+        graphs: Callable that runs the forward and backward graphs that inductor would compile.
+        state: Parameters and buffers of the layer, keyed by name.
+        args: Positional arguments of the layer's forward method.
+        kwargs: Keyword arguments of the layer's forward method.
+    """
     return graphs(state, args, kwargs)
 
 
 def measure_image_tower(model: nn.Module, request: PassRequest, columns: Batch) -> TowerMemory:
     """Measure the memory of an image tower's forward pass by running it on fake tensors.
 
-    Only tensors that depend on parameters are fake, because the control flow of a tower depends on the
-    sizes of its images.
+    Only tensors that depend on parameters are fake. The other tensors, such as the sizes of the
+    images, have values, because the control flow of a tower depends on these sizes.
 
     Args:
         model: Model on the meta device. It is not modified.
-        request: Pass of the complete model.
-        columns: Batch columns with the images of one sample, keyed by name. Other columns are ignored.
+        request: Pass of the complete model. Its precision, autocast and recomputation also apply to
+            the tower.
+        columns: Batch columns with the images of one sample, keyed by name. Other columns are
+            ignored.
+
+    Returns:
+        Peak memory during the forward pass, and memory that is still in use after it. Both include
+        the images, but not the parameters and buffers.
 
     Raises:
-        Exception: Any error of the model.
+        Exception: Any error that the model raises.
     """
     tower: Any = copy.deepcopy(model)
     images = select_tower_arguments(tower, columns)
     with torch_internals.create_fake_tensor_mode(allow_non_fake_inputs=True), ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")  # Warnings about fake tensors
+        warnings.simplefilter("ignore")  # ignore warnings about fake tensors
         replace_by_fake_tensors(tower, TORCH_DTYPES[request.precision] if request.compute == "cast" else None)
         if request.recompute != "none":
             enable_activation_checkpointing(tower, request.recompute)
@@ -314,9 +343,10 @@ def measure_image_tower(model: nn.Module, request: PassRequest, columns: Batch) 
 
 
 def build_fake_batch(model: nn.Module, request: PassRequest) -> Batch:
-    """Build a micro-batch of placeholder values with the columns and shapes of the run's batches.
+    """Build a micro-batch of placeholder values with the shapes of a run's text batches.
 
-    In a fake tensor mode, the tensors are fake tensors.
+    Columns for images and ``document_lengths`` are omitted. Packed documents have ``position_ids``
+    only on a GPU or with a compiler. In a fake tensor mode, the tensors are fake tensors.
 
     Args:
         model: Model that receives the batch. Not used.
@@ -328,9 +358,8 @@ def build_fake_batch(model: nn.Module, request: PassRequest) -> Batch:
     batch = {"input_ids": tokens, "labels": targets}
     if not request.packed:
         batch["attention_mask"] = torch.ones(shape, dtype=torch.int64)
-    # On other devices than a CPU, position ids lead to a mask that separates the documents. On a CPU,
-    # attention runs on one document at a time without a mask, and needs the most memory if the document is a
-    # complete sample.
+    # Except on a CPU, position ids lead to a mask that separates the documents. On a CPU, attention runs on
+    # one document at a time without a mask. This needs the most memory if a document fills its sample.
     if request.packed == "documents" and (request.on_gpu or request.compiler):
         batch["position_ids"] = torch.zeros(shape, dtype=torch.int64)
     if request.task == "seq2seq-lm":
@@ -341,10 +370,17 @@ def build_fake_batch(model: nn.Module, request: PassRequest) -> Batch:
 
 
 class LiveStorageTracker:
-    """Tracker of the bytes of all live storages and their peak.
+    """Tracker of the memory that a pass uses, and of the peak memory in each phase.
+
+    The caller passes :meth:`run_operation` to
+    :func:`portable.private.torch_internals.intercept_operations`. Storages are then counted from
+    the operation that creates them until they are freed. A phase, such as the forward pass, ends
+    when the caller calls :meth:`end_phase`.
 
     Args:
-        model: Model that is run. Its parameters, buffers, and complete gradients are not counted.
+        model: Model that is run. Its parameters and buffers are not counted. The gradient of a
+            parameter is counted only until autograd has accumulated it into ``grad``. For this, the
+            constructor registers a hook on each trained parameter.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -360,29 +396,37 @@ class LiveStorageTracker:
                 parameter.register_post_accumulate_grad_hook(self._mark_complete_gradient)
 
     def track_inputs(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Count the storages of tensors that already exist before the first operation."""
+        """Start to track tensors that exist before the first operation, such as the input images.
+
+        Their memory is then counted like the memory of operation results. A storage that several
+        tensors share is counted once.
+        """
         for tensor in tensors:
             self._track_storage(tensor, _WORK)
 
     def end_phase(self) -> None:
-        """Record the peak of the current phase, and begin the next phase."""
+        """Record the peak memory of the current phase, and begin the next phase."""
         self._peaks.append(self._peak)
         self._peak = Peak(self._live[_WORK], self._live[_COPY])
 
     @property
     def live_bytes(self) -> int:
-        """Bytes of all live storages, without parameters, buffers, and complete gradients."""
+        """Total bytes of all live storages, excluding parameters, buffers, and accumulated gradients."""
         return self._live[_WORK] + self._live[_COPY]
 
     def get_peaks(self) -> list[Peak]:
-        """Return the peaks of all completed phases."""
+        """Return the peak memory of each completed phase."""
         return self._peaks
 
     def run_operation(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Run an operation, and count the storages of its results.
+        """Run an operation, and add the memory of its results to the memory in use.
+
+        A result that shares its storage with a tracked tensor, such as a view, is not counted
+        again. A conversion of a parameter or buffer to another dtype, as under autocast, is counted
+        in :attr:`Peak.copy_bytes`. All other results are counted in :attr:`Peak.work_bytes`.
 
         Args:
-            func: Operation of torch.
+            func: Torch operation to run.
             args: Positional arguments of the operation.
             kwargs: Keyword arguments of the operation.
 
@@ -406,17 +450,21 @@ class LiveStorageTracker:
         return results
 
     def _get_storage_kind(self, tensor: torch.Tensor) -> int | None:
-        """Return the type of a tensor's storage, such as `_WORK`, or None if the storage is not tracked."""
+        """Return the type of a tensor's storage, or None if the storage is not tracked.
+
+        The type is ``_MODEL``, ``_GRADIENT``, ``_COPY`` or ``_WORK``.
+        """
         return self._kinds.get(torch_internals.get_storage_id(tensor.untyped_storage()))
 
     def _track_storage(self, tensor: torch.Tensor, kind: int) -> None:
-        """Count the storage of a tensor until the storage is freed.
+        """Add a tensor's storage to the memory in use, until the storage is freed.
 
         Does nothing if the storage is already tracked.
 
         Args:
             tensor: Fake tensor.
-            kind: Type of the storage, such as `_WORK`.
+            kind: Category to which the memory belongs, such as ``_WORK`` for activations and
+                temporary tensors.
         """
         storage = tensor.untyped_storage()
         key, size = torch_internals.get_storage_id(storage), storage.nbytes()
@@ -432,7 +480,11 @@ class LiveStorageTracker:
         self._live[kind] += size
 
     def _mark_complete_gradient(self, parameter: torch.Tensor) -> None:
-        """Stop counting a gradient as activation memory. Called after its accumulation is complete."""
+        """Stop counting a parameter's gradient as activation memory.
+
+        This hook runs after autograd has accumulated the gradient into ``grad``. Before, the
+        gradient is part of :attr:`live_bytes`, like any other tensor of the backward pass.
+        """
         assert parameter.grad is not None
         storage = parameter.grad.untyped_storage()
         key = torch_internals.get_storage_id(storage)
@@ -461,10 +513,13 @@ def _run_grouped_mm(func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tenso
 
 
 def _make_chunked_attention(chunk_rows: int, attention: Any) -> Any:
-    """Create an attention function that computes the scores of ``chunk_rows`` query tokens at a time.
+    """Create an attention function with the peak memory of a computation in chunks.
 
-    Like the compiled loop that it simulates, the function recomputes the scores in the backward pass.
-    To save time, only two chunks are computed, because more chunks do not raise the peak.
+    The function is only used to measure memory. It imitates a compiled loop that computes the
+    scores of ``chunk_rows`` query tokens per iteration. Like that loop, it recomputes the scores in
+    the backward pass. To save time, it computes only the first two chunks. More chunks would not
+    increase the peak memory, because the loop reuses the memory of the scores. For all other query
+    tokens, the function only creates results of the correct shape.
 
     Args:
         chunk_rows: Number of query tokens whose scores exist at the same time.
@@ -489,11 +544,12 @@ def _make_chunked_attention(chunk_rows: int, attention: Any) -> Any:
 
 
 def _make_context_parallel_attention(num_ranks: int, attention: Any) -> Any:
-    """Create an attention function with the memory usage of a context-parallel rank.
+    """Create an attention function that simulates the memory usage of a context-parallel rank.
 
-    Outside of attention, a rank has all heads of its part of each sequence. For attention, the ranks
-    exchange data, so that each rank has a fraction of the heads of the complete sequences. A reshape
-    simulates this exchange.
+    Outside of attention, a rank has all heads, but only its part of each sequence. For attention,
+    the ranks exchange data, so that each rank has the complete sequences, but only a fraction of
+    the heads. The created function simulates this exchange by reshaping the tensors of a single
+    process.
 
     Args:
         num_ranks: Number of context-parallel ranks.
@@ -514,12 +570,14 @@ def _make_context_parallel_attention(num_ranks: int, attention: Any) -> Any:
 
 
 class _CudaAutocast(TorchFunctionMode):
-    """Torch function mode that casts inputs to fp32 for the operations that CUDA's autocast runs in fp32.
+    """Torch function mode that casts to fp32 before operations that CUDA's autocast runs in fp32.
 
-    The fake tensors are on the CPU, and the CPU's autocast runs fewer operations in fp32.
+    The planner measures memory with fake tensors on the CPU. The CPU's autocast runs fewer
+    operations in fp32 than CUDA's autocast. This mode therefore casts the positional arguments of
+    the operations in ``_IN_FP32``. It has no effect while the CPU's autocast is disabled.
 
     Args:
-        dtype: Dtype of autocast. Only inputs with this dtype are converted.
+        dtype: Dtype of autocast, such as bf16. Only arguments with this dtype are cast.
     """
 
     _IN_FP32 = ("layer_norm", "softmax", "log_softmax", "group_norm", "softplus", "cumsum", "norm")

@@ -9,8 +9,9 @@ from portable.config.rules import uses_zero_strategy
 from portable.errors import UserError, require
 from portable.planner import device_lookup
 from portable.planner.plan import Planner
-from portable.planner.plan_tables import Plan
+from portable.planner.plan_tables import LeanOption, Plan
 from portable.planner.preparation import build_model_and_work, choose_target, resolve_data_dependent_defaults
+from portable.planner.savings import list_memory_savings
 
 if TYPE_CHECKING:
     from portable.config import RunConfig
@@ -40,12 +41,13 @@ def resolve_target(
         notes: Whether to print the backend's notes about the config.
 
     Returns:
-        The config with the backend of the target, and the target. The device of the target is None if
-        neither ``device`` nor ``device_memory`` is set.
+        The config with the backend of the target and a precision that is not ``auto``, and the
+        target. The device of the target is None if neither ``device`` nor ``device_memory`` is set.
 
     Raises:
-        UserError: If the device is unknown, a size is not valid, or the config specifies another
-            backend.
+        UserError: If the device is unknown, if a size is not valid, if the config specifies another
+            backend, if the batch cannot be divided among the devices, or if a setting has no effect
+            on the backend.
     """
     memory = None if device_memory is None else device_lookup.parse_bytes(device_memory, "--device-memory")
     host = None if host_memory is None else device_lookup.parse_bytes(host_memory, "--host-memory")
@@ -60,21 +62,26 @@ def resolve_target(
 
 
 def build_plan(config: RunConfig, target: PlanTarget, prices: dict[str, float] | None = None) -> Plan:
-    """Compute the resources that a run requires on a target under each strategy, and recommend an option.
+    """Compute the resources that a run requires under each strategy, and recommend an option.
 
-    If the run does not fit without offloading, options with an adapter and with context parallelism are
-    searched as well. For a mixture of experts, options with expert parallelism are always searched.
+    An option is a strategy with a choice of offloading. If the run does not fit without offloading,
+    this function also searches for other ways to save memory: changed settings, a LoRA adapter, and
+    context parallelism. For a mixture of experts without expert parallelism, it searches for a
+    choice of expert parallelism even if the run fits. If the memory of the devices is unknown, it
+    computes only the required resources, without any search.
 
     Args:
-        config: Config of the run, checked, with the backend of the target.
+        config: Validated config of the run. Its backend is the backend of the target.
         target: Devices to plan for.
-        prices: Price of a device for an hour, keyed by the name of the device.
+        prices: Hourly price of each device, keyed by device name. None if prices are unknown.
 
     Returns:
-        The plan. Its ``best`` option is None if no option fits, or if the memory of the devices is unknown.
+        The plan. Its ``best`` option is None if no option fits, or if the memory of the devices is
+        unknown.
 
     Raises:
-        UserError: If the config is not possible on the target, or if ``prices`` lacks the device.
+        UserError: If the run is not possible on the target, or if ``prices`` has no entry for the
+            planned device.
     """
     config = resolve_data_dependent_defaults(config)
     model, work = build_model_and_work(config)
@@ -82,33 +89,54 @@ def build_plan(config: RunConfig, target: PlanTarget, prices: dict[str, float] |
     price = None if target.device is None or prices is None else prices.get(target.device.name)
     require(
         price is not None or not prices,
-        "--price-per-hour: has no price for the planned device; specify both: --device h100 "
-        "--price-per-hour h100=2.50",
+        "--price-per-hour: contains no price for the planned device; specify the device and its price, such "
+        "as --device h100 --price-per-hour h100=2.50",
     )
     options = planner.build_options()
     best = planner.find_best_option(options)
     searches = target.device is not None and not _fits_without_offloading(best)
+    lean = find_lean_option(planner) if searches else None
     adapter = _find_option_with_adapter(planner) if searches else None
     shared = _find_option_with_shared_sequences(planner) if searches else None
     divided = _find_option_with_divided_experts(planner, best) if target.device is not None else None
-    return Plan(planner, options, best, adapter, shared, divided, work, price)
+    return Plan(planner, options, best, lean, adapter, shared, divided, work, price)
 
 
 def _fits_without_offloading(option: PlanOption | None) -> bool:
-    """Return whether an option that fits was found and does not use offloading.
+    """Return whether an option was found that does not use offloading.
 
     Args:
-        option: Option that fits, or None if no option fits.
+        option: Option with which the run fits. None if no option fits.
     """
     return option is not None and not option.setting.offload_targets
 
 
-def _find_option_with_adapter(planner: Planner) -> PlanOption | None:
-    """Find an option that fits by training a LoRA adapter instead of all weights.
+def find_lean_option(planner: Planner) -> LeanOption | None:
+    """Find the first memory-saving settings with which the run fits without offloading.
+
+    The settings are tried in the order of :func:`list_memory_savings`.
+
+    Args:
+        planner: Planner of a config that does not fit without offloading.
 
     Returns:
-        The option. None if no such option fits without offloading, if the config already has an
-        adapter, or if an adapter is incompatible with its other settings.
+        The settings, and the best option with them. None if no settings are sufficient.
+    """
+    for settings in list_memory_savings(planner.config, planner.target.cluster.devices):
+        # The dtype of the weights is part of the model.
+        model = None if "train.master_dtype" in settings else planner.meta_model
+        option = _find_option_with_settings(planner, settings, model)
+        if option is not None:
+            return LeanOption(settings, option)
+    return None
+
+
+def _find_option_with_adapter(planner: Planner) -> PlanOption | None:
+    """Find an option that trains only a LoRA adapter, so that the run fits without offloading.
+
+    Returns:
+        The option. None if no such option fits, if the config already has an adapter, or if an
+        adapter is incompatible with the config's other settings.
     """
     if planner.config.adapter.type is not None:
         return None
@@ -116,10 +144,13 @@ def _find_option_with_adapter(planner: Planner) -> PlanOption | None:
 
 
 def _find_option_with_shared_sequences(planner: Planner) -> PlanOption | None:
-    """Find an option that fits with context parallelism, with the smallest ``context_parallel_size``.
+    """Find an option with more context parallelism that fits without offloading.
+
+    The function tries each ``context_parallel_size`` that is larger than the config's value and
+    divides the number of devices. It stops at the smallest size that fits.
 
     Returns:
-        The option. None if no size larger than the config's fits without offloading.
+        The option that the planner prefers for this size. None if no size fits.
     """
     devices = planner.target.cluster.devices
     for size in range(planner.config.context_parallel_size + 1, devices + 1):
@@ -131,15 +162,23 @@ def _find_option_with_shared_sequences(planner: Planner) -> PlanOption | None:
 
 
 def _find_option_with_divided_experts(planner: Planner, best: PlanOption | None) -> PlanOption | None:
-    """Find the option with expert parallelism within a node that sends the fewest bytes.
+    """Find the expert-parallel option that sends the fewest bytes, if it is better than ``best``.
+
+    Only options that fit without offloading are considered. Their ``expert_parallel_size`` divides
+    the number of devices, and is at most the number of devices in a node. The options have the
+    strategy of the config, or ``full_shard`` if the config has ``no_shard`` or a ZeRO strategy.
 
     Args:
         planner: Planner of the config.
-        best: Recommended option of the config, if any.
+        best: Recommended option of the config. None if no option fits.
 
     Returns:
-        The option. None if no option fits without offloading, if ``best`` fits without offloading and sends
-        fewer bytes, or if the config already has expert parallelism.
+        The option. None in these cases:
+
+        - The model has no experts.
+        - The config already has expert parallelism.
+        - No expert-parallel option fits without offloading.
+        - ``best`` fits without offloading, and sends at most as much as the option.
     """
     config, cluster = planner.config, planner.target.cluster
     if config.expert_parallel_size > 1 or not planner.model.num_mixture_layers:
@@ -169,8 +208,8 @@ def _find_option_with_settings(
     Args:
         planner: Planner of the unchanged config.
         settings: New values, keyed by setting.
-        model: Model of the planner, to reuse it if the settings do not change the model. None to build
-            the model again.
+        model: Model of ``planner``. Pass it only if the settings do not change the model. None to
+            build the model from the changed config.
 
     Returns:
         The option. None if no option fits without offloading, or if the changed settings are not

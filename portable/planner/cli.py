@@ -1,4 +1,4 @@
-"""Command ``portable-plan``."""
+"""Command-line interface of ``portable-plan``."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from pydantic import Field
 from portable.checks import check_config
 from portable.command_line import CommandOptions, PositiveCount, parse_command_line
 from portable.config.field_types import Flag  # noqa: TC001  (pydantic reads it)
-from portable.converters.commands import DONE, REFUSED, exit_without_traceback, format_exit_codes
+from portable.converters.commands import DONE, FAILED, REFUSED, exit_without_traceback, format_exit_codes
 from portable.converters.console import print_line
-from portable.errors import UserError, print_error_lines, require
+from portable.errors import RunError, UserError, print_error_lines, require
 from portable.formatting import format_table
 from portable.planner import compiler_report as compiled_report
 from portable.planner import device_lookup as devices
@@ -52,7 +52,7 @@ examples:
   portable-plan --config run.yaml --device v5e --devices 16 --compile
   portable-plan --config run.yaml --budget 50 --price-per-hour h100=2.50,l4=0.70
 
-{format_exit_codes(DONE, REFUSED)}
+{format_exit_codes(DONE, FAILED, REFUSED)}
 """
 
 
@@ -94,7 +94,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Command-line arguments. None for the arguments of the process.
 
     Returns:
-        One of :data:`portable.converters.commands.EXIT_CODES`. A UserError is printed, not raised.
+        One of :data:`portable.converters.commands.EXIT_CODES`. UserErrors and RunErrors are printed, not
+        raised.
     """
     if argv is None:
         argv = sys.argv[1:]
@@ -107,6 +108,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         print_error_lines(error)
         return REFUSED
+    except RunError as error:
+        print_error_lines(error)
+        return FAILED
 
 
 def run_command(argv: Sequence[str]) -> int:
@@ -115,10 +119,13 @@ def run_command(argv: Sequence[str]) -> int:
     With ``--budget``, a table of machines and their costs is printed instead.
 
     Returns:
-        The exit code.
+        The exit code 0. Failures raise an exception.
 
     Raises:
-        UserError: If an option or the config is not valid.
+        UserError: If an option or the config is not valid, if the run is not possible on the
+            target, or if ``--compile`` fails.
+        RunError: If the data is in an object store that cannot be reached.
+        SystemExit: After ``--help`` or ``--version``.
     """
     config, options = parse_command_line(argv, PlanOptions, USAGE)
     check_config(config)
@@ -148,12 +155,15 @@ _DEVICE_COUNTS = (1, 2, 4, 8)
 def _print_cost_table(config: RunConfig, options: dict[str, Any], prices: dict[str, float]) -> int:
     """Print the machines on which the run fits, sorted by the cost of the run.
 
-    For each device type, the table shows the smallest number of devices on which the run fits without
-    offloading. More devices would finish sooner, but cost about the same.
+    For each device type with a price, the table shows the smallest number of devices (1, 2, 4 or 8)
+    on which the run fits without offloading. More devices would finish sooner, but cost about the
+    same. Device types are omitted if the run does not fit or is not supported, or if the time of
+    the run cannot be estimated.
 
     Args:
         config: Config of the run.
-        options: Command-line options, keyed by name. ``budget`` is set.
+        options: Command-line options, keyed by name. ``budget`` is set. If ``device`` is set, the
+            table contains only this device type. If ``json`` is set, the table is printed as JSON.
         prices: Price per device and hour, keyed by device name. If empty, prices are read from
             SkyPilot's catalog.
 
@@ -162,7 +172,7 @@ def _print_cost_table(config: RunConfig, options: dict[str, Any], prices: dict[s
 
     Raises:
         UserError: If an option is invalid or has no effect, if prices or the number of tokens are
-            unknown, or if the run fits on none of the machines.
+            unknown, or if all device types are omitted.
     """
     match = re.fullmatch(r"\s*(\d{1,9}(?:\.\d{1,6})?)\s*", options["budget"])
     require(
@@ -171,17 +181,18 @@ def _print_cost_table(config: RunConfig, options: dict[str, Any], prices: dict[s
     )
     assert match is not None
     budget = float(match[1])
-    require(budget > 0, f"--budget: {options['budget']!r} is too small; use a larger number, such as 50")
+    require(budget > 0, f"--budget: {options['budget']!r} is not greater than 0; use a number, such as 50")
     for name in ("devices", "device_memory", "host_memory", "compile"):
         flag = f"--{name.replace('_', '-')}"
-        require(not options.get(name), f"{flag}: has no effect with --budget; remove one of the two")
+        require(not options.get(name), f"{flag}: has no effect with --budget; remove {flag} or --budget")
     prices = prices or fetch_sky_prices()
     if "device" in options:
         only = devices.find_device(options["device"]).name
         prices = {name: price for name, price in prices.items() if name == only}
     require(
         bool(prices),
-        "--budget: there are no prices; add --price-per-hour h100=2.50,l4=0.70, or run: pip install skypilot",
+        "--budget: the prices of the devices are unknown; add prices such as --price-per-hour "
+        "h100=2.50,l4=0.70, or run: pip install skypilot",
     )
     config = resolve_data_dependent_defaults(config)
     models: dict[str, ModelAndWork] = {}
@@ -211,8 +222,8 @@ def _print_cost_table(config: RunConfig, options: dict[str, Any], prices: dict[s
                 break
     require(
         bool(rows),
-        f"--budget: none of {', '.join(prices)} has enough memory for the run on up to "
-        f"{_DEVICE_COUNTS[-1]} devices; list larger devices in --price-per-hour",
+        f"--budget: the run does not fit on up to {_DEVICE_COUNTS[-1]} devices of any of these types: "
+        f"{', '.join(prices)}; add a type of device with more memory to --price-per-hour",
     )
     rows.sort(key=lambda row: float(row["cost"].likely))
     if options.get("json"):
@@ -220,7 +231,7 @@ def _print_cost_table(config: RunConfig, options: dict[str, Any], prices: dict[s
         return 0
     shown = []
     for row in rows:
-        beyond = "" if row["within_budget"] else f"; more than {budget:g}"
+        beyond = "" if row["within_budget"] else f"; exceeds the budget of {budget:g}"
         cost, hours = row["cost"].format_cost(), row["hours"].format_time()
         shown.append(
             (f"{row['devices']} x {row['device']}", f"{cost} for {hours}, {row['strategy']}{beyond}")
@@ -238,7 +249,7 @@ def _check_compile_options(options: dict[str, Any]) -> None:
     )
     require(
         compiles or not options.get("only_memory"),
-        "--only-memory: has an effect only with --compile; add --compile",
+        "--only-memory: has an effect only with --compile; add --compile, or remove --only-memory",
     )
 
 
@@ -250,13 +261,18 @@ class _CompilerResult(NamedTuple):
 
 
 def _compile_if_requested(planner: Planner, options: dict[str, Any]) -> _CompilerResult | None:
-    """Compile the run for the target device if ``--compile`` is set. This takes minutes.
+    """Compile the run for the target device if ``--compile`` is set. This can take minutes.
 
-    The run is compiled with its configured strategy, not with the recommended option.
+    The run is compiled with the strategy and the micro-batch size in its config, even if the
+    planner recommends other values. If the run does not fit, settings that reduce the memory are
+    appended to the problems in the result.
 
     Returns:
-        The statistics of the graphs, and their comparison with the plan. None if ``--compile`` is not
-        set.
+        The statistics of the graphs, and their comparison with the plan. None if ``--compile`` is
+        not set.
+
+    Raises:
+        UserError: If the backend cannot compile for the device, or if a graph does not compile.
     """
     if not options.get("compile"):
         return None
@@ -266,7 +282,7 @@ def _compile_if_requested(planner: Planner, options: dict[str, Any]) -> _Compile
         device=None if target.device is None else target.device.name,
         num_devices=target.cluster.devices,
         topology=options.get("topology"),
-        # Number of elements of the logits.
+        # List values that have at least as many elements as the logits.
         min_listed_elements=planner.micro_batch * planner.config.data.seq_len * planner.model.vocab_size,
         stops_after_memory_report=bool(options.get("only_memory")),
     )
@@ -279,7 +295,16 @@ def _compile_if_requested(planner: Planner, options: dict[str, Any]) -> _Compile
 
 
 def _resolve_target(config: RunConfig, options: dict[str, Any], *, notes: bool = True) -> ConfigAndTarget:
-    """Call :func:`resolve_target` with the command-line options, which are keyed by name."""
+    """Determine the backend and the devices of the plan, and resolve the config for them.
+
+    See :func:`resolve_target`.
+
+    Args:
+        config: Config of the run.
+        options: All command-line options, keyed by name. Only the options that describe the target
+            are used, for example ``device`` and ``devices``.
+        notes: Whether to print the backend's notes about the config.
+    """
     names = ("device", "devices", "device_memory", "host_memory")
     return resolve_target(config, **{name: options[name] for name in names if name in options}, notes=notes)
 

@@ -16,11 +16,11 @@ class CollectiveStatistics:
     bytes: int = 0
     """Number of bytes that a device sends, if the collectives use ring algorithms."""
     asynchronous: int = 0
-    """Number of collectives with a separate start and end in the schedule."""
+    """Number of collectives that the schedule starts and completes with separate instructions."""
     overlapped: int = 0
     """Number of asynchronous collectives that overlap with computation."""
     compute_cycles: int = 0
-    """Number of cycles of the computation that overlaps with collectives, as the compiler estimates it."""
+    """Compiler's estimate of the computation that overlaps with collectives, in cycles."""
 
     def __add__(self, other: CollectiveStatistics) -> CollectiveStatistics:
         return CollectiveStatistics(
@@ -33,9 +33,11 @@ class CollectiveStatistics:
 
 @dataclass(frozen=True)
 class LargeValue:
-    """Value in device memory with no fewer elements than the logits of a device's micro-batch.
+    """Large value in device memory, such as the logits.
 
-    Such values are worth reporting, because they often determine the peak memory.
+    For ``portable-plan``, a value is large if its number of elements is at least the product of the
+    micro-batch size, the sequence length, and the vocabulary size. Such values are worth reporting,
+    because they often determine the peak memory.
     """
 
     shape: str
@@ -50,13 +52,19 @@ class LargeValue:
 
 @dataclass(frozen=True)
 class CompiledGraph:
-    """Statistics of a compiled graph. All sizes, FLOPs and memory traffic are per device."""
+    """Statistics of a compiled graph. All sizes, FLOPs and memory traffic are per device.
+
+    A graph named ``step`` computes a complete training step. If a run has no such graph, a step
+    consists of one run of the graph ``micro-batch`` per micro-batch, and one run of the graph
+    ``update``. The key of ``collectives`` is the type of the collective, such as ``all-gather``.
+    ``custom_calls`` contains the number of calls, keyed by target.
+    """
 
     name: str
     argument_bytes: int
     output_bytes: int
     alias_bytes: int
-    """Size of the arguments whose memory is reused for results."""
+    """Size of the arguments whose memory is reused for results, in bytes."""
     temporary_bytes: int
     code_bytes: int
     flops: float
@@ -89,7 +97,7 @@ class CompiledRun:
     compiler: str
     """Name and version of the compiler."""
     hbm_bytes: int
-    """Memory of a device that is available to programs."""
+    """Device memory that is available to programs, in bytes."""
     graphs: tuple[CompiledGraph, ...]
     """Graphs that the compiler could compile."""
     problems: tuple[str, ...] = ()
@@ -98,14 +106,19 @@ class CompiledRun:
     If the compiler fails for a graph because the graph does not fit, ``graphs`` does not contain the graph.
     """
     needed_bytes: int = 0
-    """Largest memory that any graph that does not fit would require. 0 if each graph fits by itself."""
+    """Memory required by the largest graph that does not fit into device memory, in bytes. 0 if every
+    graph fits by itself."""
     notes: tuple[str, ...] = ()
     host_bytes: int = 0
-    """Peak memory of the compiler on this machine."""
+    """Peak memory of the compiler process on this machine, in bytes."""
 
     @property
     def state_bytes(self) -> int:
-        """Size in bytes of the largest arguments of any graph: the training state and a batch."""
+        """Largest total size, in bytes, of the arguments of one compiled graph.
+
+        The arguments of a graph are the training state and a batch. The value is 0 if the run has
+        no compiled graph.
+        """
         return max((graph.argument_bytes for graph in self.graphs), default=0)
 
     @property
@@ -115,14 +128,19 @@ class CompiledRun:
 
     @property
     def code_bytes(self) -> int:
-        """Total code size of all graphs, because all programs stay loaded."""
+        """Total size of the code of all graphs in bytes.
+
+        The sizes are added, because the code of every graph stays loaded on the device.
+        """
         return sum(graph.code_bytes for graph in self.graphs)
 
     @property
     def peak_bytes(self) -> int:
-        """Peak memory of a device: the state, the code of all graphs, and the largest working memory.
+        """Peak memory of a device in bytes: the state, the code of all graphs, and the working memory.
 
-        At least ``needed_bytes``.
+        The graphs run one after another, so the working memory is the maximum over all graphs, not
+        the sum. If some graphs do not fit into device memory, the peak is at least
+        ``needed_bytes``, the memory that the largest of them requires.
         """
         return max(self.state_bytes + self.code_bytes + self.working_bytes, self.needed_bytes)
 
@@ -137,6 +155,9 @@ class CompiledRun:
 
     def compute_sent_bytes_per_step(self, micro_batches: int) -> int:
         """Compute the number of bytes that a device sends in all collectives of an optimizer step.
+
+        The graph ``micro-batch`` runs once per micro-batch, and the graphs ``step`` and ``update``
+        run once. Other graphs, such as ``evaluation``, are not part of a step.
 
         Args:
             micro_batches: Number of micro-batches in the step.

@@ -1,4 +1,4 @@
-"""Report on a run's compiled graphs as text and JSON, with a comparison to the plan."""
+"""Format the report on a run's compiled graphs as text and JSON, and compare it with the plan."""
 
 from __future__ import annotations
 
@@ -17,19 +17,23 @@ if TYPE_CHECKING:
     from portable.planner.plan import PlanOption
 
 MAX_COLUMNS = 100
-"""Number of characters after which the lines about large values, host transfers and notes are cut off."""
+"""Maximum length in characters of the report lines about large values, host transfers, and notes.
+
+Longer lines are cut off.
+"""
 _MAX_SHOWN_VALUES = 5
 """Maximum number of large values to list per graph."""
 
 
 GRAPH_ADAPTER = TypeAdapter(CompiledGraph)
-"""Pydantic adapter that parses a graph from the result of :func:`dataclasses.asdict`."""
+"""Pydantic adapter that restores a graph from the dict that :func:`dataclasses.asdict` returns."""
 
 
 def add_remedy_to_problems(compiled: CompiledRun, remedy: str) -> CompiledRun:
     """Return a copy of a compiled run with a remedy appended to each problem.
 
-    If the compiler reported no problem but the graphs together do not fit, a problem is first added.
+    If the compiler reported no problem although the run does not fit, a problem that states the
+    required memory is added first.
 
     Args:
         compiled: Result of the compiler.
@@ -38,33 +42,39 @@ def add_remedy_to_problems(compiled: CompiledRun, remedy: str) -> CompiledRun:
     problems = compiled.problems
     if not problems and not compiled.fits:
         problems = (
-            f"the run does not fit: {format_bytes(compiled.state_bytes)} of arguments, "
-            f"{format_bytes(compiled.working_bytes)} of temporary values and results and "
-            f"{format_bytes(compiled.code_bytes)} of code are more than {format_bytes(compiled.hbm_bytes)}"
-            f"{_describe_largest_value(compiled)}",
+            f"the run does not fit into the {format_bytes(compiled.hbm_bytes)} of device memory, because it "
+            f"needs {format_bytes(compiled.state_bytes)} for arguments, "
+            f"{format_bytes(compiled.working_bytes)} for temporary values and results, and "
+            f"{format_bytes(compiled.code_bytes)} for code{_describe_largest_value(compiled)}",
         )
-    return replace(compiled, problems=tuple(f"{problem}; remedy: {remedy}" for problem in problems))
+    return replace(compiled, problems=tuple(f"{problem}; to reduce memory: {remedy}" for problem in problems))
 
 
 def _describe_largest_value(compiled: CompiledRun) -> str:
-    """Describe the largest value in all graphs, as the end of a sentence.
+    """Describe the value that occupies the most memory in any graph, as the end of a sentence.
 
     Returns:
-        Text that begins with a comma. Empty if the graphs have no large values.
+        Text that begins with a semicolon. Empty if the graphs list no large values.
     """
     values = [value for graph in compiled.graphs for value in graph.large_values]
     if not values:
         return ""
     value = max(values, key=lambda value: value.bytes)
     place = " at ".join(filter(None, (value.operation, value.source)))
-    return f", the largest value is {value.shape} ({format_bytes(value.bytes)})" + (
+    return f"; the largest value is {value.shape} ({format_bytes(value.bytes)})" + (
         f" of {place}" if place else ""
     )
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Number of bytes in the plan, and the compiler's corresponding number."""
+    """Comparison of a number of bytes in the plan with the number that the compiler reports.
+
+    Attributes:
+        name: Name of the compared quantity, such as ``peak``.
+        planned: Number of bytes in the plan.
+        compiled: Number of bytes according to the compiler.
+    """
 
     name: str
     planned: int
@@ -72,23 +82,28 @@ class Comparison:
 
     @property
     def percent(self) -> float | None:
-        """Percentage by which the compiler's number exceeds the plan's number. Negative if it is lower.
+        """Percentage by which the bytes that the compiler reports exceed the bytes in the plan.
 
-        None if the plan's number is 0.
+        Negative if the compiler reports fewer bytes. None if the number in the plan is 0.
         """
         return (self.compiled / self.planned - 1) * 100 if self.planned else None
 
 
 def compare_with_plan(compiled: CompiledRun, option: PlanOption, micro_batches: int) -> list[Comparison]:
-    """Compare the memory and the sent bytes in the plan with the compiler's numbers.
+    """Compare the memory and communication of a plan with the numbers that the compiler reports.
 
-    If the gradients are accumulated over micro-batches, they are part of the graphs' arguments.
-    Otherwise, they are temporary values, because the single graph of a step frees them.
+    If a step consists of the graphs ``micro-batch`` and ``update``, these graphs receive the
+    accumulated gradients as arguments. The planned gradients are then counted as state. If the
+    graph ``step`` computes a complete step, the planned gradients are counted as temporary values.
 
     Args:
         compiled: Result of the compiler.
         option: Plan for the settings that were compiled.
         micro_batches: Number of micro-batches in a step.
+
+    Returns:
+        Comparisons of the state, the temporary values, the peak memory, and the bytes sent in a
+        step.
     """
     planned = option.device_bytes
     resident = planned.parameters + planned.optimizer
@@ -108,7 +123,10 @@ def compare_with_plan(compiled: CompiledRun, option: PlanOption, micro_batches: 
 
 
 def to_json_values(compiled: CompiledRun, compared: Sequence[Comparison]) -> dict[str, Any]:
-    """Convert the report to a JSON-compatible dict. Sizes are in bytes per device.
+    """Convert the compiler's result and its comparison with the plan to a JSON-compatible dict.
+
+    Sizes are in bytes per device, except for ``host_bytes``: the peak memory of the compiler
+    process.
 
     Args:
         compiled: Result of the compiler.
@@ -133,6 +151,9 @@ def to_json_values(compiled: CompiledRun, compared: Sequence[Comparison]) -> dic
 
 def format_report(compiled: CompiledRun, compared: Sequence[Comparison]) -> str:
     """Format the report as text, with tables of the graphs, their collectives, and the comparison.
+
+    The text also contains the problems, the large values, the transfers to the host, and the notes.
+    If there are problems, the comparison is omitted.
 
     Args:
         compiled: Result of the compiler.
@@ -199,7 +220,9 @@ def _format_findings(graph: CompiledGraph) -> list[str]:
     """Format the large values, host transfers, and notes of a graph as a block of lines.
 
     Returns:
-        A list with the block as its only element. Empty if the graph has none of these.
+        A list with the block as its only element. Empty if the graph has no large values, host
+        transfers, or notes. At most ``_MAX_SHOWN_VALUES`` large values are listed, and long lines
+        are cut off.
     """
     lines = [
         f"{graph.name}: {value.count} x {value.shape} ({format_bytes(value.bytes)}), as large as the logits"

@@ -1,35 +1,35 @@
-"""Properties of accelerator types that are needed for a plan."""
+"""Data classes for the accelerator properties that the planner needs."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
 SHARE_KEPT_FREE = 0.1
-"""Fraction of the device memory that a plan leaves free, because planned activations may be wrong by a tenth.
-"""
+"""Fraction of the device memory that a plan leaves free. Planned activations may be off by a tenth."""
 SHARE_NOT_SEARCHED = 0.03
 """Fraction of the device memory that the search for ``train.micro_batch_size: auto`` leaves free.
 
 It can be smaller than :data:`SHARE_KEPT_FREE`, because the search measures the memory instead of planning it.
 """
 KEPT_FOR_COLLECTIVES = 1 << 30
-"""Number of bytes to leave free on each of several devices, for buffers of collectives and fragmentation.
+"""Number of bytes per device that a plan leaves free if a run has several devices.
 
-The buffers of collectives are not part of the allocator's memory.
+This memory is needed for fragmentation and for the buffers of collectives, which the allocator does
+not manage.
 """
 
 
 @dataclass(frozen=True)
 class ReachedUtilization:
-    """Usual model FLOPs utilization (MFU) of runs on a device."""
+    """Model FLOPs utilization (MFU) that runs typically reach on a device."""
 
     mfu_range: tuple[float, float]
     """Lowest and highest usual MFU, as fractions from 0 to 1."""
     source: str
-    """Description of the runs from which the range is known. The plan shows it to the user."""
+    """Source of the range, such as published runs, as text that the plan shows to the user."""
 
 
-NOT_MEASURED = ReachedUtilization((0.30, 0.50), "a guess: no run on this device is published")
+NOT_MEASURED = ReachedUtilization((0.30, 0.50), "an assumption, as no runs on this device are published")
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Device:
     backends: tuple[str, ...]
     """Backends that support the device. The most common backend is first."""
     memory_bytes: int
-    """Memory in bytes."""
+    """Memory of one device in bytes."""
     bf16: bool
     """Whether the device supports matrix products in bf16."""
     devices_per_node: int
@@ -60,10 +60,12 @@ class Device:
     def compute_usable_bytes(self, num_devices: int) -> int:
         """Compute the number of bytes on each device that a plan may use.
 
-        This is the device memory without the fraction to leave free and the communication buffers.
+        The plan leaves a part of the device memory free, namely the fraction
+        :data:`SHARE_KEPT_FREE`. With several devices, the buffers of collectives are also
+        subtracted.
 
         Args:
-            num_devices: Number of devices of the run. A single device needs no communication buffers.
+            num_devices: Number of devices of the run.
         """
         free = int(self.memory_bytes * SHARE_KEPT_FREE)
         return self.memory_bytes - free - (self.collective_buffer_bytes if num_devices > 1 else 0)

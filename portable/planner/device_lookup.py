@@ -18,10 +18,10 @@ from portable.registry import BACKENDS, DEFAULT_PLANNED_BACKEND, load_backend_pa
 
 
 def build_generic_device(backend: str) -> Device:
-    """Build a device of unknown type, whose memory size the caller replaces.
+    """Build a placeholder for a device of unknown type.
 
-    The other properties are copied from a typical device of the backend, except that the link speed and
-    the reached utilization are unknown.
+    Most properties are copied from a typical device of the backend. The link speed is unknown, and
+    the model FLOPs utilization is an assumption. The caller must replace the memory size.
 
     Args:
         backend: Name of the backend, or ``auto``.
@@ -33,19 +33,23 @@ def build_generic_device(backend: str) -> Device:
 
 
 def list_known_devices() -> dict[str, Device]:
-    """Return the device types of all backends, keyed by name."""
+    """Return the device types of all backends, keyed by name.
+
+    The result contains aliases such as ``a100``, but not the CPU. See :func:`find_device` for the
+    CPU.
+    """
     return {device.name: device for name in BACKENDS for device in load_backend_package(name).list_devices()}
 
 
 _MAKERS = re.compile("^(nvidia-|amd-|google-)?(tpu-|geforce-|instinct-)?(tesla-|rtx-?)?")
 _VARIANTS = re.compile(r"-?(sxm\d?|hbm\de?|oam|pcie)(?=-|$)")
-"""Matches the variant of a card in a name from a driver, such as ``-pcie``.
+"""Pattern of the card variant in a device name from a driver, such as ``-pcie``.
 
-The variant is removed from the name if there is no separate device with the complete name.
+The variant is removed from the name if no known device has the complete name.
 """
 _SIZE = re.compile(r"-?(\d+)gb$")
 _SIZE_OF_HOST = ("gh200", "gb200")
-"""Devices whose drivers report the memory of the CPU in the name, such as ``GH200 480GB``."""
+"""Devices whose names from the driver contain the size of the CPU memory, such as ``GH200 480GB``."""
 _SAME_SIZE = 0.15
 """Maximum relative difference between the memory size in a name and the memory size of a known device."""
 _APPLE = re.compile("(apple-)?m[1-9](-?(pro|max|ultra))?|mps")
@@ -55,8 +59,10 @@ def find_device(name: str, flag: str = "--device") -> Device:
     """Find a device type by a name that people or drivers use, such as ``RTX 4090`` or ``v5litepod``.
 
     Args:
-        name: Name of the device, ignoring case, with or without the manufacturer. ``cpu`` for the CPU
-            of this machine.
+        name: Name of the device, ignoring case, with or without the manufacturer. If it ends with a
+            memory size, such as ``80GB``, the device must have about this size. The size in names
+            of GH200 and GB200 is ignored, because it is the size of the CPU memory. ``cpu`` for the
+            CPU of this machine.
         flag: Option or setting that contains the name, used in error messages.
 
     Raises:
@@ -81,8 +87,8 @@ def find_device(name: str, flag: str = "--device") -> Device:
     if _APPLE.fullmatch(key):
         raise UserError(f"{flag}: no backend supports Apple GPUs; use cpu to train on the CPU")
     hint = format_name_suggestion(plain, devices_by_name) or f"; use one of {', '.join(devices_by_name)}, cpu"
-    other = " (--device-memory 80GB is for any other)" if flag == "--device" else ""
-    raise UserError(f"{flag}: {name!r} is not a known device{other}{hint}")
+    other = " (for other devices, use --device-memory 80GB instead)" if flag == "--device" else ""
+    raise UserError(f"{flag}: unknown device {name!r}{hint}{other}")
 
 
 class DeviceAndCount(NamedTuple):
@@ -95,9 +101,11 @@ class DeviceAndCount(NamedTuple):
 def parse_devices(text: str) -> DeviceAndCount:
     """Parse a device with an optional number of devices, such as ``h100:8``.
 
+    On the CPU, the number is the number of ranks. The ranks share the memory of this machine, so
+    the memory of the returned device is the machine's memory divided by the number of ranks.
+
     Returns:
-        The device and the number of devices, by default 1. For several ranks on the CPU, the memory of
-        this machine is divided among them.
+        The device and the number of devices, by default 1.
 
     Raises:
         UserError: If no device has this name, or if the count is not a positive number.
@@ -117,7 +125,8 @@ def parse_devices(text: str) -> DeviceAndCount:
 def _build_cpu_device() -> Device:
     """Build a device for the CPU of this machine.
 
-    Its memory is the memory of the machine, or the container's memory limit (cgroup) if that is lower.
+    Its memory is the memory of the machine, or the container's memory limit if the limit is lower.
+    The limit is read from ``/sys/fs/cgroup/memory.max`` (cgroup v2).
     """
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = Path("/sys/fs/cgroup/memory.max")
@@ -137,8 +146,13 @@ def load_rental_device_names() -> dict[str, Any]:
     """Load the device names that rental tools, such as SkyPilot, use.
 
     Returns:
-        A dict for each device, keyed by device name. It maps each tool to the tool's names for the
-        device. For TPUs, the additional key ``topologies`` contains the topologies of slices.
+        A dict for each device, keyed by device name. The dict maps a tool to the tool's name for
+        the device. A missing tool uses the device name in capitals. For ``hf``, the value is a dict
+        that maps the number of devices to a name. The dict of a TPU contains properties such as
+        ``type`` and ``host`` instead.
+
+        The result also has the key ``topologies``. It contains the topologies of TPU slices, keyed
+        by their number of axes, and then by the number of chips.
     """
     text = files("portable").joinpath("configs", "machines", "names.yaml").read_text("utf-8")
     entries: dict[object, Any] = yaml.safe_load(text)
@@ -148,6 +162,9 @@ def load_rental_device_names() -> dict[str, Any]:
 def parse_bytes(text: str, flag: str) -> int:
     """Parse a memory size such as ``80GB``, ``79.6GiB``, or a number of bytes.
 
+    ``80GB`` and ``80G`` are 80 * 1000**3 bytes, and ``80GiB`` is 80 * 1024**3 bytes. Units from
+    kilobytes to terabytes are supported, in uppercase or lowercase.
+
     Args:
         text: Text to parse.
         flag: Option that contains the text, used in error messages.
@@ -156,7 +173,7 @@ def parse_bytes(text: str, flag: str) -> int:
         The number of bytes.
 
     Raises:
-        UserError: If the text is not a memory size.
+        UserError: If the text is not a memory size, or if the size is 0.
     """
     match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,9})?)\s*([A-Za-z]{0,3})\s*", text)
     if match is None or match[2].upper() not in _UNITS or not float(match[1]):

@@ -1,9 +1,10 @@
-"""Measure the activation memory of a pass that a compiler such as XLA runs with fused operations.
+"""Activation memory of a forward or backward pass, for compilers that fuse operations, such as XLA.
 
-A compiler does not store the results of cheap operations. Each operation that reads such a result
-recomputes it, so it needs no memory. Therefore, :class:`OperationTape` first records the operations
-of the pass. Then, :func:`compute_phase_peaks` simulates which results the compiler writes to
-memory, as defined by the :class:`portable.planner.pass_cost.CompilerModel` of the backend.
+Such a compiler does not store the result of a cheap operation. Each operation that reads the result
+recomputes it. The set of stored results is therefore known only when the complete pass is known.
+:class:`OperationTape` first records the operations of the pass. Then, :func:`compute_phase_peaks`
+simulates which results the compiler writes to memory, as defined by the
+:class:`portable.planner.pass_cost.CompilerModel` of the backend.
 """
 
 from __future__ import annotations
@@ -27,32 +28,42 @@ if TYPE_CHECKING:
     from portable.planner.pass_cost import CompilerModel, ResultKind
 
 _MAX_RECOMPUTED_SIZES = 5
-"""Limit above which a cheap result that several operations read is written to memory.
+"""Maximum cost of recomputing a cheap result that several operations read.
 
-The value that is compared with the limit is the number of operations that read the result, plus the total
-size of the stored values that it is computed from, divided by its own size. Below the limit, each operation
-that reads the result recomputes it.
+The cost is the number of these operations plus a ratio: the total size of the stored values from
+which the result is computed, divided by the size of the result. If the cost exceeds the maximum,
+the result is written to memory. Otherwise, each operation that reads it recomputes it.
 """
 
 
 @dataclass(frozen=True)
 class RecordedValue:
-    """Result of an operation. A view of a result does not count as a separate value."""
+    """Result of an operation, which the compiler may store in memory.
+
+    A view is not recorded as a separate value, because it shares the storage of another value.
+    """
 
     bytes: int
     """Size of the storage in bytes."""
     inputs: tuple[int, ...]
     """Indices of the recorded values that the operation reads."""
     result: ResultKind
-    """Treatment of the result by the compiler."""
+    """Treatment of the result by the compiler. See :data:`portable.planner.pass_cost.ResultKind`."""
 
 
 class OperationTape:
-    """Recorder of a pass's operations that computes the peak memory of each phase.
+    """Recorder that observes the operations of a pass and computes the peak memory of each phase.
+
+    It is used like :class:`portable.planner.activations.LiveStorageTracker`: the caller passes
+    :meth:`run_operation` to :func:`portable.private.torch_internals.intercept_operations`, and each
+    call of :meth:`end_phase` ends a phase.
 
     Args:
-        model: Model with fake tensors. Its parameters and buffers are not counted. A parameter's
-            gradient is counted only until it is complete.
+        model: Model with fake tensors. Its parameters and buffers are not counted. The gradient of
+            a parameter is counted only during the operation that computes it, because gradients are
+            not activation memory. The constructor changes the model in place: it registers hooks on
+            the trained parameters, and wraps ``forward`` of the layers if the compiled pass loops
+            over layers.
         compiler: Compiler that would run the pass.
     """
 
@@ -76,7 +87,7 @@ class OperationTape:
         self._phase_ends.append(len(self._values))
 
     def get_peaks(self) -> list[Peak]:
-        """Compute the peaks of all completed phases."""
+        """Compute the peak memory of each completed phase."""
         return [
             Peak(peak, 0)
             for peak in compute_phase_peaks(self._values, self._phase_ends, self._transient_values)
@@ -85,8 +96,11 @@ class OperationTape:
     def run_operation(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run an operation, and record its results.
 
+        A view is not recorded. The result of an in-place operation is recorded as a new value,
+        although it reuses a storage.
+
         Args:
-            func: Operation of torch.
+            func: ATen operation.
             args: Positional arguments of the operation.
             kwargs: Keyword arguments of the operation.
 
@@ -115,14 +129,14 @@ class OperationTape:
         return results
 
     def _set_newest(self, tensor: torch.Tensor, value: int) -> None:
-        """Record that the storage of a tensor now contains a recorded value.
+        """Record which entry of ``_values`` a tensor's storage now contains.
 
-        The new value replaces the storage's earlier value, for example after an in-place operation. The
-        entry is removed when the storage is freed.
+        This overwrites an earlier record of the storage, for example after an in-place operation.
+        The record is removed when the storage is freed.
 
         Args:
             tensor: Result of an operation.
-            value: Index of the value in ``_values``.
+            value: Index of the result in ``_values``.
         """
         storage = tensor.untyped_storage()
         key = torch_internals.get_storage_id(storage)
@@ -136,9 +150,10 @@ class OperationTape:
         self._newest_values[key] = value
 
     def _remove_gradient(self, parameter: torch.Tensor) -> None:
-        """Count a complete gradient only while it is computed, because gradients are not activation memory.
+        """Mark a gradient as transient, because gradients are not activation memory.
 
-        This hook runs after gradient accumulation.
+        This hook runs after the gradient of ``parameter`` is accumulated. The memory of a transient
+        value is counted only while the value is computed.
         """
         assert parameter.grad is not None
         value = self._newest_values.pop(_get_storage_id(parameter.grad), None)
@@ -146,10 +161,11 @@ class OperationTape:
             self._transient_values.add(value)
 
     def _mark_saved_tensors(self, layer: nn.Module) -> None:
-        """Wrap a layer's ``forward`` so that all values that autograd saves in the layer count as stored.
+        """Wrap a layer's ``forward`` so that all values that autograd saves in it count as stored.
 
-        A compiler that runs the layers in a loop must store these values, because the loop of the backward
-        pass reads them.
+        The memory estimate then keeps these values until the backward pass of the layers ends. The
+        compiler could recompute some of the values instead of storing them. However, a compiler
+        that runs the layers in a loop must store the values, because the backward loop reads them.
         """
         forward = layer.forward
 
@@ -175,10 +191,19 @@ def _get_storage_id(tensor: torch.Tensor) -> int:
 def compute_phase_peaks(
     values: Sequence[RecordedValue], phase_ends: Sequence[int], transient: set[int]
 ) -> list[int]:
-    """Simulate which values a compiler writes to memory, and compute the peak bytes of each phase.
+    """Estimate which values a compiler writes to memory, and compute each phase's peak in bytes.
 
-    A written value occupies memory until its last use. Operations use it directly, or through values
-    that are recomputed from it.
+    First, matrix products are fused (see :func:`_fuse_elementwise_into_products`). Then, values of
+    the kinds ``computed`` and ``rows`` are not written, but recomputed by each operation that reads
+    them. If several operations read such a value and the cost of recomputation exceeds
+    ``_MAX_RECOMPUTED_SIZES``, the value is written as well. Values of all other kinds are written.
+
+    A written value occupies memory until its last use. An operation uses the value if it reads the
+    value itself. It also uses the value if it reads another value that is recomputed from it.
+
+    A compiled pass may run the layers in a loop. The backward loop then frees the values that
+    autograd has saved in the layers only at its end. Therefore, all these values are kept until the
+    last one is used.
 
     Args:
         values: Recorded values, in the order of computation.
@@ -190,7 +215,8 @@ def compute_phase_peaks(
     for value in values:
         for behind in value.inputs:
             readers[behind] += 1
-    # For each value: the indices of the stored values that it is read or recomputed from
+    # For each value: its own index if it is stored, otherwise the indices of the stored values that it is
+    # recomputed from
     sources: list[frozenset[int]] = []
     # For each value: the index of the last value whose computation reads it
     last = list(range(len(values)))
@@ -228,17 +254,21 @@ def compute_phase_peaks(
 
 
 def _fuse_elementwise_into_products(values: Sequence[RecordedValue]) -> list[RecordedValue]:
-    """Fuse each matrix product with the elementwise operation that reads it.
+    """Fuse matrix products with the elementwise operations that read them.
 
-    If only one elementwise operation reads the product, and its result is not larger, the compiler
-    writes only the elementwise result to memory.
+    A product is fused if a single operation reads it, this operation is elementwise, and its result
+    is not larger than the product. The compiler then writes only the elementwise result to memory.
+    A product is not fused if another product is computed between the product and the elementwise
+    operation.
 
     Args:
         values: Recorded values, in the order of computation.
 
     Returns:
-        Copy of the values, in which a fused product has the type ``computed``, and its elementwise
-        result has the type ``product``.
+        Copy of the values, in which the field ``result`` differs for each fused pair. For the
+        matrix product, it changes from ``product`` to ``computed``, because the product is not
+        written to memory. For the elementwise result, it changes from ``computed`` to ``product``,
+        because this result is written instead.
     """
     readers: list[list[int]] = [[] for _ in values]
     for i, value in enumerate(values):
@@ -251,7 +281,8 @@ def _fuse_elementwise_into_products(values: Sequence[RecordedValue]) -> list[Rec
         reader = readers[i][0]
         if moved[reader].result != "computed" or moved[reader].bytes > value.bytes:
             continue
-        # Do not fuse across another product, because the elementwise operation then runs after it.
+        # Do not fuse if another product lies in between, because the elementwise operation runs after that
+        # product.
         if all(other.result != "product" for other in values[i + 1 : reader]):
             moved[i] = replace(moved[i], result="computed")
             moved[reader] = replace(moved[reader], result="product")

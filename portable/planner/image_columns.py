@@ -1,4 +1,4 @@
-"""Build the images with which the planner measures the memory of the image tower."""
+"""Build the images that the planner uses to measure the memory of the image tower."""
 
 from __future__ import annotations
 
@@ -19,19 +19,21 @@ if TYPE_CHECKING:
 
 
 def build_largest_image_columns(config: RunConfig, sizes: DataSizes | None) -> Batch | None:
-    """Build the batch columns for the images of the sample that needs the most memory.
+    """Build blank image inputs for the worst case: a sample whose images need the most memory.
 
-    If the data is tokenized, these are the images of the conversation with the most image tokens.
-    Otherwise, it is one square image of the maximum size that ``data.image_max_pixels``, the model's
-    processor and ``data.seq_len`` allow.
+    If the data is tokenized, the images have the sizes of the images in the conversation with the
+    most image tokens. If documents are also packed, these images are repeated as often as they fit
+    into a sample. If the data is not tokenized, there is one square image of about the largest size
+    that ``data.image_max_pixels``, the model's processor and ``data.seq_len`` allow.
 
     Args:
         config: Resolved config of the run.
         sizes: Sizes of the data. None if the data is not on this machine.
 
     Returns:
-        Tensors, keyed by the name of the model's argument. None if the run has no images, or if the
-        processor is not on this machine. In the latter case, a note is printed.
+        Tensors, keyed by the name of the argument of the model's ``forward``. None if the run has
+        no images, if no image fits into a sample, or if the processor is not on this machine. In
+        the last case, a note is printed.
     """
     if not config.data.images:
         return None
@@ -40,7 +42,7 @@ def build_largest_image_columns(config: RunConfig, sizes: DataSizes | None) -> B
         processor = _load_local_processor(config)
     if processor is None:
         _print_note_once(
-            "note: the plan does not include the memory of the image tower, because the image processor of "
+            "note: the plan does not include the memory of the vision tower, because the image processor of "
             f"{config.model.name_or_path} is not on this machine"
         )
         return None

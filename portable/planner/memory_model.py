@@ -1,6 +1,6 @@
 """Interface through which a backend describes the memory and communication of its engines.
 
-Each backend package has a module ``footprint`` that computes them from the sizes of a model,
+Each backend package has a module ``footprint`` that computes both from the sizes of a model,
 without building an engine. The module must not import an accelerator library. See
 :class:`FootprintModule`.
 """
@@ -37,7 +37,7 @@ class Cluster:
 
     @property
     def nodes(self) -> int:
-        """Number of nodes, rounded up."""
+        """Number of nodes that the devices occupy. A partly used node counts as one."""
         return -(-self.devices // self.per_node)
 
 
@@ -51,7 +51,7 @@ class StrategySetting:
 
     @classmethod
     def from_config(cls, config: RunConfig) -> StrategySetting:
-        """Return the combination of settings in a config."""
+        """Return the combination of strategy and offloading that a config selects."""
         return cls(config.strategy, config.memory.offload_optimizer, config.memory.offload_params)
 
     @property
@@ -71,8 +71,8 @@ class StrategySetting:
     def apply_to(self, config: RunConfig) -> RunConfig:
         """Return a copy of a config with this combination of settings.
 
-        ``memory.nvme_path`` is set to a placeholder if the combination needs a path and the config has
-        none.
+        ``memory.nvme_path`` is set to a placeholder if the combination needs a path and the config
+        has none. It is set to None if the combination does not use a disk.
 
         Raises:
             UserError: If the combination is incompatible with the other settings.
@@ -94,12 +94,16 @@ class Traffic:
     """Number of bytes that a device sends to other devices in a training step."""
 
     per_pass: float = 0.0
-    """Number of bytes for each micro-batch."""
+    """Number of bytes per micro-batch."""
     per_step: float = 0.0
-    """Number of bytes for each step in addition, for example for the optimizer update."""
+    """Number of additional bytes per step, for example for the optimizer update."""
 
     def compute_step_bytes(self, micro_batches: int) -> float:
-        """Compute the total number of bytes in a step that has ``micro_batches`` micro-batches."""
+        """Compute the number of bytes that a device sends in a step with several micro-batches.
+
+        Args:
+            micro_batches: Number of micro-batches in the step.
+        """
         return self.per_pass * micro_batches + self.per_step
 
 
@@ -107,8 +111,9 @@ class Traffic:
 class Footprint:
     """Memory and communication that an engine needs for a model. Sizes are in bytes.
 
-    The sizes are for the rank that needs the most memory. Only sizes that do not depend on the
-    micro-batch are included, so activations are not.
+    The sizes are for the rank that needs the most memory. Activations are not included. Some
+    values, such as the buffers for the exchange of tokens under expert parallelism, still depend on
+    the size of the micro-batch.
     """
 
     parameters: int
@@ -120,7 +125,7 @@ class Footprint:
     compute: ComputeMode
     """Mechanism by which the engine computes in the compute dtype, such as autocast."""
     compiler: CompilerModel | None = None
-    """Compiler that runs the complete pass. See :class:`portable.planner.pass_cost.PassRequest`."""
+    """Compiler that compiles the complete pass, such as XLA. None if the engine does not use one."""
     gathered: int = 0
     """Size of gathered parameters and communication buffers until the backward pass reaches a layer."""
     in_layers: int = 0
@@ -134,9 +139,9 @@ class Footprint:
     in_update: int = 0
     """Size of temporary values during the optimizer update, when the activations have been freed."""
     host: int = 0
-    """Host memory for each rank."""
+    """Host memory that each rank needs."""
     disk: int = 0
-    """Disk space for each rank, if the rank offloads to a disk."""
+    """Disk space that each rank needs if it offloads to a disk."""
     also_saved: int = 0
     """Size of the data that a checkpoint contains in addition to the fp32 weights and the optimizer state.
 
@@ -149,19 +154,27 @@ class Footprint:
 
 
 class FootprintModule(Protocol):
-    """Interface of the ``footprint`` module of each backend package."""
+    """Interface of the ``footprint`` module of each backend package.
+
+    The planner calls this module to list the strategies that the backend supports for a run. It
+    also uses the module to estimate the memory and communication of the backend's engines.
+    """
 
     def resolve_config(self, config: RunConfig, cluster: Cluster) -> RunConfig:
-        """Replace defaults with the values in the engine's own config file, such as a DeepSpeed JSON.
+        """Replace defaults with values in the engine's own config file, such as DeepSpeed's JSON file.
 
-        The config is also checked.
+        The resulting config is validated.
 
         Args:
             config: Config of the run.
             cluster: Devices of the run.
 
+        Returns:
+            The resolved config.
+
         Raises:
-            UserError: If the file contradicts the config, or if a setting has no effect on this backend.
+            UserError: If the file contradicts the config, or if a setting has no effect on this
+                backend.
         """
 
     def iter_settings(self, config: RunConfig, cluster: Cluster) -> Iterator[StrategySetting]:
@@ -180,8 +193,8 @@ class FootprintModule(Protocol):
             config: Config of the run. Its ``fsdp`` section may select the modules.
 
         Returns:
-            The modules, with outer modules before inner modules. Empty if this backend's footprint does not
-            depend on such modules.
+            The modules, with outer modules before inner modules. Empty if the memory estimate of
+            this backend does not depend on which parameters are gathered together.
 
         Raises:
             UserError: If the config selects modules that the model does not have.
@@ -214,9 +227,11 @@ def compute_muon_update_cost(
 ) -> UpdateCost:
     """Compute the device memory and communication of a Muon update.
 
-    The matrices of the model are distributed over the ranks, and each rank orthogonalizes one complete
-    matrix at a time. A rank needs memory for this matrix, for the parts of other ranks' matrices before
-    and after the update, and for the operands and results of the matrix products.
+    The matrices of the model are distributed over the ranks, and each rank orthogonalizes one
+    complete matrix at a time. A rank needs memory for this matrix, and for the operands and results
+    of the matrix products. It also needs memory for the data that it exchanges with other ranks
+    before and after the orthogonalization. A sharded stack of matrices, such as experts, is not
+    exchanged, because its shards consist of complete matrices.
 
     Args:
         model: Inventory of the model. Its largest matrix determines the memory.

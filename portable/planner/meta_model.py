@@ -10,7 +10,7 @@ from portable.adapters.assemble import check_parallel_support
 from portable.errors import UserError, to_one_line
 from portable.model.context_parallel_support import count_attention_heads
 from portable.model.expert_exchange import find_expert_modules, list_expert_factors
-from portable.model.flops import compute_flops_per_token, count_parameters
+from portable.model.flops import compute_flops_per_token, count_parameters, get_experts_per_token
 from portable.model.layers import find_transformer_layers
 from portable.model.parameter_groups import assign_parameter_groups
 from portable.model.parameters import get_checkpointed_tensors, list_embedding_weights
@@ -46,17 +46,18 @@ class ContextParallelTraffic(NamedTuple):
 
 
 class MetaModel:
-    """Model on the meta device, together with the numbers that the planner derives from it.
+    """Model on the meta device, with the quantities that the planner computes from it.
 
-    The attribute ``inventory`` contains the parameters. If the strategy cannot split the model into
-    FSDP units, the error message is stored in ``inventory.unit_error``. The constructor does not raise
-    the error, because other strategies may not need units.
+    Examples of these quantities are parameter counts, FLOPs per token, and activation sizes. The
+    attribute ``inventory`` contains the parameters. If the strategy cannot split the model into
+    FSDP units, the error message is stored in ``inventory.unit_error``. The constructor does not
+    raise the error, because other strategies may not need units.
 
     Args:
         model: Model on the meta device. It is not modified.
         config: Config of the run. Its backend must not be ``auto``.
-        image_columns: Batch columns with the images of the sample that needs the most memory, keyed by
-            name. None if the samples have no images.
+        image_columns: Batch columns with the images of the sample that needs the most memory, keyed
+            by name. None if the samples have no images.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class MetaModel:
 
     @cached_property
     def flops_per_image_token(self) -> float:
-        """Number of FLOPs of the image tower per token of an image, in the forward and backward pass.
+        """Number of FLOPs of the image tower per image token, in the forward and backward pass.
 
         0 if the samples have no images, or if the tower cannot be run on fake tensors.
         """
@@ -102,7 +103,7 @@ class MetaModel:
         """Check the context-, tensor- and expert-parallel sizes of a config against the model.
 
         Raises:
-            UserError: If the model does not support one of the sizes.
+            UserError: If the model does not support a size.
         """
         check_parallel_support(self._model, config)
 
@@ -114,7 +115,7 @@ class MetaModel:
         and once more if the layer is recomputed. Returns zeros without context parallelism.
 
         Args:
-            config: Config of the run.
+            config: Config of the run. ``train.micro_batch_size`` must not be ``auto``.
             cluster: Devices of the run.
         """
         parts, data, micro = config.context_parallel_size, config.data, config.train.micro_batch_size
@@ -135,8 +136,10 @@ class MetaModel:
     def measure_activations(self, request: PassRequest) -> Activations:
         """Measure the peak memory of a pass. Results are cached.
 
-        If the model cannot be run without values, for example because its control flow depends on them, the
-        peak is estimated with a formula, and ``failure`` is set in the result.
+        If the samples have images, the result includes the memory of the image tower.
+
+        If the model cannot be run on fake tensors, for example because its control flow depends on values,
+        the peak is estimated with a formula, and ``failure`` is set in the result.
 
         Args:
             request: Pass to run.
@@ -150,22 +153,30 @@ class MetaModel:
         return self._cached_activations[request]
 
     def _measure_without_images(self, request: PassRequest) -> Activations:
-        """Measure or estimate the peak memory of a pass that does not run an image tower."""
+        """Measure or estimate the peak memory of a pass that does not run an image tower.
+
+        If the measurement of a pass with ``compiled`` fails, the pass is measured without
+        compilation. The memory is estimated only if the measurement without compilation fails as
+        well.
+        """
         from portable.planner.activations import measure_activations
 
         try:
             return measure_activations(self._model, request)
         except Exception as error:
-            if request.compiled:  # Without compilation, because the graph cannot be traced or breaks.
+            # Measure without compilation, because the graph cannot be traced or has breaks.
+            if request.compiled:
                 return self._measure_without_images(replace(request, compiled=False))
             why = f"{type(error).__name__}: {to_one_line(error)}"
             return _estimate_activations(self.inventory, request, why)
 
     def _measure_image_tower(self, columns: Batch, request: PassRequest) -> TowerMemory:
-        """Measure the memory of the image tower for one sample, or estimate it if the tower cannot be run.
+        """Measure or estimate the memory of the image tower for one sample. Results are cached.
 
-        The estimate is 10 times the size of the images in the processor's output, because a layer of a
-        vision transformer stores about 10 numbers per number in a patch.
+        The memory is estimated if the tower cannot be run. The estimated peak is 10 times the size
+        of the images in the processor's output, because a layer of a vision transformer stores
+        about 10 activation values for each input value. The estimated memory after the forward pass
+        is twice the size of the images.
         """
         from portable.planner.activations import measure_image_tower
 
@@ -175,7 +186,7 @@ class MetaModel:
                 self._cached_towers[key] = measure_image_tower(self._model, request, columns)
             except Exception as error:
                 size = sum(values.nbytes for values in columns.values())
-                why = f"image tower: {type(error).__name__}: {to_one_line(error)}"
+                why = f"vision tower: {type(error).__name__}: {to_one_line(error)}"
                 self._cached_towers[key] = TowerMemory(10 * size, 2 * size, why)
         return self._cached_towers[key]
 
@@ -189,7 +200,8 @@ def build_inventory(
         module: Model on any device.
         train: Settings that determine the trained parameters and the parameter groups.
         units: Modules whose parameters FSDP gathers together, with outer modules before inner modules.
-        sharing: Number of tensor-parallel ranks.
+        sharing: Number of tensor-parallel ranks. It determines the ``sharded_dim`` of each
+            parameter. All shapes and sizes remain unsharded.
     """
     model = cast("PreTrainedModel", module)
     layers = [layer for _, layer in find_transformer_layers(model)]
@@ -230,7 +242,7 @@ def build_inventory(
         num_layers=int(getattr(text, "num_hidden_layers", len(layers))),
         vocab_size=int(getattr(text, "vocab_size", 0)),
         num_parameters=count_parameters(model),
-        experts_per_token=int(getattr(text, "num_experts_per_tok", None) or 1) if expert_modules else 0,
+        experts_per_token=(get_experts_per_token(text) or 1) if expert_modules else 0,
         num_mixture_layers=len(expert_modules),
     )
 
@@ -238,10 +250,14 @@ def build_inventory(
 def _estimate_activations(model: ModelInventory, request: PassRequest, failure: str) -> Activations:
     """Estimate the activation memory with a formula, for a model that cannot be run on fake tensors.
 
-    For each token, layer, and hidden unit, the formula counts 34 bytes in 16-bit precision (Korthikanti et
-    al., 2022, "Reducing Activation Recomputation in Large Transformer Models", without attention scores), or
-    2 bytes if the layer is recomputed. The formula also adds the activations of one layer during its backward
-    pass, three copies of the logits in fp32, and for autocast a 16-bit copy of all fp32 weights.
+    The formula counts 34 bytes per token, layer, and hidden unit in 16-bit precision, or 2 bytes if
+    the layer is recomputed. The numbers are from Korthikanti et al., 2022, "Reducing Activation
+    Recomputation in Large Transformer Models". Attention scores are not counted. The formula then
+    adds:
+
+    * the activations of one layer during its backward pass,
+    * three copies of the logits in fp32,
+    * under autocast, a 16-bit copy of all fp32 weights.
 
     Args:
         model: Inventory of the model.

@@ -36,12 +36,16 @@ class CustomStateBytes(NamedTuple):
 def compute_custom_state_bytes(train: TrainConfig, shape: tuple[int, ...], elements: int) -> CustomStateBytes:
     """Compute the size of a custom optimizer's state for a shard of a parameter.
 
-    The optimizer is run on meta tensors to find the state that it creates.
+    The optimizer is run on a meta tensor with the complete shape to find the state that it creates.
+    If it fails on the meta device, it is run on a CPU tensor. Results of these runs are cached.
 
     Args:
         train: Settings whose ``optimizer`` is a custom optimizer.
         shape: Shape of the complete parameter.
         elements: Number of elements of the shard.
+
+    Raises:
+        UserError: If the optimizer cannot be created, or if it fails in a trial step.
     """
     # Imported here, because it imports torch.
     from portable.optim.custom_optimizer import list_state_tensor_layouts

@@ -1,7 +1,8 @@
 """Data classes for a model's parameters and the other model properties that a plan needs.
 
-:func:`portable.planner.meta_model.build_inventory` creates them from a model on the meta device.
-This module does not import torch, so footprint modules can use it cheaply.
+:func:`portable.planner.meta_model.build_inventory` builds them from a model on the meta device.
+Importing this module does not import torch. The backends' ``footprint`` modules, which compute the
+memory that a run needs, can therefore import it quickly.
 """
 
 from __future__ import annotations
@@ -37,15 +38,14 @@ class ParameterEntry:
     unit_index: int | None
     """Index of the innermost FSDP unit that contains the parameter. None if no unit contains it."""
     itemsize: int = 4
-    """Size of an element in bytes in FSDP2, DDP, and XLA. A gradient has the size of its parameter."""
+    """Size in bytes of an element of the parameter and of its gradient under FSDP2, DDP, and XLA."""
     sharded_dim: int | None = None
     """Dimension along which tensor-parallel ranks split the parameter. None if each rank has the complete
     parameter.
     """
     expert_dim: int | None = None
-    """Dimension that expert-parallel ranks divide, for a stack of experts or a LoRA factor of experts. None
-    for other parameters.
-    """
+    """Dimension along which expert-parallel ranks split the parameter, if it is a stack of experts or
+    a LoRA factor of experts. None for other parameters."""
 
     @cached_property
     def num_elements(self) -> int:
@@ -54,7 +54,7 @@ class ParameterEntry:
 
     @property
     def is_trained(self) -> bool:
-        """Whether the parameter is trained instead of frozen."""
+        """Whether the parameter is trained. False if it is frozen."""
         return self.group is not None
 
     @property
@@ -101,6 +101,9 @@ class ModelInventory:
     def shard_for_tensor_parallel(self, ranks: int) -> ModelInventory:
         """Return the inventory of one tensor-parallel rank, in which sharded parameters are smaller.
 
+        Only the shapes in ``weights`` change. Other fields, such as ``state_bytes`` and
+        ``num_parameters``, still describe the complete model.
+
         Args:
             ranks: Number of tensor-parallel ranks. If it is 1, this object itself is returned.
         """
@@ -114,9 +117,11 @@ class ModelInventory:
         return self if ranks == 1 else replace(self, weights=tuple(map(cut_weight, self.weights)))
 
     def shard_for_expert_parallel(self, ranks: int) -> ModelInventory:
-        """Return the inventory of one of ``ranks`` expert-parallel ranks, which has fewer experts.
+        """Return the inventory of one rank, with the experts divided among ``ranks`` ranks.
 
-        Returns this object itself if ``ranks`` is 1.
+        Only the shapes in ``weights`` change. Other fields, such as ``state_bytes`` and
+        ``num_parameters``, still describe the complete model. Returns this object itself if
+        ``ranks`` is 1.
         """
         if ranks == 1:
             return self
@@ -153,7 +158,10 @@ class ModelInventory:
         return self.state_bytes + self.compute_optimizer_state_bytes(train)
 
     def compute_optimizer_state_bytes(self, train: TrainConfig) -> int:
-        """Compute the bytes of the optimizer state of all trained parameters, before sharding."""
+        """Compute the total size of the optimizer state before sharding, in bytes.
+
+        All trained parameters are included.
+        """
         return sum(
             compute_optimizer_state_bytes(
                 train,

@@ -26,9 +26,7 @@ class Peak(NamedTuple):
     """Peak of the activation memory on a device, in bytes."""
 
     work_bytes: int
-    """Size of saved activations and temporary tensors of the backward pass, including the logits and the
-    loss.
-    """
+    """Size of the saved activations and the temporary tensors, including the logits and the loss."""
     copy_bytes: int
     """Size of the copies of weights that autocast creates."""
 
@@ -40,16 +38,18 @@ class Peak(NamedTuple):
 
 @dataclass(frozen=True)
 class Activations:
-    """Peak memory of a pass, before and after the backward pass has computed the first layer gradients.
+    """Peak activation memory in the two phases of a forward and backward pass.
 
-    The two phases are separate, because engines keep different amounts of gathered parameters in
-    memory.
+    The first phase is the forward pass and the start of the backward pass. It ends when the first
+    gradient of a layer's parameter is complete. The second phase is the rest of the backward pass.
+    The peaks are separate, because engines keep different amounts of gathered parameters in memory
+    in the two phases.
     """
 
     before_layers: Peak
-    """Peak of the forward pass, and of the backward pass until the first layer has gradients."""
+    """Peak of the forward pass, and of the backward pass until any layer has gradients."""
     in_layers: Peak
-    """Peak of the backward pass after the first layer has gradients."""
+    """Peak of the backward pass after a layer has gradients."""
     failure: str | None = None
     """Reason why the model could not be run, in which case the peaks are estimated with a formula.
 
@@ -60,13 +60,16 @@ class Activations:
 
     @property
     def total_bytes(self) -> int:
-        """Maximum of the total bytes of both peaks."""
+        """Larger of the two peaks ``before_layers`` and ``in_layers``, in bytes."""
         return max(self.before_layers.total_bytes, self.in_layers.total_bytes)
 
     def add_tower(self, tower: TowerMemory, num_samples: int) -> Activations:
-        """Return the peaks of a pass that also runs an image tower.
+        """Return the peak activation memory of a pass that also runs an image tower.
 
-        The tower runs first, on the images of ``num_samples`` samples.
+        The tower runs first, on the images of ``num_samples`` samples. Each sample is assumed to
+        need the memory in ``tower``. The memory that the tower keeps is added to the peaks of both
+        phases, :attr:`before_layers` and :attr:`in_layers`. The tower's own peak only affects
+        :attr:`before_layers`, which is at least this peak.
         """
         before, layers = self.before_layers, self.in_layers
         peak, kept_bytes = num_samples * tower.peak_bytes, num_samples * tower.kept_bytes
@@ -103,7 +106,11 @@ the end of the backward loop over layers.
 
 
 class ResultRule(Protocol):
-    """Type of functions that return how a compiler treats the result of an operation."""
+    """Protocol of a function that returns the :data:`ResultKind` of an operation's result.
+
+    The kind defines whether a compiler, such as XLA, stores the result in memory, or recomputes it
+    for each operation that reads it.
+    """
 
     def __call__(self, operation: str, *, elementwise: bool) -> ResultKind:
         """Return how the compiler treats the result of an operation.
@@ -117,10 +124,13 @@ class ResultRule(Protocol):
 
 @dataclass(frozen=True)
 class CompilerModel:
-    """Properties of a compiler for complete passes, such as XLA, that affect the memory of a pass."""
+    """Properties of a compiler, such as XLA, that compiles the forward and backward pass of a model.
+
+    The planner uses these properties to compute how much memory the compiled pass needs.
+    """
 
     classify_result: ResultRule
-    """Function that takes the name of an operation, and returns the treatment of its result."""
+    """Function that returns how the compiler treats the result of an operation."""
     loops_over_layers: bool = False
     """Whether the compiled pass runs the layers in a loop.
 
@@ -137,22 +147,26 @@ class CompilerModel:
     Each device computes the attention of complete sequences with its share of the heads.
     """
     prepare_model: Callable[[Any], None] | None = None
-    """Function that changes a model in place in the same way as the engine does before it compiles the model.
+    """Function that modifies a model in place as the engine does before compilation.
 
-    None if the engine does not change the model.
+    None if the engine does not modify the model.
     """
 
 
 @dataclass(frozen=True)
 class PassRequest:
-    """Description of a forward and backward pass: all values that its memory depends on."""
+    """Properties of a forward and backward pass that determine its memory use.
+
+    The planner uses them to measure or estimate the activation memory, and to cache the result.
+    """
 
     micro_batch: int
     """Number of sequences in a micro-batch."""
     seq_len: int
     """Number of tokens of a sequence on one device."""
     target_seq_len: int
-    """Number of tokens of the labels and, in an encoder-decoder model, of the decoder's input."""
+    """Number of label tokens per sequence. In an encoder-decoder model, also the length of the
+    decoder's input."""
     task: str
     """Value of ``model.task``."""
     packed: bool | Literal["documents"]
@@ -160,7 +174,7 @@ class PassRequest:
     compute: ComputeMode
     """Mechanism by which the engine computes in the compute dtype."""
     precision: str
-    """``fp32``, ``bf16``, or ``fp16``."""
+    """Compute dtype: ``fp32``, ``bf16``, or ``fp16``."""
     recompute: str
     """Value of ``memory.activation_checkpointing``."""
     on_gpu: bool
@@ -193,13 +207,21 @@ class PassRequest:
     ) -> PassRequest:
         """Build the description of the pass that a run executes for each micro-batch.
 
+        ``loss_chunk_tokens`` is 0 under ZeRO, if ``compiler`` is set, and if ``train.loss`` needs
+        the logits. In these cases, the logits of all tokens are computed at once. ``compiled`` is
+        False with activation checkpointing, because inductor then does not choose the saved
+        tensors.
+
         Args:
             config: Config of the run.
             micro_batch: Number of samples in a micro-batch.
-            compute: Mechanism by which the engine computes in the compute dtype, such as autocast. Ignored
-                in fp32.
-            on_gpu: Whether autocast follows CUDA's rules.
+            compute: Method by which the engine applies the compute dtype, such as autocast. Ignored
+                if the compute dtype is fp32.
+            on_gpu: Whether the backend runs CUDA, so that autocast follows CUDA's rules.
             compiler: Compiler that compiles the complete pass. None if the engine does not use one.
+
+        Raises:
+            UserError: If ``train.loss`` is not a valid loss for the run.
         """
         precision = "fp32" if config.precision == "tf32" else config.precision
         in_parts = not (compiler or config.strategy.startswith("zero"))

@@ -65,13 +65,13 @@ class PlanTarget:
     """Name of the backend, such as ``cuda``."""
     cluster: Cluster
     device: Device | None
-    """Type of device. None if it is unknown, so that the plan cannot determine which options fit."""
+    """Type of device. None if it is unknown. In this case, the plan does not determine which options fit."""
     host_memory: int | None
-    """Memory of a node in bytes. None if it is unknown."""
+    """Host memory per node in bytes. None if it is unknown."""
 
 
 class ConfigAndTarget(NamedTuple):
-    """Config that is resolved for a target, together with the target."""
+    """Resolved config of a run, and the target (backend and devices) for which it is resolved."""
 
     config: RunConfig
     target: PlanTarget
@@ -90,12 +90,16 @@ class DeviceBytes:
 
     @property
     def resident(self) -> int:
-        """Bytes that stay allocated between steps. They do not depend on the micro-batch size."""
+        """Total size of the parameters, gradients, and optimizer state, in bytes.
+
+        The planner counts the gradients in all phases of a step, although some engines free the
+        gradients after each update.
+        """
         return self.parameters + self.gradients + self.optimizer
 
     @property
     def total(self) -> int:
-        """Peak memory: the sum of all attributes."""
+        """Peak memory in bytes, which is the sum of all fields."""
         return self.resident + self.gathered + self.activations
 
 
@@ -110,13 +114,14 @@ class PlanOption:
     """Value of ``memory.activation_checkpointing``."""
     device_bytes: DeviceBytes
     host_bytes: int
-    """Host memory of a node for all of its ranks."""
+    """Host memory that all ranks of a node need together, in bytes."""
     disk_bytes: int
-    """Space for offloading on the local disk of a node, for all ranks of the node."""
+    """Number of bytes that all ranks of a node need together on its local disk for offloading."""
     checkpoint_bytes: int
-    """Size of the tensors of a checkpoint."""
+    """Size of a checkpoint's tensors in bytes."""
     communication_bytes: int
-    """Number of bytes that a device sends in a step: within its node or between nodes, the larger of both."""
+    """Number of bytes that a device sends per step, either within its node or to other nodes. The
+    larger of the two numbers."""
     fits: bool | None
     """Whether the memory of the devices, and of the hosts if it is known, is sufficient.
 
@@ -129,6 +134,8 @@ class PlanOption:
 
     def format_config_yaml(self, config: RunConfig) -> str:
         """Format the settings of this option as YAML lines that the user can copy into the config file.
+
+        ``context_parallel_size`` and ``expert_parallel_size`` are not included.
 
         Args:
             config: Config of the run, which provides the precision and ``memory.nvme_path``.
@@ -150,15 +157,25 @@ class PlanOption:
 
 
 class Planner:
-    """Planner that computes the resources of a run for different strategies and micro-batch sizes.
+    """Planner that computes which resources a run needs with each strategy and micro-batch size.
 
     Footprints and measured activations are cached.
 
     Args:
-        config: Config of the run. Its precision must not be ``auto``. If ``train.micro_batch_size`` is
-            ``auto``, plans begin with a size of 1.
+        config: Config of the run. Its precision must not be ``auto``. If ``train.micro_batch_size``
+            is ``auto``, the planner starts with a size of 1.
         model: Model on the meta device.
         target: Devices to plan for.
+
+    Attributes:
+        config: The config, with ``micro_batch`` as its ``train.micro_batch_size``.
+        micro_batch: Largest divisor of ``batch_per_group`` that does not exceed the configured
+            micro-batch size.
+        batch_per_group: Number of sequences that a group of devices processes per step. Under
+            context or tensor parallelism, a group consists of the devices that process the same
+            sequences. Otherwise, it is a single device.
+        model: Inventory of the model's parameters.
+        meta_model: Value of the argument ``model``.
     """
 
     def __init__(self, config: RunConfig, model: MetaModel, target: PlanTarget) -> None:
@@ -169,7 +186,6 @@ class Planner:
         groups = target.cluster.devices // config.ranks_together
         share = max(1, config.train.global_batch_size // max(1, groups))
         wanted = config.train.micro_batch_size
-        self.searches_micro_batch = wanted == "auto"
         self.micro_batch = find_largest_divisor(share, 1 if wanted == "auto" else wanted)
         self.config = config.replaced({"train.micro_batch_size": self.micro_batch})
         self.batch_per_group = share
@@ -250,7 +266,11 @@ class Planner:
         )
 
     def _get_footprint(self, config: RunConfig) -> Footprint:
-        """Compute the memory of a config's engine, without activations. Results are cached."""
+        """Compute the footprint of the engine for a config. Results are cached.
+
+        ``config`` must be equal to the planner's config, except for the strategy, offloading,
+        micro-batch size and recomputation. The cache key contains only these settings.
+        """
         key = (
             StrategySetting.from_config(config),
             config.train.micro_batch_size,
@@ -263,13 +283,14 @@ class Planner:
         return self._footprints[key]
 
     def _measure_activations(self, config: RunConfig, footprint: Footprint, micro_batch: int) -> Activations:
-        """Measure the activation memory for a config.
+        """Measure the activation memory for a config, or estimate it if the model cannot be run.
 
-        If the memory is only estimated with a formula, the reason is stored in ``self.failure``.
+        The estimate uses a formula. In this case, the reason is stored in ``self.failure``.
 
         Args:
             config: Config of the run.
-            footprint: Footprint for this config.
+            footprint: Memory and communication estimate for ``config``. It determines the compute
+                mode and the compiler of the measured pass.
             micro_batch: Micro-batch size.
         """
         request = PassRequest.from_config(
@@ -286,18 +307,20 @@ class Planner:
     # -- all of them ---------------------------------------------------------------------------------------
 
     def build_options(self, *, offloading: bool = True) -> list[PlanOption]:
-        """Compute an option for each supported combination of strategy and offloading.
+        """Compute a memory plan for each supported combination of strategy and offloading.
 
-        All other settings, such as the micro-batch size, have the values in the config. Combinations that
-        are incompatible with the other settings are omitted.
+        Such a plan is called an option. All other settings, such as the micro-batch size, have the
+        values in the config. Combinations that are incompatible with the other settings are
+        omitted. The configured combination is considered even if the backend does not list it.
 
         Args:
-            offloading: Whether to include offloading. If False, the result is also restricted to strategies
-                that fit at least with micro-batches of one sample and full recomputation, which saves time.
+            offloading: Whether to include combinations with offloading. If False, the result also
+                omits strategies that do not fit even with micro-batches of one sample and full
+                recomputation. This saves time, but the device of the target must be known.
 
         Returns:
-            First the options that fit or may fit, in the order of strategies, and then the options that do
-            not fit.
+            First the options that fit or may fit, and then the options that do not fit. Within each
+            part, the planner's preferred strategies come first.
 
         Raises:
             UserError: If the configured combination is incompatible with the other settings.
@@ -318,18 +341,19 @@ class Planner:
 
     @staticmethod
     def get_order_position(setting: StrategySetting) -> int:
-        """Return the position of a combination in the order of strategies, with the most preferred at 0.
+        """Return the position of a strategy, with its offloading, in the order of preference.
 
-        Combinations with about the same cost have the same position.
+        Position 0 is the most preferred. Combinations of strategy and offloading that cost about
+        the same have the same position.
         """
         return _ORDER.get(setting, _LAST_POSITION)
 
     def _compute_order_key(self, setting: StrategySetting) -> tuple[int, bool, int]:
-        """Return the sort key of a combination.
+        """Return the key by which combinations of strategy and offloading are sorted.
 
         Returns:
-            Position in the order of strategies, whether the family (FSDP2 or ZeRO) differs from the family
-            of the configured strategy, and a number that makes the order unique.
+            Position in the order of preference, whether the strategy's family (FSDP2 or ZeRO)
+            differs from the configured family, and a tie-breaker.
         """
         family = setting.strategy.startswith("zero") != self.config.strategy.startswith("zero")
         return (
@@ -339,24 +363,32 @@ class Planner:
         )
 
     def comes_before(self, option: PlanOption, other: PlanOption) -> bool:
-        """Return whether ``option`` precedes ``other`` in the order of strategies."""
+        """Return whether the planner prefers the strategy of ``option`` to the strategy of ``other``.
+
+        The order of preference takes the offloading of both options into account, but not whether
+        they fit into memory.
+        """
         return self._compute_order_key(option.setting) < self._compute_order_key(other.setting)
 
     def describe_next_setting(self, setting: StrategySetting) -> str | None:
-        """Describe the next combination of the same family in the order of strategies, as a suggestion.
+        """Describe the combination of strategy and offloading to try if ``setting`` does not fit.
+
+        This is the next combination of the same family (FSDP2 or ZeRO) in the order of preference that
+        is compatible with the other settings.
 
         Args:
             setting: Combination that does not fit.
 
         Returns:
-            Text such as ``strategy zero2 with memory.offload_optimizer cpu``. None if there is no further
-            combination.
+            Text such as ``strategy zero2 with memory.offload_optimizer cpu``. None if no
+            combination follows.
         """
         later = [
             s
             for s in self._footprint_module.iter_settings(self.config, self.target.cluster)
             if self._compute_order_key(s) > self._compute_order_key(setting)
             and self._compute_order_key(s)[1] == self._compute_order_key(setting)[1]
+            and self._is_compatible(s)
         ]
         if not later:
             return None
@@ -364,13 +396,26 @@ class Planner:
         moved = [f"memory.offload_{part} {place}" for part, place in next_setting.offload_targets.items()]
         return f"strategy {next_setting.strategy}" + (f" with {' and '.join(moved)}" if moved else "")
 
+    def _is_compatible(self, setting: StrategySetting) -> bool:
+        """Return whether a combination of strategy and offloading is compatible with the other settings."""
+        try:
+            check_config(setting.apply_to(self.config))
+        except UserError:
+            return False
+        return True
+
     def find_best_option(self, options: list[PlanOption]) -> PlanOption | None:
         """Find the option that fits and is expected to be the fastest.
 
-        Strategies without offloading are tried first, in the order of strategies. The first attempt has
-        the config's micro-batch size and recomputation. Next are smaller micro-batches, because more
-        accumulation costs little, and then full recomputation, which costs a third more computation.
-        Strategies with offloading are tried last.
+        The options are examined in four groups, and the first option that fits is returned:
+
+        1. Without offloading, with the config's micro-batch size and recomputation.
+        2. Without offloading, with smaller micro-batches. More accumulation costs little.
+        3. Without offloading, with full recomputation, which costs a third more computation.
+        4. With offloading and full recomputation.
+
+        Within each group, the strategies are in their order of preference. Groups 3 and 4 try the
+        config's micro-batch size first, and then smaller micro-batches.
 
         Args:
             options: Result of ``build_options``.
@@ -437,7 +482,8 @@ class Planner:
     def compute_min_device_bytes(self) -> int:
         """Compute the minimum device memory in bytes that the run needs without offloading.
 
-        This is the minimum over all strategies, with micro-batches of one sequence and full recomputation.
+        This is the minimum over all strategies that the backend lists and that are compatible with
+        the config, with micro-batches of one sequence and full recomputation.
         """
         sizes = []
         for setting in self._footprint_module.iter_settings(self.config, self.target.cluster):
@@ -466,9 +512,9 @@ class Planner:
     def _list_smaller_micro_batches(self) -> list[int]:
         """Return one or two micro-batch sizes that are smaller than the configured size, in descending order.
 
-        They are 1 and the largest divisor of the group's sequences that does not exceed half of the
-        configured size. The list is empty if the configured size is 1, or if ``train.fused_backward`` needs a
-        single micro-batch.
+        One size is 1. The other is the largest divisor of ``batch_per_group`` that does not exceed half of
+        the configured size. The list is empty if the configured size is 1, or if ``train.fused_backward``
+        needs a single micro-batch.
         """
         if self.micro_batch == 1 or self.config.train.fused_backward:
             return []
@@ -485,6 +531,9 @@ class Planner:
 
         Returns:
             The size. None if no size fits or if the device memory is unknown.
+
+        Raises:
+            UserError: If the configured strategy is incompatible with the other settings.
         """
         if self.target.device is None:
             return None
@@ -502,14 +551,20 @@ class Planner:
 def _compute_device_bytes(footprint: Footprint, working: Activations) -> DeviceBytes:
     """Compute the peak memory of a device.
 
-    The peak is the maximum over four moments: before the backward pass reaches the layers, while it is
-    in the layers, at its end, and in the update. All gradients are assumed to be in memory at each
-    moment, which is true from the second micro-batch of a step on. In a step with only one micro-batch,
-    gradients appear while activations are freed, so the actual peak is lower.
+    The peak is the maximum over four phases of a step:
+
+    * the forward pass, and the backward pass until it reaches the layers
+    * the backward pass of the layers
+    * the end of the backward pass, when the activations have been freed
+    * the optimizer update
+
+    All gradients are assumed to be in memory in each phase, which is true from the second
+    micro-batch of a step on. In a step with only one micro-batch, gradients appear while
+    activations are freed, so the actual peak is lower.
 
     Args:
         footprint: Memory of the engine, without activations.
-        working: Peaks of the activation memory.
+        working: Peak activation memory, before and after the backward pass reaches the layers.
     """
     before, layers = working.before_layers, working.in_layers
     moments = [

@@ -1,48 +1,90 @@
-"""Plan of a run, and its formats as text and JSON."""
+"""Plan of a run, with functions that format it as text and JSON."""
 
 from __future__ import annotations
 
 import textwrap
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from portable.config.derived_defaults import find_largest_divisor
 from portable.formatting import format_bytes, format_columns, format_count, format_table
 from portable.planner.run_time import estimate_run_hours
+from portable.planner.savings import is_result_changed
 from portable.registry import load_backend_package
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from portable.config import RunConfig
     from portable.planner.plan import Planner, PlanOption
     from portable.planner.run_time import EstimateRange, TrainingWork
 
 _TEXT_COLUMNS = ("strategy", "offload", "recompute")
 _MEMORY_COLUMNS = ("parameters", "gathered", "gradients", "optimizer", "activations")
-"""Columns with the composition of the device memory, which are only shown in a wide table."""
+"""Columns that break down the device memory. Only a wide table shows them."""
+
+
+class LeanOption(NamedTuple):
+    """Option that fits without offloading because some settings are changed to save memory.
+
+    Attributes:
+        settings: New values of the changed settings, keyed by dotted key. One of the combinations
+            that :func:`~portable.planner.savings.list_memory_savings` returns.
+        option: Memory plan with these settings.
+    """
+
+    settings: dict[str, Any]
+    option: PlanOption
+
+    def describe_settings(self) -> str:
+        """Describe the settings as text, such as ``memory.offload_activations true``.
+
+        The micro-batch size and recomputation are omitted, because callers read them from the
+        attribute ``option``. If the settings change the result of the run, the text ends with a
+        note about it.
+        """
+        shown = [
+            f"{key} {'null' if value is None else str(value).lower()}"
+            for key, value in self.settings.items()
+            if key not in ("train.micro_batch_size", "memory.activation_checkpointing")
+        ]
+        note = " (changes the result)" if is_result_changed(self.settings) else ""
+        return " and ".join(shown) + note
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Resources that a run requires on a target, with a recommendation.
+    """Resources that a run requires on the planned devices, with a recommendation.
+
+    ``str()`` returns the text that ``portable-plan`` prints.
+
+    The options ``lean``, ``adapter`` and ``shared`` change settings so that the run fits without
+    offloading. Each of them is None if no such option fits. All three are None if ``best`` already
+    fits without offloading, or if the memory of the devices is unknown, because the planner then
+    does not search for them.
 
     Attributes:
         planner: Planner that computed the plan.
         options: One option for each supported combination of strategy and offloading.
-        best: Recommended option. None if no option fits, or if the memory of the devices is unknown.
-        adapter: Option that fits without offloading because it trains an adapter. None if there is no such
-            option, or if none was searched because `best` fits without offloading.
-        shared: Option that fits without offloading because it has a larger `context_parallel_size`. None
-            under the same conditions as `adapter`.
-        divided: Option that has a larger `expert_parallel_size`, and therefore sends fewer bytes than `best`
-            or fits without offloading. None if there is no such option.
-        work: Amount of training. None if it is unknown.
+        best: Recommended option. None if no option fits, or if the memory of the devices is
+            unknown.
+        lean: Option with settings that save memory. See
+            :func:`~portable.planner.savings.list_memory_savings`.
+        adapter: Option that trains a LoRA adapter. Also None if the config already has an adapter.
+        shared: Option with a larger ``context_parallel_size``.
+        divided: Option with expert parallelism that fits without offloading. None if no such option
+            exists, if the config already has expert parallelism, or if the memory of the devices is
+            unknown. Also None if ``best`` fits without offloading and does not communicate more
+            bytes.
+        work: Number of steps and tokens of the run. None if it is unknown.
         price: Price of a device per hour. None if it is unknown.
     """
 
     planner: Planner
     options: Sequence[PlanOption]
     best: PlanOption | None
+    lean: LeanOption | None = None
     adapter: PlanOption | None = None
     shared: PlanOption | None = None
     divided: PlanOption | None = None
@@ -58,12 +100,16 @@ class Plan:
 
     @cached_property
     def hours(self) -> EstimateRange | None:
-        """Range of hours for the run with the recommended option. None if it is unknown."""
+        """Estimated range of the run time in hours with the recommended option.
+
+        None if no option is recommended, if the option uses offloading, or if the number of tokens
+        or the peak FLOP/s of the device is unknown.
+        """
         return estimate_run_hours(self.planner, self.best, self.work) if self.best and self.work else None
 
     @cached_property
     def cost(self) -> EstimateRange | None:
-        """Range of the run's cost, in the currency of ``price``. None if hours or price are unknown."""
+        """Estimated range of the cost, in the currency of ``price``. None if hours or price are unknown."""
         if self.hours is None or self.price is None:
             return None
         return self.hours.compute_cost(self.price * self.planner.target.cluster.devices)
@@ -92,6 +138,7 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
         "share_of_peak_source": reached and reached.source,
         "cost": plan.cost and [plan.cost.least, plan.cost.most],
         "best": plan.best and _option_to_json(plan.best) | {"reason": explain_choice(plan)},
+        "with_savings": plan.lean and {"settings": plan.lean.settings, **_option_to_json(plan.lean.option)},
         "with_adapter": plan.adapter and _option_to_json(plan.adapter),
         "with_shared_sequences": plan.shared and _option_to_json(plan.shared),
         "with_divided_experts": plan.divided and _option_to_json(plan.divided),
@@ -145,21 +192,25 @@ def format_plan(plan: Plan, *, wide: bool = False, width: int = 100) -> str:
     if (peak := planner.get_peak_flops()) and (most := planner.compute_max_tokens_per_second()):
         each = f"{cluster.devices} x {peak / 1e12:,.0f} TFLOP/s"
         rounded = float(f"{most:.3g}")
-        rows.append(
-            ("tokens/s", f"at most {rounded:,.0f}, at the data sheet's {each}; MFU is a run's share of it")
-        )
+        rows.append(("tokens/s", f"at most {rounded:,.0f}, at the peak of {each} in the data sheet"))
     parts = [format_table(rows + build_time_rows(plan), width)]
     if planner.failure is not None:
-        parts.append(f"note: activations are estimated by formula: {planner.failure}")
+        note = (
+            "note: the memory of activations is estimated with a formula, because the model could not be "
+            f"run without data ({planner.failure})"
+        )
+        parts.append(wrap_text(note, width))
     if device is not None:
         parts.append(wrap_text(explain_choice(plan), width))
     if best is not None:
         parts.append(best.format_config_yaml(planner.config))
     parts.append(format_option_table(plan, wide=wide))
     if best is not None:
-        parts.append("* recommended; the row shows the settings that the run would use")
+        parts.append(wrap_text("* recommended; the row shows the settings that the run would use", width))
     if device is None:
-        advice = "name a device to see what fits: --device h100, --device v5e, or --device-memory 80GB"
+        advice = (
+            "specify a device to see which options fit: --device h100, --device v5e, or --device-memory 80GB"
+        )
         parts.append(wrap_text(advice, width))
     return "\n\n".join(parts)
 
@@ -185,7 +236,11 @@ def build_time_rows(plan: Plan) -> list[tuple[str, str]]:
 
 
 def wrap_text(text: str, width: int) -> str:
-    """Wrap a string into lines of at most ``width`` characters, without breaking words."""
+    """Wrap a string into lines of at most ``width`` characters, without breaking words.
+
+    A word that is longer than ``width`` forms a longer line. Line breaks in ``text`` are kept, and
+    blank lines are removed.
+    """
     return "\n".join(
         part
         for line in text.splitlines()
@@ -194,14 +249,17 @@ def wrap_text(text: str, width: int) -> str:
 
 
 def format_option_table(plan: Plan, *, wide: bool = False) -> str:
-    """Format a table with one row per option. If there is a best option, it is first and has a star.
+    """Format a table with one row per option.
 
-    Columns that contain only dashes, or only the values in the config, are omitted.
+    If there is a best option, its row is first and has a star. The columns for host memory, disk
+    space and sent bytes are each omitted if they contain only dashes. Unless ``wide`` is True, the
+    columns for recomputation and micro-batch size are each omitted if all options have the config's
+    value.
 
     Args:
         plan: Plan with the options.
-        wide: Whether to include a breakdown of the device memory, and the columns with the config's
-            values.
+        wide: Whether to add a breakdown of the device memory, and to always show the recomputation
+            and the micro-batch size.
     """
     planner, best = plan.planner, plan.best
     shown = [*plan.options]
@@ -250,7 +308,12 @@ def _format_cells(option: PlanOption, star: str) -> dict[str, str]:
 
 
 def format_offloading_cell(option: PlanOption) -> str:
-    """Format the offloading of an option for a table cell, such as ``optimizer+params nvme``, or ``-``."""
+    """Format the offloading of an option for a table cell. The result is ``-`` without offloading.
+
+    A target is named only if it is NVMe. For example, ``optimizer+params nvme`` offloads the
+    optimizer to CPU memory and the parameters to NVMe. If both have the same target, the result is
+    ``all`` or ``all nvme``.
+    """
     moved = option.setting.offload_targets
     if len(moved) == 2 and len(set(moved.values())) == 1:
         moved = {"all": next(iter(moved.values()))}
@@ -265,10 +328,10 @@ def describe_option(option: PlanOption) -> str:
 
 
 def explain_choice(plan: Plan) -> str:
-    """Explain in a few sentences why the best option is recommended, and how to reduce the memory further.
+    """Explain in a few sentences why the best option is recommended, and how to save more memory.
 
-    If there is no best option, explain why nothing fits. Options with an adapter, with context parallelism or
-    with expert parallelism are mentioned if the plan has them.
+    If there is no best option, explain why nothing fits. The text also mentions the plan's options
+    that use an adapter, context parallelism, expert parallelism, or settings that save memory.
 
     Args:
         plan: Plan whose device is known.
@@ -279,6 +342,8 @@ def explain_choice(plan: Plan) -> str:
     usable = device.compute_usable_bytes(planner.target.cluster.devices)
     instead = ""
     others = [("an adapter (adapter.type lora)", plan.adapter)]
+    if plan.lean is not None:
+        others.insert(0, (plan.lean.describe_settings(), plan.lean.option))
     if plan.shared is not None:
         name = f"context_parallel_size {plan.shared.context_parallel_size}, the smallest that fits"
         others.insert(0, (name, plan.shared))
@@ -292,8 +357,9 @@ def explain_choice(plan: Plan) -> str:
         if changes := list_changed_settings(planner, other):
             instead += " with " + " and ".join(changes)
         if other is plan.divided:
-            instead += f", and a device sends {format_bytes(other.communication_bytes)} a step"
+            instead += f", and a device sends {format_bytes(other.communication_bytes)} per step"
             instead += "" if best is None else f" instead of {format_bytes(best.communication_bytes)}"
+    instead += "." if instead else ""
     if best is None:
         least = min(plan.options, key=lambda option: option.device_bytes.total)
         return (
@@ -316,20 +382,24 @@ def explain_choice(plan: Plan) -> str:
     if before:
         last = before[-1]
         text += (
-            f"; {describe_option(last)} before it takes {format_bytes(last.device_bytes.total)}, most of it "
-            f"{describe_largest_part(last)}"
+            f"; the previous option, {describe_option(last)}, needs {format_bytes(last.device_bytes.total)}, "
+            f"mostly for {describe_largest_part(last)}"
         )
     if changes := list_changed_settings(planner, best):
-        text += "; it takes " + " and ".join(changes)
+        text += "; the recommended settings include " + " and ".join(changes)
     text += f".\nIf memory runs out: {describe_next_reductions(planner, best)}"
     return text + instead
 
 
 def list_changed_settings(planner: Planner, option: PlanOption) -> list[str]:
-    """Describe the settings of an option that differ from the config, except strategy and offloading.
+    """Describe how an option differs from the planner's config.
+
+    Only the micro-batch size and activation checkpointing are compared, not strategy and
+    offloading.
 
     Returns:
-        A description of each setting, such as ``train.micro_batch_size 2 instead of 4``.
+        A description of each setting that differs, such as
+        ``train.micro_batch_size 2 instead of 4``.
     """
     changes = []
     if option.micro_batch != planner.micro_batch:
@@ -347,34 +417,64 @@ def describe_largest_part(option: PlanOption) -> str:
 
 
 def describe_next_reductions(planner: Planner, option: PlanOption) -> str:
-    """Describe up to two settings to change if an option runs out of memory, in the order to try them.
+    """Describe the next one or two settings to change if an option runs out of memory.
 
-    If no setting is left to change, describe changes to the run instead.
+    The setting to try first comes first, as in ``train.micro_batch_size 2, then strategy zero2``.
+    If no such setting is left, describe larger changes to the run, such as more devices or a
+    shorter ``data.seq_len``.
     """
     steps = []
-    if option.micro_batch > 1:
-        steps.append(f"train.micro_batch_size {max(1, option.micro_batch // 2)}")
-    if option.recompute != "full":
-        steps.append("memory.activation_checkpointing full")
-    steps += _list_backend_remedies(planner)
+    if option.micro_batch > 1 and not planner.config.train.fused_backward:
+        smaller_size = find_largest_divisor(planner.batch_per_group, option.micro_batch // 2)
+        steps.append(f"train.micro_batch_size {smaller_size}")
+    config = option.setting.apply_to(planner.config).replaced(
+        {
+            "train.micro_batch_size": option.micro_batch,
+            "memory.activation_checkpointing": option.recompute,
+        }
+    )
     following = planner.describe_next_setting(option.setting)
-    if following is not None:
+    for remedy in _list_backend_remedies(planner, config):
+        if not remedy.startswith(_STRATEGY_REMEDIES):
+            steps.append(remedy)
+        elif following is not None and following not in steps:
+            steps.append(following)
+    if following is not None and following not in steps:
         steps.append(following)
     return ", then ".join(steps[:2]) if steps else _describe_last_resorts(planner)
 
 
-def _list_backend_remedies(planner: Planner) -> list[str]:
-    """List the backend's suggestions to reduce memory, except for settings that the planner itself varies."""
-    remedies = load_backend_package(planner.target.backend).iter_memory_remedies(
-        planner.config, planner.target.cluster.devices
-    )
-    planned = ("strategy", "memory.offload", "memory.activation_checkpointing")
-    return [remedy for remedy in remedies if not remedy.startswith(planned)]
+_STRATEGY_REMEDIES = ("strategy", "memory.offload_optimizer", "memory.offload_params")
+"""Keys of remedies that the planner replaces by the next combination in the order of strategies."""
+_PLANNED_REMEDIES = (
+    *_STRATEGY_REMEDIES,
+    "memory.activation_checkpointing",
+    "memory.offload_activations",
+    "train.fused_backward",
+    "train.master_dtype",
+)
+"""Keys of remedies that the planner has tried if no option fits."""
+
+
+def _list_backend_remedies(planner: Planner, config: RunConfig) -> list[str]:
+    """List the backend's suggestions for reducing the device memory of a run with this config.
+
+    Each suggestion is a setting with its new value, such as
+    ``memory.activation_checkpointing full``. Another setting that it requires, or a remark, may
+    follow.
+    """
+    package = load_backend_package(planner.target.backend)
+    return list(package.iter_memory_remedies(config, planner.target.cluster.devices))
 
 
 def _describe_last_resorts(planner: Planner) -> str:
-    """Describe changes to the run that help if even the option with the least memory does not fit."""
-    more = [*_list_backend_remedies(planner), "more devices", "a shorter data.seq_len"]
+    """Suggest changes for a run that does not fit into device memory with any option of the plan.
+
+    The result is a verb phrase, such as ``use more devices or a shorter data.seq_len``.
+    """
+    remedies = _list_backend_remedies(planner, planner.config)
+    more = [remedy for remedy in remedies if not remedy.startswith(_PLANNED_REMEDIES)]
+    more += ["more devices", "a shorter data.seq_len"]
     if planner.config.train.optimizer == "adamw":
         more.append("train.optimizer adafactor")
-    return "take " + ", ".join(more[:-1]) + " or " + more[-1]
+    return "use " + ", ".join(more[:-1]) + " or " + more[-1]

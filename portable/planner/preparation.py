@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class ModelAndWork(NamedTuple):
-    """Model on the meta device, and the run's amount of training."""
+    """Model on the meta device, and the number of steps and tokens of the run."""
 
     model: MetaModel
     work: TrainingWork | None
@@ -36,21 +36,26 @@ def choose_target(
 ) -> ConfigAndTarget:
     """Choose the backend for a device type, and resolve the settings that depend on the backend.
 
-    If the device is unknown and the config does not set a backend, the backend is CUDA.
+    If the device is unknown, nodes of 8 devices are assumed. If, in addition, the config does not
+    set a backend, the backend is CUDA. A config with ``backend: cpu`` may be planned for any
+    device. If the CPU backend does not support the device, it is replaced by the device's preferred
+    backend.
 
     Args:
         config: Config of the run.
         device: Device type. None if it is unknown.
         devices: Number of devices.
-        host_memory: Memory per node, in bytes. None if it is unknown.
+        host_memory: Host memory per node, in bytes. None if it is unknown.
         notes: Whether to print the backend's notes about the config.
 
     Returns:
-        The resolved config, whose backend and precision are not ``auto``, and the target.
+        The resolved config, whose backend and precision are not ``auto``, and the target: the
+        backend and the devices that the run is planned for.
 
     Raises:
-        UserError: If the config specifies a backend that does not support the device, or if the batch
-            cannot be divided among the devices.
+        UserError: If the config specifies a backend other than ``cpu`` that does not support the
+            device, if the backend rejects a setting, or if the batch cannot be divided among the
+            devices.
     """
     backend: str = config.backend
     if device is not None and backend not in device.backends:
@@ -59,8 +64,8 @@ def choose_target(
     lists_devices = config.backend != "auto" and load_backend_package(config.backend).list_devices()
     if device is not None and lists_devices and config.backend != backend:
         raise UserError(
-            f"--device: {device.name} needs backend {backend}, but backend is {config.backend}; remove "
-            "one of the two"
+            f"--device: {device.name} needs backend: {backend}, but the config has backend: "
+            f"{config.backend}; remove backend from the config, or choose another device"
         )
     backend = DEFAULT_PLANNED_BACKEND if backend == "auto" else backend
     cluster = Cluster(devices, device.devices_per_node if device is not None else 8)
@@ -81,22 +86,37 @@ def choose_target(
 
 
 def resolve_data_dependent_defaults(config: RunConfig) -> RunConfig:
-    """Resolve the defaults that depend on the data and the model, because they affect the memory."""
+    """Resolve the settings that depend on the adapter, the data or the model.
+
+    A plan needs their values, because they affect the memory of the run. Among these settings are
+    ``data.seq_len`` and ``data.packing``. An adapter on the Hub is downloaded, but data is not. See
+    :func:`portable.adapters.assemble.resolve_defaults`.
+
+    Raises:
+        UserError: If a run would reject the files.
+    """
     with show_loading_message():
         from portable.adapters.assemble import resolve_defaults
     return resolve_defaults(config)
 
 
 def build_model_and_work(config: RunConfig, *, with_data: bool = True) -> ModelAndWork:
-    """Build the model on the meta device, and compute the amount of training in the run.
+    """Build the model on the meta device, and estimate the work of the run.
+
+    The work is the number of steps and tokens.
 
     Args:
         config: Config of the run.
-        with_data: Whether to read the size of the data and the tokenizer, if they are on this machine.
+        with_data: Whether to read the tokenizer and the size of the data, if both are on this
+            machine. If False, the settings in the section ``data`` are not resolved either.
 
     Returns:
-        The model and the amount of training. The amount is None if the size of the data is unknown and
-        ``train.steps`` is not set.
+        The model and the work. The work is None if ``train.steps`` is not set and the number of
+        samples is neither known nor bounded. See
+        :func:`~portable.planner.run_time.estimate_training_work`.
+
+    Raises:
+        UserError: If a run with this config would be rejected.
     """
     with show_loading_message():
         from portable.adapters.assemble import resolve_and_build_model

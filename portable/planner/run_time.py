@@ -1,9 +1,12 @@
 """Estimate the time and the price of a run, as ranges.
 
-The estimate is the maximum of the computation time and the communication time. The computation time
-is the number of FLOPs for all tokens, divided by the peak FLOP/s of the devices and by the
-utilization that published runs have reached. The communication time is the number of bytes that a
-device sends, divided by the speed of its links. It is only counted if all devices are in one node.
+The time is the larger of two values: the computation time and the communication time. The
+computation time is the number of FLOPs for all tokens, divided by the peak FLOP/s of the
+devices and by their utilization. The lowest and the highest utilization that published runs
+have reached determine the range. For a device without published runs, both utilizations are
+assumptions. The communication time is the number of bytes that a device sends, divided by the
+speed of its links. It is only counted if all devices are in one node. The price is the time
+multiplied by the hourly price of all devices.
 """
 
 from __future__ import annotations
@@ -34,20 +37,20 @@ class TrainingWork:
     tokens: int
     """Number of tokens in all sequences, including padding."""
     image_tokens: int = 0
-    """Number of tokens of images among them. 0 if it is unknown."""
+    """Number of image tokens among ``tokens``. 0 if it is unknown."""
     is_upper_bound: bool = False
     """Whether both numbers are upper bounds, because the text is not tokenized yet.
 
-    They are computed as if each byte of the text were a token.
+    The upper bounds are computed as if each byte of the text were a token.
     """
 
 
 @dataclass(frozen=True)
 class EstimateRange:
-    """Range of a run's hours or cost.
+    """Estimated range of a run's duration in hours, or of its cost.
 
-    A cost is in the currency of the prices that the user specifies with ``--price-per-hour``, or in US
-    dollars if the prices come from SkyPilot's catalog.
+    A cost is in the currency of the prices that the user specifies with ``--price-per-hour``, or in
+    US dollars if the prices come from SkyPilot's catalog.
     """
 
     least: float
@@ -57,7 +60,7 @@ class EstimateRange:
 
     @property
     def likely(self) -> float:
-        """Middle of the range."""
+        """Middle of the range, used as the most likely value."""
         return (self.least + self.most) / 2
 
     def compute_cost(self, price_per_hour: float) -> EstimateRange:
@@ -69,11 +72,13 @@ class EstimateRange:
         return EstimateRange(self.least * price_per_hour, self.most * price_per_hour)
 
     def format_time(self, prefix: str = "") -> str:
-        """Format a range of hours, in minutes if it is below two hours.
+        """Format the range of hours as text, such as ``3.5 to 5 hours``.
+
+        Minutes are used if the range ends below two hours.
 
         Args:
-            prefix: Text before the numbers, such as ``about ``. Omitted if the result is ``less than a
-                minute``.
+            prefix: Text before the numbers, such as ``"about "``. The result ``less than a minute``
+                has no prefix.
         """
         if self.most * 60 < 1:
             return "less than a minute"
@@ -81,31 +86,38 @@ class EstimateRange:
         return f"{prefix}{_format_range(self.least * factor, self.most * factor)} {unit}"
 
     def format_cost(self, prefix: str = "") -> str:
-        """Format a range of costs.
+        """Format the range of costs as text without a currency, such as ``1.2 to 1.5``.
 
         Args:
-            prefix: Text before the numbers, such as ``about ``. Omitted if the result is ``less than
-                0.01``.
+            prefix: Text before the numbers, such as ``"about "``. The result ``less than 0.01`` has
+                no prefix.
         """
         return "less than 0.01" if self.most < 0.01 else prefix + _format_range(self.least, self.most)
 
 
 def _format_range(least: float, most: float) -> str:
-    """Format a range with two significant digits, or only one number if both ends are equal."""
+    """Format a range with two significant digits, or only one number if both ends are equal.
+
+    The ends are compared after rounding.
+    """
     ends = [_format_two_digits(least), _format_two_digits(most)]
     return ends[0] if ends[0] == ends[1] else " to ".join(ends)
 
 
 def _format_two_digits(value: float) -> str:
-    """Format an estimate with two significant digits, or as an integer if it is at least 10."""
+    """Round an estimate to two significant digits, and format it as text.
+
+    Numbers of at least 10 are formatted as integers, such as ``1,200`` for 1234.
+    """
     return f"{value:.2g}" if value < 10 else f"{float(f'{value:.2g}'):,.0f}"
 
 
 def estimate_training_work(config: RunConfig, sizes: DataSizes | None) -> TrainingWork | None:
     """Compute the number of steps and tokens of a run.
 
-    If the length of the run is set in epochs and the data is not tokenized yet, the numbers are upper
-    bounds that are derived from the size of the text.
+    If the length of the run is set in epochs and the data is not tokenized yet, the numbers are
+    upper bounds that are derived from the size of the text. These bounds require packed data whose
+    size in bytes is known.
 
     Args:
         config: Config of the run.
@@ -114,6 +126,9 @@ def estimate_training_work(config: RunConfig, sizes: DataSizes | None) -> Traini
     Returns:
         The numbers. None if they depend on the number of samples, and this number is neither known nor
         bounded.
+
+    Raises:
+        UserError: If the number of steps exceeds :data:`portable.batch_plan.MAX_STEPS`.
     """
     at_most, samples = False, None if sizes is None else sizes.train_samples
     if samples is None and config.train.epochs is not None:
@@ -133,6 +148,8 @@ def compute_hours(
     device: Device, devices: int, precision: str, flops: float, sending_hours: float = 0.0
 ) -> EstimateRange | None:
     """Compute the range of hours that devices need for a number of FLOPs.
+
+    The ends of the range assume the highest and the lowest usual MFU of the device.
 
     Args:
         device: Device type.
@@ -154,6 +171,9 @@ def compute_hours(
 
 def estimate_run_hours(planner: Planner, option: PlanOption, work: TrainingWork) -> EstimateRange | None:
     """Estimate how many hours a run takes with the settings of an option.
+
+    The time for communication is ignored if the run uses several nodes, or if the bandwidth of the
+    links between devices is unknown.
 
     Args:
         planner: Planner of the run.
@@ -207,7 +227,7 @@ def parse_prices(text: str | None, device: str | None) -> dict[str, float]:
         key = find_device(name or str(device), "--price-per-hour").name
         require(
             key not in prices,
-            f"--price-per-hour: {text!r}: {key} has two prices; specify one price, such as 2.50",
+            f"--price-per-hour: {text!r}: {key} has two prices; specify one price, such as {key}=2.50",
         )
         prices[key] = float(price)
     return prices
@@ -217,7 +237,8 @@ def fetch_sky_prices() -> dict[str, float]:
     """Read the lowest price of each GPU from SkyPilot's catalog. TPUs are not included.
 
     Returns:
-        Price per device and hour, keyed by device name. Empty if SkyPilot is not installed.
+        Price per device and hour, keyed by device name. Devices without an offer are missing. Empty
+        if SkyPilot is not installed.
 
     Raises:
         UserError: If the catalog cannot be read.
@@ -228,8 +249,8 @@ def fetch_sky_prices() -> dict[str, float]:
         offers: dict[str, list[Any]] = import_module("sky.catalog").list_accelerators(gpus_only=True)
     except Exception as error:  # Fetching a catalog may raise any error.
         raise UserError(
-            f"--price-per-hour: is missing, and SkyPilot's catalog cannot be read ({to_one_line(error)}); "
-            "specify prices such as h100=2.50,l4=0.70"
+            f"--price-per-hour: is not set, and SkyPilot's catalog cannot be read ({to_one_line(error)}); "
+            "specify prices such as --price-per-hour h100=2.50,l4=0.70"
         ) from error
     prices = {}
     for key, names in load_rental_device_names().items():

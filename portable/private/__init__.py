@@ -1,8 +1,8 @@
 """Access to private names of other packages, with one module per package.
 
-No other file uses private names, which ``tests/test_private_names.py`` checks. The modules for
-torch, transformers, peft, bitsandbytes, datasets and Accelerate are in this folder. The module for
-DeepSpeed is ``gpu/zero/private_api.py``, the module for torch_xla is
+No other module may use private names. ``tests/test_private_names.py`` enforces this rule. The
+modules for torch, transformers, peft, bitsandbytes, datasets and Accelerate are in this folder. The
+module for DeepSpeed is ``gpu/zero/private_api.py``, the module for torch_xla is
 ``tpu/xla/torch_xla_internals.py``, and the module for torch_tpu is
 ``tpu/torchtpu/torch_tpu_internals.py``.
 
@@ -30,11 +30,14 @@ if TYPE_CHECKING:
     Function = TypeVar("Function", bound=Callable[..., Any])
 
 _WRONG_ARGUMENTS_MESSAGE = re.compile(r"\(\) (takes|got|missing) ")
-"""Pattern of the messages of TypeErrors that Python raises for arguments that a function does not accept."""
+"""Pattern that matches the message of a TypeError about arguments that a function does not accept."""
 
 
 class GuardedPackage:
-    """Package with private names that a module uses. Its decorators explain missing names to the user.
+    """Third-party package with private names that a module of this project uses.
+
+    A private name may be missing in another version of the package. The methods of this class wrap
+    code that uses such names, so that a missing name raises UserError with a remedy.
 
     Args:
         name: Name of the distribution.
@@ -48,8 +51,8 @@ class GuardedPackage:
         """Check that the package is installed in a version that portable-trainer supports.
 
         Args:
-            feature: Feature that needs the package, used in the error message.
-            extra: Extra of this distribution that installs the package.
+            feature: Setting or feature that needs the package. The error message begins with it.
+            extra: Extra of portable-trainer that installs the package.
 
         Raises:
             UserError: If the package is missing or its version is not supported.
@@ -62,32 +65,42 @@ class GuardedPackage:
             (requirement.specifier for requirement in requirements if requirement.name == self._name),
             SpecifierSet(),
         )
+        remedy = f"install a supported version with: pip install 'portable-trainer[{extra}]'"
         try:
             version = metadata.version(self._name)
         except metadata.PackageNotFoundError:
-            version = "none"
-        if version == "none" or not required_versions.contains(version, prereleases=True):
             raise UserError(
-                f"{feature} needs {self._name}{required_versions}, but {version} is installed; install a "
-                f"supported version with: pip install 'portable-trainer[{extra}]'"
+                f"{feature}: requires {self._name}{required_versions}, which is not installed; {remedy}"
+            ) from None
+        if not required_versions.contains(version, prereleases=True):
+            raise UserError(
+                f"{feature}: requires {self._name}{required_versions}, but version {version} is installed; "
+                f"{remedy}"
             )
 
     def explain_missing_names(self, feature: str) -> Callable[[Function], Function]:
-        """Return a decorator for functions and generators that converts missing-name errors to UserError.
+        """Return a decorator that raises UserError if the installed package lacks a name or argument.
 
-        An ImportError, AttributeError or TypeError is converted if code in the file of the decorated
-        function raised it because a name does not exist or accepts other arguments. Errors inside other
-        packages are raised unchanged.
+        It can decorate functions and generators. The decorator converts an ImportError or
+        AttributeError, and a TypeError about arguments that a function does not accept. It does
+        this only if code in the file of the decorated function raised the error. Errors inside
+        other packages are raised unchanged.
 
         Args:
-            feature: Feature that needs the name, used in the error message.
+            feature: Feature that does not work without the name, used in the error message.
         """
 
         def decorate(function: Function) -> Function:
             file = function.__code__.co_filename
 
             def raise_if_name_is_missing(error: Exception) -> None:
-                """Raise UserError if code in the file of the decorated function caused ``error``."""
+                """Raise UserError if ``error`` shows that a name is missing or has a new signature.
+
+                A call of ``function``, the decorated function, raised ``error``. This function
+                returns normally if the error comes from code outside the file of ``function``. It
+                also returns normally if ``error`` is a TypeError whose message is not about the
+                arguments of a call.
+                """
                 codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
                 # The frames of __getattr__ and importlib only report that a name or module does not exist.
                 while codes[-1].co_name == "__getattr__" or "importlib" in codes[-1].co_filename:
@@ -127,9 +140,10 @@ class GuardedPackage:
         return decorate
 
     def wrap_private_function(self, path: str, feature: str) -> Callable[..., Any]:
-        """Return a function that imports and calls a private function on each call.
+        """Return a wrapper that calls a private function of the package.
 
-        If the private function is missing, UserError is raised. See :meth:`explain_missing_names`.
+        Each call of the wrapper imports the function. If the function is missing, the call raises
+        UserError. See :meth:`explain_missing_names`.
 
         Args:
             path: Location of the function, as ``module:name`` or ``module:name.name``.
@@ -146,14 +160,15 @@ class GuardedPackage:
     def wrap_private_attribute(self, name: str, feature: str, *default: Any) -> Callable[..., Any]:
         """Return a function that reads a private attribute of its first argument.
 
-        If it is called with further arguments, it calls the attribute with them and returns the result. If
-        the attribute is missing, UserError is raised. See :meth:`explain_missing_names`.
+        If the function receives further arguments, it calls the attribute with them and returns the
+        result. If the attribute is missing, the function raises UserError. See
+        :meth:`explain_missing_names`.
 
         Args:
             name: Name of the attribute.
             feature: Feature that needs the attribute, used in the error message.
-            default: At most one value, which is returned instead of raising an error if the attribute does
-                not exist.
+            default: Optional single value to use if the attribute is missing. The function then
+                raises no error.
         """
 
         @self.explain_missing_names(feature)

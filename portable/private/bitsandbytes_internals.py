@@ -18,9 +18,10 @@ from portable.private.torch_internals import disable_compiler
 def import_bitsandbytes() -> Any:
     """Import bitsandbytes with ``torch.compile`` disabled. The result is cached.
 
-    bitsandbytes compiles replacements for kernels that a device lacks. Its import would therefore load
-    the compiler, which takes two seconds. On a CPU, it would later also compile a function for each
-    shape, which takes longer than a small run.
+    bitsandbytes compiles replacements for kernels that a device lacks. Its import would therefore
+    load the compiler, which takes two seconds. On a CPU, it would later also compile a function for
+    each shape, which takes longer than a small run. The function also disables log messages of
+    bitsandbytes below the level ``ERROR``.
 
     Returns:
         The module ``bitsandbytes``.
@@ -28,7 +29,7 @@ def import_bitsandbytes() -> Any:
     Raises:
         UserError: If the package is not installed, has an unsupported version, or cannot be imported.
     """
-    _bitsandbytes.check_installed("adapter.base: nf4 and int8", "qlora")
+    _bitsandbytes.check_installed("adapter.base", "qlora")
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     try:
         with disable_compiler():

@@ -1,4 +1,4 @@
-"""Access to private names of the datasets package."""
+"""Read private attributes of the datasets package."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from portable.private import GuardedPackage
 _datasets = GuardedPackage("datasets", "5.2.0")
 
 
-@_datasets.explain_missing_names("data.source: a dataset of the hub")
+@_datasets.explain_missing_names("data.source: a dataset on the Hub")
 def get_dataset_fingerprint(rows: Any) -> str:
     """Return a dataset's fingerprint, which identifies its repository, revision, configuration and split.
 

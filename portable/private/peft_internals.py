@@ -1,4 +1,4 @@
-"""Use private names of peft, and replace parts of peft.
+"""Wrap the private names of peft that this project uses, and patch some functions of peft.
 
 Other modules import peft from this module, so that the import does not load torch's compiler.
 """
@@ -36,7 +36,7 @@ _peft = GuardedPackage("peft", "0.21.2")
 
 @_peft.explain_missing_names("adapter")
 def get_default_target_modules(constant_name: str, model_type: str) -> list[str] | None:
-    """Return the modules that peft adapts by default for a model type, or None without a default.
+    """Return the modules that peft adapts by default for a model type, or None if it has no default.
 
     Args:
         constant_name: Name of the constant in ``peft.utils.constants`` that maps model types to module
@@ -53,9 +53,20 @@ def is_dora_magnitude_layer(module: nn.Module) -> bool:
     return type(module) is peft.tuners.lora.dora.DoraLinearLayer
 
 
+@_peft.explain_missing_names("adapter.target_parameters")
+def is_stack_wrapper(module: nn.Module) -> bool:
+    """Return whether ``module`` is peft's wrapper around stacked weights, such as experts."""
+    if not isinstance(module, peft.tuners.lora.layer.ParamWrapper):
+        return False
+    parameter: nn.Parameter = module.get_param()  # type: ignore[no-untyped-call]
+    return parameter.dim() == 3
+
+
 @_peft.explain_missing_names("adapter")
 def is_target_module_rejected(settings: Any, model: nn.Module, name: str) -> bool:
-    """Return whether peft rejects a target module with an error, such as ``out_proj`` in Mamba layers.
+    """Return whether peft raises an error if the adapter targets a module.
+
+    For example, peft rejects ``out_proj`` in Mamba layers.
 
     Args:
         settings: peft's config.
@@ -73,8 +84,8 @@ def is_target_module_rejected(settings: Any, model: nn.Module, name: str) -> boo
 def find_renamed_tensors(settings: Any, model: nn.Module, names: Collection[str]) -> list[str]:
     """Find the tensors in an adapter's file that peft does not load, because it renames them.
 
-    When peft loads an adapter, it applies transformers' rules for renaming the tensors in the model's
-    published files. Some rules also match names that are already the names in memory.
+    When peft loads an adapter, it applies transformers' rules that rename the tensors in the model's
+    published files. Some rules also match names that are already correct, and change them by mistake.
 
     Args:
         settings: peft's config.
@@ -100,8 +111,10 @@ def find_renamed_tensors(settings: Any, model: nn.Module, names: Collection[str]
 def disable_adapters(model: nn.Module) -> Iterator[None]:
     """Disable the adapters in the layers of ``model`` within this context.
 
-    peft's own method also changes which parameters require a gradient, so it cannot be used: the engine
-    relies on these flags.
+    At least one layer must have an enabled adapter, so contexts for the same model cannot be
+    nested. The context changes the private attribute ``_disable_adapters`` of the layers. peft's
+    own method cannot be used, because it also changes ``requires_grad`` of the parameters, and the
+    engine relies on these flags.
     """
     layers: list[Any] = [
         module for module in model.modules() if getattr(module, "_disable_adapters", None) is False

@@ -1,4 +1,4 @@
-"""Use private names of torch, and replace functions of torch."""
+"""Functions that use private APIs of torch, and patches of some torch functions."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import torch
 from portable.private import GuardedPackage
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
-    from torch import Tensor, nn
+    from torch import Tensor
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.placement_types import Placement
 
@@ -52,7 +52,10 @@ def build_dtensor_like(
 def compute_shard_slices(tensor: DTensor) -> tuple[slice, ...]:
     """Compute the slices of the global tensor that this rank's shard covers, one for each dimension.
 
-    The placement must not be interleaved. See :func:`build_interleaved_placement`.
+    If a dimension is interleaved (see :func:`build_interleaved_placement`), the elements of the
+    shard are not contiguous. The slice then has the start and the size of the shard, but not
+    exactly its elements. :func:`portable.optim.local_shards.list_shard_blocks` computes the actual
+    parts.
     """
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -68,7 +71,7 @@ def build_interleaved_placement(dim: int, num_blocks: int) -> Placement:
 
     Args:
         dim: The sharded dimension.
-        num_blocks: Number of blocks. Each block is a multiple of the number of ranks.
+        num_blocks: Number of blocks. The size of a block must be a multiple of the number of ranks.
     """
     from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -77,9 +80,10 @@ def build_interleaved_placement(dim: int, num_blocks: int) -> Placement:
 
 @_torch.explain_missing_names("checkpoints under strategy full_shard")
 def count_interleaved_blocks(tensor: DTensor) -> int:
-    """Return the number of blocks if the last axis has an interleaved placement, otherwise 1.
+    """Return the number of interleaved blocks of a tensor, or 1 if it is not interleaved.
 
-    See :func:`build_interleaved_placement`. The placements of FSDP2 on other axes are not interleaved.
+    :func:`build_interleaved_placement` describes the blocks. Only the placement on the last axis of
+    the device mesh is checked, because FSDP2's placements on other axes are not interleaved.
     """
     from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -90,9 +94,9 @@ def count_interleaved_blocks(tensor: DTensor) -> int:
 build_storage_prefix = _torch.wrap_private_function(
     "torch.distributed.checkpoint.filesystem:_StoragePrefix", "checkpoints under strategy full_shard"
 )
-"""Build the storage data of a DCP save plan that sets the prefix of the names of the written files."""
+"""Build the ``storage_data`` of a DCP save plan, which sets the prefix of the written files' names."""
 get_storage_id = _torch.wrap_private_attribute("_cdata", "checkpoints and portable-plan")
-"""Return a number that identifies a storage: it is equal for all Python objects of the same storage."""
+"""Return an integer that identifies a storage. It is equal for all Python objects of the same storage."""
 get_tensor_version: Callable[[Tensor], int] = attrgetter("_version")
 """Return the number of in-place changes of a tensor, without a host-device sync.
 
@@ -101,7 +105,7 @@ There is no check for a missing name, so that the function is fast enough to be 
 
 
 class ViewOrigin(NamedTuple):
-    """Result of :func:`find_view_origin`.
+    """Base tensor of a view, and a function that recreates the view.
 
     Attributes:
         root: Base tensor of the view, or the tensor itself if it is not a view.
@@ -114,7 +118,10 @@ class ViewOrigin(NamedTuple):
 
 @_torch.explain_missing_names("xla.scan_layers")
 def find_view_origin(tensor: Tensor) -> ViewOrigin:
-    """Find the base tensor of a view, and a function that recreates the view."""
+    """Find the base tensor of a view, and a function that recreates the view from a base tensor.
+
+    If ``tensor`` is not a view, the result contains ``tensor`` itself and no function.
+    """
     if not tensor._is_view():
         return ViewOrigin(tensor, None)
     root, replay = tensor._base, tensor._view_func  # type: ignore[attr-defined]
@@ -126,6 +133,10 @@ def find_view_origin(tensor: Tensor) -> ViewOrigin:
 @_torch.explain_missing_names("model.init: scratch")
 def replace_truncated_normal(draw: Callable[..., Tensor]) -> Iterator[None]:
     """Replace the implementation of ``torch.nn.init.trunc_normal_`` within this context.
+
+    The function that is replaced is the private ``_no_grad_trunc_normal_``, which ``trunc_normal_``
+    calls. The replacement is therefore also used by code that has imported ``trunc_normal_`` by
+    name.
 
     Args:
         draw: Replacement. It is called with the original function, followed by the arguments of the
@@ -165,9 +176,11 @@ tree_unflatten = _torch.wrap_private_function("torch.utils._pytree:tree_unflatte
 @contextmanager
 @_torch.explain_missing_names("portable-plan")
 def compute_real_tensors() -> Iterator[None]:
-    """Run operations without fake arguments as usual within this context, even in fake tensor mode.
+    """Run operations on real tensors even in fake tensor mode, unless an argument is a fake tensor.
 
-    Their results have values, which the control flow of a model may need.
+    Within this context, the results of such operations have values. The control flow of a model may
+    need these values. Operations without tensor arguments, such as ``torch.zeros``, also return
+    real tensors.
     """
     from torch._subclasses.fake_tensor import unset_fake_temporarily
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -208,9 +221,10 @@ def intercept_operations(call: Callable[[Any, tuple[Any, ...], dict[str, Any]], 
 def trace_partitioned_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a function so that it runs as the forward and backward graphs that inductor would compile.
 
-    The graphs are traced in the first call, and run operation by operation, without compilation. The
-    forward graph saves the same values for the backward graph as under inductor, so that the memory can
-    be measured.
+    The first call traces the graphs. Later calls reuse the graphs, so the shapes of the arguments
+    must not change. The graphs run operation by operation, without compilation. The forward graph
+    saves the same values for the backward graph as it would under inductor. Therefore, the memory
+    of the compiled function can be measured without compiling it.
     """
     from torch._dynamo.backends.debugging import boxed_nop
     from torch._functorch.aot_autograd import aot_function
@@ -240,9 +254,12 @@ def get_private_aten_operation(name: str) -> Any:
 
 @_torch.explain_missing_names("memory.activation_checkpointing selective")
 def exclude_profiler_from_selective_checkpoints() -> None:
-    """Allow the recomputation of a layer to open other profiler ranges than its forward pass.
+    """Make selective activation checkpointing ignore profiler ranges.
 
-    This happens if a recomputed layer contains an FSDP unit.
+    This allows the recomputation of a layer to open different profiler ranges than the forward
+    pass. The ranges differ if the layer contains an FSDP unit.
+
+    The function extends ``SAC_IGNORED_OPS``, torch's global set of ignored operations.
     """
     from torch.utils.checkpoint import SAC_IGNORED_OPS
 
@@ -259,7 +276,7 @@ fused_sgd_ = _torch.wrap_private_function("torch:_fused_sgd_", "train.optimizer:
 multiply_tensors_ = _torch.wrap_private_function("torch:_foreach_mul_", "precision: fp16")
 """Multiply a list of tensors in place by a scalar tensor, in one kernel if the device supports this."""
 skips_non_finite_steps = _torch.wrap_private_attribute("_step_supports_amp_scaling", "train.optimizer", False)
-"""Return whether ``step`` of an optimizer skips the update by itself if its attribute ``found_inf`` is 1."""
+"""Return whether an optimizer's ``step`` skips the update by itself if its attribute ``found_inf`` is 1."""
 
 
 def wrap_attention(wrap: Callable[[Any], Any]) -> Callable[[], None]:
@@ -280,16 +297,19 @@ def wrap_attention(wrap: Callable[[Any], Any]) -> Callable[[], None]:
 # -- modules -----------------------------------------------------------------------------------------------
 
 get_submodules = _torch.wrap_private_attribute("_modules", "model")
-"""Return the dict of a module's submodules by name, itself and not a copy, so that it can be changed."""
+"""Return the dict that a module uses for its submodules, keyed by name. Changing the dict changes the
+module."""
 
 
 @_torch.explain_missing_names("adapter")
 def copy_with_submodules(module: Any, changed: dict[str, Any]) -> Any:
-    """Create a shallow copy of a module with other submodules. The copy shares all other attributes.
+    """Create a shallow copy of a module that has the given submodules instead of its own.
+
+    The copy shares all other attributes.
 
     Args:
         module: Module to copy.
-        changed: Submodules of the copy, keyed by name.
+        changed: All submodules of the copy, keyed by name.
     """
     module_copy = copy.copy(module)
     module_copy._modules = changed
@@ -302,33 +322,6 @@ get_compiled_call = _torch.wrap_private_attribute("_compiled_call_impl", "data.p
 """Return the function that ``module.compile`` created, or None if it was not called."""
 
 
-@contextmanager
-def wrap_constructors(
-    classes: Collection[type[nn.Module]], wrap: Callable[[Callable[..., None]], Callable[..., None]]
-) -> Iterator[None]:
-    """Wrap the constructor of each class within this context.
-
-    If a class inherits its constructor, the wrapped version is used only for this class.
-
-    Args:
-        classes: Classes of modules.
-        wrap: Function that wraps a constructor.
-    """
-    kinds: list[Any] = list(classes)
-    own_constructors = {kind: vars(kind).get("__init__") for kind in kinds}
-    wrapped_constructors = {kind: wrap(kind.__init__) for kind in kinds}
-    try:
-        for kind in kinds:
-            kind.__init__ = wrapped_constructors[kind]
-        yield
-    finally:
-        for kind in kinds:
-            if own_constructors[kind] is None:
-                del kind.__init__
-            else:
-                kind.__init__ = own_constructors[kind]
-
-
 # -- the compiler ------------------------------------------------------------------------------------------
 
 
@@ -338,10 +331,14 @@ def raise_recompile_limit(recompile_limit: int) -> None:
 
     All layers of a class share one limit. Beyond the limit, torch would silently run further layers
     without compiling them.
+
+    The function also turns on automatic dynamic shapes in torch's compiler. In addition, it turns
+    on ``allow_unspec_int_on_nn_module``, so that layers with different indices can share a graph.
     """
     dynamo = torch._dynamo.config
-    # Do not recompile because of the index of a layer in its attributes. Importing torch_xla turns automatic
-    # dynamic shapes off, and transformers imports torch_xla if it is installed.
+    # Avoid one compilation per layer, because layers store their index as an attribute. Set automatic dynamic
+    # shapes explicitly, because importing torch_xla turns them off, and transformers imports torch_xla if it
+    # is installed.
     dynamo.allow_unspec_int_on_nn_module = True
     dynamo.automatic_dynamic_shapes = True
     dynamo.recompile_limit = max(dynamo.recompile_limit, recompile_limit)
@@ -401,7 +398,10 @@ def kill_data_workers(batches: Any) -> None:
 @_torch.explain_missing_names("data.num_workers")
 @contextmanager
 def prefix_semaphores(prefix: str) -> Iterator[None]:
-    """Use a prefix for the names of ``multiprocessing`` semaphores that are created in this context."""
+    """Use a prefix for the names of ``multiprocessing`` semaphores created in this context.
+
+    The prefix replaces Python's default prefix ``/mp``, and must also begin with a slash.
+    """
     from multiprocessing import process
 
     current: Any = process.current_process()
@@ -416,10 +416,10 @@ def prefix_semaphores(prefix: str) -> Iterator[None]:
 
 @_torch.explain_missing_names("data.num_workers")
 def unlink_semaphores(queues: list[Any]) -> None:
-    """Unlink the semaphores of queues, so that none remains in the system if this process dies.
+    """Unlink the semaphores of queues, so that no semaphore remains in the system if this process dies.
 
     The semaphores remain usable. Other processes need the names to open the queues, so call this
-    function only after all of them have done so.
+    function only after all processes have opened the queues.
 
     Args:
         queues: Queues of ``multiprocessing``.
@@ -440,8 +440,8 @@ def detach_process_groups() -> list[Any]:
     """Detach this process from its process groups, so that it can start a new default group.
 
     Returns:
-        The detached groups. Keep a reference to them, because freeing a group closes its connections, and the
-        other ranks would fail.
+        The detached groups. Keep a reference to them. Freeing a group closes its connections, which
+        would make the other ranks fail.
     """
     import torch.distributed as dist
 

@@ -1,4 +1,7 @@
-"""Use private names of transformers, and replace functions of transformers."""
+"""Wrappers for private functions and attributes of transformers that this project uses.
+
+The module also patches some functions of transformers.
+"""
 
 from __future__ import annotations
 
@@ -30,10 +33,11 @@ _transformers = GuardedPackage("transformers", "5.24.0")
 def skip_mask_value_checks() -> AbstractContextManager[None]:
     """Return a context in which transformers does not read the values of masks and positions.
 
-    Reading these values is a host-device sync. By default, unless it is being traced, transformers
-    searches the positions for packed sequences, and omits masks that mask nothing. In this context, it
-    uses every mask and does not search for packed sequences, because
-    :mod:`portable.model.document_attention` handles them.
+    Reading these values is a host-device sync. By default, transformers reads them for two checks,
+    except while a model is being traced. It searches the positions for packed sequences, and it
+    omits masks that mask nothing. In this context, transformers keeps every mask and does not
+    search for packed sequences. Instead, :mod:`portable.model.document_attention` handles packed
+    sequences.
     """
     return _replace_masking_functions(find_packed_sequence_indices=lambda _: None, is_tracing=lambda *_: True)
 
@@ -45,7 +49,11 @@ def ignore_packed_sequences() -> AbstractContextManager[None]:
 
 @contextmanager
 def _replace_masking_functions(**functions: Callable[..., Any]) -> Iterator[None]:
-    """Replace functions in ``transformers.masking_utils``, given by name, within this context."""
+    """Replace functions in ``transformers.masking_utils`` within this context.
+
+    Args:
+        functions: Replacements, keyed by the names of the functions.
+    """
     module = _import_masking_module()
     before = {name: getattr(module, name) for name in functions}
     for name, function in functions.items():
@@ -122,22 +130,26 @@ def get_mask_functions() -> Any:
 
 
 def get_module_namespace(model: Any) -> dict[str, Any]:
-    """Return the globals of the module that defines the class of ``model``. Changes to the dict take effect.
+    """Return the globals of the module that defines the class of ``model``.
 
-    FSDP2 replaces the class of a model by a subclass in a torch module. Such classes are skipped.
+    The result is the module's own dict, so changes to the dict affect the module. FSDP2 replaces
+    the class of a model with a subclass that is defined inside the ``torch`` package. Such a
+    subclass is skipped, so the result is the namespace of the original class.
     """
     module_names = (each.__module__ for each in type(model).__mro__)
     return vars(sys.modules[next(name for name in module_names if not name.startswith("torch."))])
 
 
 def is_fused_kernel(function: Callable[..., Any]) -> bool:
-    """Return whether a function of a modeling file runs a kernel of another package, such as fla.
+    """Return whether a function in a transformers modeling file is replaced by a fused kernel.
 
-    Returns False for the reference implementation in torch, or if this version of transformers does not
-    provide the information.
+    The kernel comes from another package, such as fla. Returns False if the reference
+    implementation in torch is used, or if the installed version of transformers does not provide
+    the information.
 
     Args:
-        function: Function that transformers defines with ``use_kernel_func_from_hub_with_fallback``.
+        function: Function that transformers defines with
+            ``use_kernel_func_from_hub_with_fallback``.
     """
     code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None) or ()
     values = dict(zip(getattr(code, "co_freevars", ()), cells, strict=False))
@@ -145,26 +157,30 @@ def is_fused_kernel(function: Callable[..., Any]) -> bool:
 
 
 def enable_sdpa_grouped_queries() -> None:
-    """Make sdpa with a mask use grouped key heads directly, instead of first expanding them.
+    """Make transformers use sdpa's grouped-query attention even if there is a mask.
 
-    This sets an environment variable of transformers, unless the user has set it.
+    By default, transformers may repeat the key and value heads for each query head if there is a
+    mask. This function sets the environment variable ``TRANSFORMERS_SDPA_FORCE_GQA`` to 1, unless
+    the user has set it.
     """
     os.environ.setdefault("TRANSFORMERS_SDPA_FORCE_GQA", "1")
 
 
 @_transformers.explain_missing_names("tensor_parallel_size")
 def build_tensor_parallel_plan(model: Any, num_ranks: int) -> dict[str, str]:
-    """Build transformers' tensor-parallel plan of a model.
+    """Build the tensor-parallel plan that transformers defines for a model.
 
     Args:
-        model: The model.
+        model: Transformers model.
         num_ranks: Number of tensor-parallel ranks.
 
     Returns:
-        Styles of layers and experts, keyed by module or parameter name.
+        Tensor-parallel style of each module or parameter in the plan, such as ``colwise``, keyed by
+        its name. If transformers has an expert-parallel plan for the model, the result contains
+        this plan for the experts, so that each rank holds complete experts.
 
     Raises:
-        ValueError: If transformers has no plan for the model.
+        ValueError: If transformers has no plan for the model, or if the plan is not valid.
     """
     from transformers.distributed import DistributedConfig
     from transformers.utils import logging
@@ -184,10 +200,14 @@ def build_tensor_parallel_plan(model: Any, num_ranks: int) -> dict[str, str]:
 def apply_tensor_parallel_plan(model: Any, mesh: Any, plan: Mapping[str, str]) -> None:
     """Shard a model according to a tensor-parallel plan, using transformers' functions.
 
+    Depending on its style, a parameter becomes a DTensor, and the forward method of a module is
+    replaced.
+
     Args:
         model: The model. Modified in place.
         mesh: Device mesh of the tensor-parallel ranks.
-        plan: Result of :func:`build_tensor_parallel_plan`.
+        plan: Tensor-parallel styles, keyed by module or parameter name, such as the result of
+            :func:`build_tensor_parallel_plan`.
     """
     from transformers.distributed.expert_parallel import apply_expert_parallelism
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
@@ -209,8 +229,9 @@ def list_rope_types(module: nn.Module) -> dict[str | None, str]:
         module: Any module.
 
     Returns:
-        Rope types, keyed by layer type. If all layers share one rope type, the only key is None. Empty
-        if ``module`` is not a rotary embedding.
+        Rope types, keyed by layer type. If all layers share one rope type, the only key is None.
+        Empty if ``module`` has no attribute ``rope_type``. Rotary embeddings in custom code may
+        lack this attribute.
     """
     types: Any = getattr(module, "rope_type", None)
     if isinstance(types, str):
@@ -219,14 +240,15 @@ def list_rope_types(module: nn.Module) -> dict[str | None, str]:
 
 
 class RotaryEmbedding:
-    """Wrapper of a transformers rotary embedding whose frequencies depend on the sequence length.
+    """Wrapper around a transformers rotary embedding whose frequencies depend on the sequence length.
 
     Args:
         module: The rotary embedding.
 
     Attributes:
         module: The rotary embedding.
-        forward: The original forward method of its class.
+        forward: Forward method that the module's class defines, bound to the module. It is the
+            original method even if ``module.forward`` has been replaced.
     """
 
     def __init__(self, module: Any) -> None:
@@ -256,12 +278,12 @@ class RotaryEmbedding:
         Args:
             x: Tensor with the device and dtype of the result.
             positions: Positions, int64 ``[..., batch, tokens]``.
-            text_lengths: Length of the text of each token, int64 ``[batch, tokens]``.
+            text_lengths: Length of the text that contains each token, int64 ``[batch, tokens]``.
             layer_type: Layer type, or None if all layers share one rope type.
 
         Returns:
-            The same tensors that the module returns, such as ``(cos, sin)``, ``[batch, tokens, head
-            size]``.
+            The tensors that the wrapped rotary embedding returns, such as ``(cos, sin)``. Each has
+            the shape ``[batch, tokens, head size]``.
         """
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -296,7 +318,7 @@ class RotaryEmbedding:
 # -- models ------------------------------------------------------------------------------------------------
 
 build_model_from_config = _transformers.wrap_private_attribute("_from_config", "model.init: scratch")
-"""Build a model of a certain class from a config, with initial weights.
+"""Build a model of the given class from a config, with initial weights.
 
 The public method of an Auto class might choose another class for the config.
 """
@@ -323,7 +345,7 @@ def find_model_class(auto_class: Any, config: PretrainedConfig) -> Any:
     """Return the class that an Auto class builds for ``config``, or None if it does not support the config.
 
     If transformers lists several classes, the result is the class in the config's ``architectures``. If
-    it contains none of them, the result is the first class.
+    ``architectures`` contains none of these classes, the result is the first class.
 
     Args:
         auto_class: Auto class in transformers, such as ``AutoModelForCausalLM``.
@@ -340,9 +362,11 @@ def find_model_class(auto_class: Any, config: PretrainedConfig) -> Any:
 
 
 def patch_llama4() -> None:
-    """Add a field to a transformers output class, so that ``Llama4ForConditionalGeneration`` runs.
+    """Add a missing field to an output class of transformers, so that Llama 4 models run.
 
-    In transformers 5.24, the model reads a field that its output lacks.
+    In transformers 5.24, ``Llama4ForConditionalGeneration`` reads a field that its output lacks.
+    This function adds the field ``image_outputs`` with the value None to the class
+    ``MoeCausalLMOutputWithPast``, for all models in this process. An existing field is kept.
     """
     from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
@@ -375,25 +399,30 @@ def list_no_split_layer_classes(model: nn.Module) -> set[str]:
 get_tieable_parameter_names = _transformers.wrap_private_attribute(
     "_tied_weights_keys", "model.name_or_path", None
 )
-"""Return the names of the parameters of a model class that may be tied, including the head, or None."""
+"""Return the names of a model class's parameters that may be tied, including the head, or None."""
 get_ignored_checkpoint_patterns = _transformers.wrap_private_attribute(
     "_keys_to_ignore_on_load_unexpected", "checkpoint.resume", None
 )
-"""Return patterns of the names of checkpoint tensors that a model class ignores on purpose, or None."""
+"""Return patterns that match the names of checkpoint tensors that a model class ignores on purpose, or
+None."""
 get_unsaved_tensor_names = _transformers.wrap_private_attribute(
     "_keys_to_ignore_on_save", "checkpoint.export", None
 )
-"""Return patterns of the names of tensors that ``save_pretrained`` does not save, or None. An example is a
-table of fixed positions.
-"""
+"""Return patterns that match the names of tensors that ``save_pretrained`` omits, or None. An example
+is a table of fixed positions."""
 
 
 def list_fp32_name_parts(model: PreTrainedModel, *, fp16: bool) -> set[str]:
-    """List the name components that identify the parameters of a model that stay in fp32.
+    """List the name components that identify the parameters kept in fp32.
+
+    A parameter of the model stays in fp32 if its dotted name contains one of these components, such
+    as ``wo`` in T5.
 
     Args:
         model: The model.
-        fp16: Whether to include parameters that stay in fp32 only if the other parameters are fp16.
+        fp16: Whether the model is in fp16. If False, the result contains the components in
+            ``_keep_in_fp32_modules_strict``, which apply to all dtypes. If True, it also contains
+            the components in ``_keep_in_fp32_modules``, which apply only to fp16.
     """
     names = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
     return names | (set(getattr(model, "_keep_in_fp32_modules", None) or ()) if fp16 else set())
@@ -438,27 +467,29 @@ class MappedName(NamedTuple):
     stored_name: str
     model_name: str
     pattern: str | None
-    """Key of its converter in :attr:`MappedNames.converters`, or None if the tensor is only renamed."""
+    """Key of the tensor's converter in :attr:`MappedNames.converters`. None if the tensor is only renamed."""
 
 
 class MappedNames(NamedTuple):
-    """Result of :func:`map_checkpoint_names`."""
+    """Map from tensor names in a checkpoint to tensor names in a model, with the necessary converters."""
 
     names: list[MappedName]
     converters: dict[str, Any]
-    """Objects of transformers that convert several tensors together, such as experts, by pattern."""
+    """Transformers objects that each convert several tensors together, such as experts, keyed by pattern."""
 
 
 @_transformers.explain_missing_names("model.name_or_path")
 def map_checkpoint_names(model: PreTrainedModel, keys: Iterable[str]) -> MappedNames:
-    """Map checkpoint names to the model's names, in the same way as transformers on loading.
+    """Map checkpoint tensor names to model names, as transformers does when it loads weights.
 
     Args:
         model: Model into which the checkpoint is loaded.
-        keys: Names in the checkpoint.
+        keys: Names of the tensors in the checkpoint.
 
     Returns:
-        The names in sorted order, and the converters that some of the tensors need.
+        The pairs of checkpoint name and model name, sorted by checkpoint name, and the converters
+        that some of the tensors need. Tensors that the model does not use are included. Their model
+        names are not in the state dict of the model.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import (
@@ -484,15 +515,18 @@ def map_checkpoint_names(model: PreTrainedModel, keys: Iterable[str]) -> MappedN
 
 @_transformers.explain_missing_names("model.name_or_path")
 def find_unexpected_names(model: PreTrainedModel, model_names_by_stored_name: Mapping[str, str]) -> list[str]:
-    """Find checkpoint names that the model does not have and that its architecture does not ignore.
+    """Find the checkpoint tensors that the model unexpectedly does not use.
+
+    Some architectures list tensors that they ignore on purpose. These tensors are not included.
 
     Args:
         model: The model.
-        model_names_by_stored_name: Tensors that the model does not use: their names after transformers'
-            renaming, keyed by their names in the checkpoint.
+        model_names_by_stored_name: Names of the checkpoint tensors that the model does not use. The
+            keys are the names in the checkpoint, and the values are the names after transformers'
+            renaming.
 
     Returns:
-        Names in the checkpoint.
+        Names of the unexpected tensors in the checkpoint.
     """
     info = SimpleNamespace(missing_keys=set[str](), unexpected_keys=set(model_names_by_stored_name.values()))
     model._adjust_missing_and_unexpected_keys(info)
@@ -546,12 +580,19 @@ _OPERATIONS: dict[str, Callable[[Any], list[Any]]] = {
 def convert_name_rule(transform: Any) -> dict[str, Any]:
     """Convert a weight transform of transformers to a JSON-compatible name rule.
 
+    The rule that saves names with ``.block_sparse_moe.`` excludes the projections of dense layers.
+    See :data:`portable.converters.names.name_rules.EXCEPT_DENSE`.
+
     Args:
         transform: Weight transform from ``transformers.core_model_loading``.
 
     Returns:
         The rule, with its transform for loading (``read``) and the reverse transform for saving
         (``write``), in the format of ``converters/names/published_names.json``.
+
+    Raises:
+        KeyError: If the class of the transform is not supported, as with a class that a newer
+            version of transformers adds.
     """
     rule: dict[str, Any] = {
         "kind": _RULE_KINDS[type(transform).__name__],
@@ -569,7 +610,14 @@ _MIXTURE_NAME_PART = ".block_sparse_moe."
 
 
 def _convert_direction(transform: Any) -> dict[str, Any]:
-    """Convert one direction of a rule to JSON: the names that it matches and its tensor operations."""
+    """Convert one direction of a name rule, loading or saving, to a JSON-compatible dict.
+
+    The dict contains the patterns of the names to convert, the patterns of the resulting names, and
+    the operations on the tensors.
+
+    Args:
+        transform: Weight transform of transformers for this direction.
+    """
     direction: dict[str, Any] = {
         "find": transform.compiled_sources.pattern,
         "sources": list(transform.source_patterns),
@@ -622,12 +670,16 @@ Returns the text, and the spans of the text that the template marks as generated
 
 @_transformers.explain_missing_names("backend: xla")
 def set_experts_function(model: Any, name: str, function: Callable[..., Any]) -> None:
-    """Register ``function`` as a transformers experts implementation, and select it in ``model``.
+    """Register a transformers experts implementation, and select it in ``model``.
+
+    The registration applies to the entire process, and replaces an earlier registration of the same
+    name.
 
     Args:
         model: Model with mixture-of-experts layers.
         name: Name of the implementation.
-        function: Function that computes the experts of a layer.
+        function: Function that computes the experts of a layer. Its arguments are the experts
+            module, the hidden states, the ids of the chosen experts, and their weights.
     """
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
@@ -636,13 +688,12 @@ def set_experts_function(model: Any, name: str, function: Callable[..., Any]) ->
 
 
 apply_expert_gate = _transformers.wrap_private_attribute("_apply_gate", "backend: xla")
-"""Apply the activation and the gate of a layer of experts to the result of its first matrix product."""
+"""Apply the activation and the gate of an expert layer to the result of its first matrix product."""
 
 # -- weight decay ------------------------------------------------------------------------------------------
 
 list_parameter_names_except = _transformers.wrap_private_function(
     "transformers.trainer_pt_utils:get_parameter_names", "train.weight_decay"
 )
-"""List the names of the parameters of a model that are outside of certain module classes and do not match
-certain patterns.
-"""
+"""List the names of a model's parameters, except those in modules of the given classes and those that
+match the given patterns."""

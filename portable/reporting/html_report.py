@@ -101,7 +101,7 @@ class _RunSettings(NamedTuple):
 
 @dataclass(frozen=True)
 class Chart:
-    """Chart of the page.
+    """Chart on the report page.
 
     Attributes:
         title: Title of the chart.
@@ -128,24 +128,24 @@ CHARTS = (
     Chart(
         "Loss",
         ("loss", "eval_loss"),
-        hint="nats a token; dashed: evaluation",
+        hint="nats per token; dashed: evaluation",
         wide=True,
         smooth=True,
         log=True,
     ),
     Chart("Learning rate", ("learning_rate",), zero=True),
     Chart("Gradient norm", ("grad_norm",), hint="before clipping", smooth=True, zero=True),
-    Chart("Throughput", ("tokens_per_second",), hint="tokens a second, all ranks", smooth=True, zero=True),
-    Chart("Memory", ("memory",), unit="bytes", hint="of a rank", zero=True),
+    Chart("Throughput", ("tokens_per_second",), hint="tokens per second, all ranks", smooth=True, zero=True),
+    Chart("Memory", ("memory",), unit="bytes", hint="per rank", zero=True),
     Chart("MFU", ("mfu",), unit="fraction", hint="of the devices' peak FLOP/s", smooth=True, zero=True),
-    Chart("Data wait", ("data_wait",), unit="fraction", hint="of the time of a step", zero=True),
+    Chart("Data wait", ("data_wait",), unit="fraction", hint="share of the step time", zero=True),
 )
 _HINTS = {
-    "skipped_steps": "updates that were not finite, so far",
-    "graphs_compiled": "of this launch, so far",
-    "transfers_from_device": "of this launch, so far",
+    "skipped_steps": "non-finite updates so far",
+    "graphs_compiled": "in this launch so far",
+    "transfers_from_device": "in this launch so far",
 }
-# Limits for untrusted files. The files that a run writes are far below them.
+# Limits for files, because they are untrusted. The files that a run writes are far below the limits.
 _MAX_MATRICES = 8
 _MAX_CHARTS, _MAX_NAME_LENGTH, _MAX_PATH_LENGTH, _MAX_TEXT_LENGTH = 60, 100, 500, 10_000
 _RELOAD_SECONDS = 30
@@ -163,8 +163,10 @@ class ReportedRun:
         folder: Output folder or URL of the run.
         rows: Rows of ``metrics.jsonl``.
         events: Rows of ``events.jsonl``.
-        settings: Settings in ``config.yaml``, keyed by dotted key. Empty without the file.
-        unreadable_parts: Description of the parts that could not be read. Empty if everything was read.
+        settings: Settings in ``config.yaml``, keyed by dotted key. Empty if the file does not exist
+            or cannot be read.
+        unreadable_parts: Description of invalid lines in the two logs and of an unreadable
+            ``config.yaml``. Empty if there are none.
     """
 
     folder: AnyPath
@@ -173,7 +175,7 @@ class ReportedRun:
     settings: dict[str, Any]
     unreadable_parts: str = ""
     preview: dict[str, Any] | None = None
-    """Facts, lengths and samples of the training data. None if the run has not written a preview."""
+    """Statistics, lengths and samples of the training data. None if the run has not written a preview."""
     log: str = ""
     """Last lines of ``log.txt``."""
 
@@ -185,10 +187,13 @@ class ReportedRun:
             folder: Output folder or URL of the run.
 
         Returns:
-            The contents. Parts that cannot be read are empty, and are listed in ``unreadable_parts``.
+            The contents. Parts that cannot be read are empty, and invalid lines of logs are
+            skipped. ``unreadable_parts`` lists the number of invalid lines and an unreadable
+            ``config.yaml``, but no other unreadable file.
 
         Raises:
-            UserError: If the folder does not contain a run with a logged step.
+            UserError: If the folder does not contain a run with a logged step, if ``metrics.jsonl``
+                cannot be read, or if a link points outside of the folder.
         """
         try:
             if not folder.is_dir():
@@ -209,7 +214,9 @@ class ReportedRun:
         except LinkError as error:
             raise UserError(to_one_line(error)) from error
         if not rows:
-            raise UserError(f"{folder / METRICS_FILE}: has no logged step yet; wait for the first step")
+            raise UserError(
+                f"{folder / METRICS_FILE}: no step has been logged yet; wait for the first logged step"
+            )
         unreadable = [
             f"{format_count(number, 'line')} of {name}"
             for number, name in ((bad_rows, METRICS_FILE), (bad_events, EVENTS_FILE))
@@ -223,10 +230,13 @@ class ReportedRun:
         """Convert a number of samples to a number of tokens.
 
         Args:
-            samples: Value of ``samples`` in a row, which may be None or invalid.
+            samples: Value of ``samples`` in a row of ``metrics.jsonl`` or ``events.jsonl``. It may
+                be None or invalid.
 
         Returns:
-            The number of tokens, including padding. None if it is unknown.
+            The number of samples times ``data.seq_len``, so padding is included. None if one of the
+            factors is missing or invalid. Also None if the product is at least 2**53, because
+            JavaScript cannot represent all larger integers exactly.
         """
         length = self.settings.get("data.seq_len")
         return (
@@ -236,12 +246,20 @@ class ReportedRun:
         )
 
     def list_launch_events(self) -> list[dict[str, Any]]:
-        """Return the events that started a launch, in the order of the file."""
+        """Return the events that record the start of a launch, in the order of the file.
+
+        These are the ``start`` and ``resume`` events.
+        """
         return [event for event in self.events if event["event"] in ("start", "resume")]
 
     @cached_property
     def _launch_starts(self) -> list[_LaunchStart]:
-        """Start of each launch, in chronological order."""
+        """Start of each launch of the run, in chronological order.
+
+        A run has several launches if it was resumed from a checkpoint, or started again without
+        one. A launch lasts until the last row or event before the next launch starts. Launches
+        without a valid start time are omitted.
+        """
         starts = sorted(float(launch["time"]) for launch in self.list_launch_events() if "time" in launch)
         times = sorted(row["time"] for row in (*self.rows, *self.events) if "time" in row)
         launch_starts: list[_LaunchStart] = []
@@ -253,13 +271,16 @@ class ReportedRun:
         return launch_starts
 
     def compute_worked_hours(self, unix_time: Any) -> float | None:
-        """Compute how many hours the run had worked by a given time. Pauses between launches do not count.
+        """Compute how many hours the run had trained by a given time.
+
+        Pauses between launches are not included.
 
         Args:
             unix_time: Time in seconds since 1970, which may be None or invalid.
 
         Returns:
-            The hours. None if they are unknown.
+            The hours, at least 0. None if ``unix_time`` is not a number, or if no launch has a
+            valid start time.
         """
         if not is_number(unix_time) or not self._launch_starts:
             return None
@@ -268,7 +289,9 @@ class ReportedRun:
         return round((worked + max(0.0, float(unix_time) - start)) / 3600, 5)
 
     def build_series(self, name: str) -> list[CurvePoint]:
-        """Build the points of a curve, downsampled to the width of a chart.
+        """Build the points of a curve, downsampled by :func:`downsample_points`.
+
+        Rows without a number for the metric are skipped.
 
         Args:
             name: Name of the metric.
@@ -288,12 +311,15 @@ class ReportedRun:
     # -- text of the page -----------------------------------------------------------------------------------
 
     def describe_events(self) -> list[dict[str, Any]]:
-        """Describe the events of the run, with their position on each x axis.
+        """Describe the events of the run, with their positions on the x axes of the charts.
 
         Returns:
-            One JSON object per event. Its kind determines the mark on the page. It is the kind of the
-            event, except for a launch on other devices (``"move"``) or with changed settings
-            (``"change"``).
+            One JSON object per event, with the keys ``kind``, ``step``, ``when`` (time in UTC as
+            text), ``text`` (description) and ``at`` (step, tokens and hours; unknown values are
+            None). ``kind`` determines the mark in the charts. It is ``"change"`` for a launch with
+            changed settings. For any other launch, it is ``"move"`` if the backend, the strategy,
+            the number of ranks or the devices per rank differ from the previous launch. All other
+            events keep their kind from the events file, such as ``"save"``.
         """
         described: list[dict[str, Any]] = []
         machine: str | None = None
@@ -333,7 +359,7 @@ class ReportedRun:
         """Collect the key numbers of the run, such as the last loss and the median speed.
 
         Returns:
-            Formatted values, keyed by label.
+            Formatted values, keyed by label. Values that the run has not recorded are omitted.
         """
         last = self.rows[-1]
         losses = self._list_numbers("loss")
@@ -371,7 +397,12 @@ class ReportedRun:
         return facts
 
     def list_confusion_matrices(self) -> list[dict[str, Any]]:
-        """Return the most recent confusion matrix of each evaluation source, as JSON objects for the page."""
+        """Return the most recent confusion matrix of each evaluation source.
+
+        Returns:
+            One JSON-compatible dict per matrix, with the keys ``name``, ``step``, ``classes`` and
+            ``counts``. The list contains at most ``_MAX_MATRICES`` matrices.
+        """
         last = {
             key: (row["step"], row[key]) for row in self.rows for key in row if isinstance(row[key], dict)
         }
@@ -411,10 +442,13 @@ def downsample_points(points: list[_Point]) -> list[_Point]:
 def build_report_html(runs: Sequence[ReportedRun], *, reloads: bool = False) -> str:
     """Build the complete HTML page.
 
+    The page has the charts in :data:`CHARTS` and additional charts for at most ``_MAX_CHARTS``
+    other numeric metrics. The x axis can show tokens or hours if they are known for all points.
+
     Args:
-        runs: Runs to show.
-        reloads: Whether the page reloads itself in the browser. Set during training, when the page is
-            rewritten regularly.
+        runs: Runs to show. Each run has at least one row.
+        reloads: Whether the page reloads itself in the browser. Set during training, when the page
+            is rewritten regularly.
 
     Returns:
         The page. Credentials in strings are replaced by ``***``.
@@ -422,7 +456,7 @@ def build_report_html(runs: Sequence[ReportedRun], *, reloads: bool = False) -> 
     names = _list_short_names([run.folder for run in runs])
     all_rows = [row for run in runs for row in run.rows]
     charted_names = {name for metric in CHARTS for name in metric.series}
-    # Draw other numbers too, in the order of the file, up to a limit.
+    # Also draw the numbers that have no predefined chart, in the order of the file, up to a limit.
     numeric_names = dict.fromkeys(key for row in all_rows for key in row if is_number(row[key]))
     uncharted_names = [
         key
@@ -430,7 +464,7 @@ def build_report_html(runs: Sequence[ReportedRun], *, reloads: bool = False) -> 
         if key not in charted_names | _METRICS_WITHOUT_CHART and len(key) <= _MAX_NAME_LENGTH
     ][:_MAX_CHARTS]
     keys = [key for key in numeric_names if key in charted_names or key in uncharted_names]
-    # Combine the evaluations on several sources into one chart, and the F1 scores of all classes.
+    # Draw the evaluations on all sources in one chart, and the F1 scores of all classes in another.
     charts: dict[str, tuple[str, ...]] = {}
     sources = {key.partition("/")[2] for key in numeric_names if key.startswith("eval_loss/")}
     for key in uncharted_names:
@@ -489,15 +523,18 @@ def build_report_html(runs: Sequence[ReportedRun], *, reloads: bool = False) -> 
     # Escape "<", because "</" and "<!" could end the script element that contains the data.
     text = json.dumps(_redact_nested(data), separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     template = Path(__file__).with_name("report_template.html").read_text("utf-8")
-    # Split the template before inserting, because the name of a folder may equal a mark of the template.
+    # Split the template before inserting values, because the name of a folder may equal a placeholder.
     head, rest = template.split("__TITLE__", 1)
     middle, tail = rest.split("__DATA__", 1)
-    shown = html.escape(title).encode("utf-8", "replace").decode("utf-8")
+    shown = html.escape(_redact_nested(title)).encode("utf-8", "replace").decode("utf-8")
     return head + shown + middle + text + tail
 
 
 def _redact_nested(value: Any) -> Any:
-    """Return a copy of nested lists and dicts with the credentials in strings redacted."""
+    """Return a copy of nested lists and dicts with the credentials in strings redacted.
+
+    Keys of dicts and the contents of tuples are not redacted.
+    """
     if isinstance(value, dict):
         return {key: _redact_nested(inner) for key, inner in value.items()}
     if isinstance(value, list):
@@ -508,8 +545,8 @@ def _redact_nested(value: Any) -> Any:
 def _choose_chart_name(name: str, source_names: Container[str]) -> str:
     """Return the name of the chart to draw a metric in.
 
-    Most metrics have their own chart. Evaluations on several sources share one, and so do the F1 scores
-    of all classes.
+    Most metrics have their own chart. Evaluations on several sources share a chart, and so do the F1
+    scores of all classes.
 
     Args:
         name: Name of the metric.
@@ -533,14 +570,15 @@ def write_report(folders: Sequence[AnyPath], page_path: Path, *, reloads: bool =
     Args:
         folders: Output folders or URLs of the runs.
         page_path: Path of the page.
-        reloads: Whether the page reloads itself in the browser. Set during training, when the page is
-            rewritten regularly.
+        reloads: Whether the page reloads itself in the browser. Set during training, when the page
+            is rewritten regularly.
 
     Returns:
         A warning for each run with unreadable parts.
 
     Raises:
-        UserError: If a folder does not contain a run, or the page cannot be written.
+        UserError: If a folder does not contain a run with a logged step, or the page cannot be
+            written.
     """
     runs = [ReportedRun.read(folder) for folder in folders]
     text = build_report_html(runs, reloads=reloads)
@@ -550,25 +588,29 @@ def write_report(folders: Sequence[AnyPath], page_path: Path, *, reloads: bool =
         raise UserError(
             f"--out: {page_path} cannot be written ({error.strerror}); use another path"
         ) from error
-    return [f"{run.folder}: unreadable: {run.unreadable_parts}" for run in runs if run.unreadable_parts]
+    return [
+        f"{run.folder}: the report lacks parts that are unreadable: {run.unreadable_parts}"
+        for run in runs
+        if run.unreadable_parts
+    ]
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Build the argument parser of ``portable-report``."""
     parser = CommandParser(
         prog="portable-report",
-        description="Write one self-contained HTML page about a run, or several side by side:\n"
+        description="Write one self-contained HTML page about one run or about several runs:\n"
         "loss, learning rate, gradient norm, throughput, memory, MFU, events, settings.",
         epilog=format_exit_codes(DONE, FAILED, REFUSED),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action=ShowVersion, help="print the version and exit")
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="output_dir of a run, or its URL")
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="output_dir of a run: a folder or URL")
     parser.add_argument(
         "--out",
         metavar="FILE",
-        help=f"the page (default: {REPORT_FILE} in the run's folder; for several runs, or one in an object "
-        "store, in the current folder)",
+        help=f"path of the page (default: {REPORT_FILE} in the run's folder, or in the current folder for "
+        "several runs or a URL)",
     )
     return parser
 
@@ -602,7 +644,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _read_events(folder: AnyPath) -> LogRows:
-    """Read the events of a run. Return no events if the file cannot be read."""
+    """Read the events of a run. Return no events if the file does not exist or cannot be read.
+
+    Raises:
+        CheckpointError: If a symlink points outside the folder of the run, or if a request to the
+            object store fails.
+    """
     try:
         return read_log_rows(folder / EVENTS_FILE, "event")
     except OSError:
@@ -610,10 +657,15 @@ def _read_events(folder: AnyPath) -> LogRows:
 
 
 def _read_log_end(path: AnyPath) -> str:
-    """Read the last lines of a log.
+    """Read the end of a text log, at most ``_MAX_TEXT_LENGTH`` characters.
 
     Returns:
-        The lines. Empty if the file does not exist or is far too large for a log.
+        The last complete lines. Empty if the file does not exist, cannot be read, or is larger than
+        ``_MAX_LOG_BYTES``. A log that is written by a run is far smaller.
+
+    Raises:
+        CheckpointError: If a symlink points outside the folder of the run, or if a request to the
+            object store fails.
     """
     try:
         text = read_small_file(path, max_bytes=_MAX_LOG_BYTES).decode("utf-8", "replace")
@@ -625,11 +677,20 @@ def _read_log_end(path: AnyPath) -> str:
 def read_data_preview(path: AnyPath) -> dict[str, Any] | None:
     """Read the preview of the training data that a run has written.
 
+    The result has the form that the page shows.
+
     Args:
         path: Path or URL of the file.
 
     Returns:
-        Statistics, lengths and samples of the data. None if the file does not exist or is invalid.
+        Dict with the keys ``facts`` (pairs of a name and a text), ``lengths`` (lower limit, upper
+        limit or None, and number of documents), and ``samples`` (title and pieces, see
+        :func:`_read_piece`). Long lists and texts of facts are truncated. None if the file does not
+        exist or is invalid.
+
+    Raises:
+        CheckpointError: If a symlink points outside the folder of the file, or if a request to the
+            object store fails.
     """
     try:
         preview = json.loads(read_small_file(path, max_bytes=_MAX_CONFIG_BYTES))
@@ -657,16 +718,30 @@ def read_data_preview(path: AnyPath) -> dict[str, Any] | None:
 
 
 def _read_piece(text: Any, trained: Any, thumbnail: Any = "") -> list[Any]:
-    """Return one piece of a sample: its text, whether it is trained on, and its thumbnail URL or ""."""
+    """Return one piece of a sample: its text, whether it is trained on, and its thumbnail URL.
+
+    The arguments are read from the preview file of a run, so they may have any type. A thumbnail
+    that is not the data URL of a small JPEG image is replaced by an empty string.
+
+    Args:
+        text: Text of the piece. It is converted to a string.
+        trained: Whether the model is trained on the piece. Any value other than True is read as
+            False.
+        thumbnail: Data URL of an image. Empty if the piece has no image.
+    """
     is_thumbnail = isinstance(thumbnail, str) and _THUMBNAIL_URL.fullmatch(thumbnail) is not None
     return [str(text), trained is True, thumbnail if is_thumbnail else ""]
 
 
 def _read_settings(path: AnyPath) -> _RunSettings:
-    """Read the settings in a ``config.yaml``. Never raises an error.
+    """Read the settings in a ``config.yaml``.
 
-    The settings are empty if the file does not exist or cannot be read. In the latter case, ``error``
-    contains the reason.
+    The settings are empty if the file does not exist or cannot be read. If it exists but cannot be
+    read, ``error`` contains the reason.
+
+    Raises:
+        CheckpointError: If a symlink points outside the folder of the file, or if a request to the
+            object store fails.
     """
     try:
         text = read_small_file(path, max_bytes=_MAX_CONFIG_BYTES).decode("utf-8")
@@ -693,7 +768,11 @@ def _iter_dotted_settings(prefix: str, tree: dict[str, Any]) -> Iterable[tuple[s
 
 
 def _format_setting_value(value: Any) -> str:
-    """Format the value of a setting as text or JSON. Long values are truncated."""
+    """Format the value of a setting.
+
+    The text is cut to ``_MAX_TEXT_LENGTH`` characters, without an ellipsis. Strings are returned
+    without quotes, and None becomes an empty string. All other values are formatted as JSON.
+    """
     if value is None or isinstance(value, str):
         return (value or "")[:_MAX_TEXT_LENGTH]
     return json.dumps(to_json_value(value), default=str)[:_MAX_TEXT_LENGTH]

@@ -64,7 +64,10 @@ class JsonLinesWriter:
     """Writer that appends rows to a log file.
 
     Args:
-        path: Path of the file. Created if it does not exist. Symlinks are not followed.
+        path: Path of the file. Created if it does not exist.
+
+    Raises:
+        OSError: If the file cannot be opened, or if the path is a symlink or not a regular file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -74,7 +77,7 @@ class JsonLinesWriter:
         """Append a row and flush it to the operating system.
 
         Args:
-            row: JSON object. NaN and infinite values are written as null.
+            row: JSON object. NaN and infinite values at the top level are written as null.
         """
         infinite = {k for k, v in row.items() if isinstance(v, float) and not math.isfinite(v)}
         self._file.write(json.dumps({**row, **dict.fromkeys(infinite)}) + "\n")
@@ -96,8 +99,9 @@ def read_log_rows(path: AnyPath, *required_keys: str) -> LogRows:
         The valid rows, and the number of invalid lines.
 
     Raises:
-        OSError: If the file does not exist or is not a regular file.
-        CheckpointError: If a symlink points outside the folder of the log.
+        OSError: If the file does not exist, is not a regular file, or is larger than 1 GiB.
+        CheckpointError: If a symlink points outside the folder of the log, or if a request to the
+            object store fails.
     """
     lines, num_invalid = read_log_lines(path, *required_keys)
     return LogRows([line.row for line in lines], num_invalid)
@@ -114,25 +118,27 @@ def read_log_lines(path: AnyPath, *required_keys: str) -> LogLines:
         The valid lines, and the number of invalid lines.
 
     Raises:
-        OSError: If the file does not exist or is not a regular file.
-        CheckpointError: If a symlink points outside the folder of the log.
+        OSError: If the file does not exist, is not a regular file, or is larger than 1 GiB.
+        CheckpointError: If a symlink points outside the folder of the log, or if a request to the
+            object store fails.
     """
     return _parse_lines(read_small_file(path, max_bytes=_MAX_LOG_BYTES).split(b"\n"), *required_keys)
 
 
 def remove_rows_after_step(path: Path, last_step: int) -> LogRows:
-    """Remove all rows after a step from the end of a log, and the invalid lines between them.
+    """Remove the rows of a log whose step is later than ``last_step``.
 
-    The log may be large, but its rows are in order of their steps. The file is therefore read backward,
-    in blocks of ``_BLOCK_BYTES`` bytes, until a block contains no later row.
+    The log may be large, but its rows are ordered by step. This function therefore reads only the
+    end of the file. It begins with the last two blocks of ``_BLOCK_BYTES`` bytes. While the first
+    block that was read contains a row later than ``last_step``, it doubles the number of bytes and
+    reads again. Invalid lines in the part that was read are also removed.
 
     Args:
         path: Path of the log.
         last_step: Last step whose rows are kept.
 
     Returns:
-        The remaining rows in the part of the file that was read, and the number of invalid lines in
-        this part.
+        The kept rows in the part that was read, and the number of invalid lines in this part.
     """
     with os.fdopen(open_for_writing(path, os.O_RDWR), "r+b") as file:
         size = os.fstat(file.fileno()).st_size
@@ -166,7 +172,17 @@ def _seek_next_line(file: BinaryIO, offset: int) -> int:
 
 
 def _parse_lines(lines: list[bytes], *required_keys: str) -> LogLines:
-    """Parse the lines of a log. See :func:`read_log_lines` for the arguments and the result."""
+    """Parse the lines of a log.
+
+    A line is valid if it is a JSON object with a valid count as ``step``, and with a value other
+    than null for each required key. An invalid ``time`` is removed from the row. Blank lines are
+    skipped. The text after the last line feed may have been truncated by a crash, so it is not
+    counted if it is invalid.
+
+    Args:
+        lines: Contents of the log, split at line feeds.
+        required_keys: Keys that a valid row must contain in addition to ``step``.
+    """
     valid_lines: list[LogLine] = []
     num_invalid = 0
     for number, line in enumerate(lines, start=1):
@@ -192,15 +208,18 @@ def is_number(value: Any) -> bool:
 
 
 def is_valid_count(value: Any) -> bool:
-    """Return whether a value is a valid count of steps, samples, or tokens."""
+    """Return whether a value is a valid count of steps, samples, or tokens.
+
+    A valid count is an int from 0 to 2**53 - 1, and not a bool.
+    """
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < MAX_SAFE_INTEGER
 
 
 def _sanitize_value(value: Any) -> Any:
-    """Return the value if the report can show it, and None otherwise. Long strings are truncated.
+    """Return the value if the report can show it, and None otherwise.
 
-    None replaces integers that JavaScript cannot represent exactly, non-finite floats, and unknown
-    objects.
+    Long strings are truncated. None replaces integers with an absolute value of at least
+    ``MAX_SAFE_INTEGER``, non-finite floats, lists, and objects other than confusion matrices.
     """
     if isinstance(value, str):
         return value[:_MAX_TEXT_LENGTH]
@@ -214,12 +233,12 @@ def _sanitize_value(value: Any) -> Any:
 
 
 def _is_confusion_matrix(classes: Any = None, counts: Any = None, **other_fields: Any) -> bool:
-    """Return whether a JSON object with these fields is a confusion matrix.
+    """Return whether the fields of a JSON object represent a valid confusion matrix.
 
     Args:
-        classes: Names of the classes. There may be at most ``MAX_LOGGED_CLASSES``.
-        counts: Square matrix of counts, as a list of rows.
-        other_fields: Any other fields. A confusion matrix does not have them.
+        classes: Names of the classes, at least one and at most ``MAX_LOGGED_CLASSES``.
+        counts: Square matrix of counts, as a list of rows, with one row per class.
+        other_fields: Other fields of the object. If there are any, the result is False.
     """
     return (
         not other_fields

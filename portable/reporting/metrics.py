@@ -21,9 +21,10 @@ METRICS_FILE = "metrics.jsonl"
 class MetricsFile(JsonLinesWriter):
     """Writer of ``metrics.jsonl``. Every launch of a run appends to it.
 
-    Opening the file removes the rows after ``from_step``, which would otherwise be logged twice. Such
-    rows exist if a previous launch was killed after its last checkpoint. The file may have a million
-    rows, so only its end is read.
+    Opening the file removes the rows after ``from_step``, which would otherwise be logged twice.
+    Such rows exist if a previous launch was killed after its last checkpoint. The file may have a
+    million rows, so only its end is read. Invalid rows in this part are also removed, with a
+    warning.
 
     Args:
         folder: Output folder of the run.
@@ -36,11 +37,11 @@ class MetricsFile(JsonLinesWriter):
         rows, unreadable = remove_rows_after_step(path, from_step)
         if unreadable:
             lost = format_count(unreadable, "row")
-            print_status(f"warning: {path}: left out {lost} that cannot be read")
+            print_status(f"warning: {path}: skipped {lost} that cannot be read")
         self._evaluated_steps = {row["step"] for row in rows if any(map(is_evaluation_metric, row))}
 
     def append_row(self, row: Mapping[str, Any]) -> None:
-        """Append a row.
+        """Append a row, and record its step as evaluated if it contains evaluation metrics.
 
         Args:
             row: Values of a step, keyed by metric name. ``step`` is required.
@@ -50,10 +51,11 @@ class MetricsFile(JsonLinesWriter):
             self._evaluated_steps.add(row["step"])
 
     def has_evaluation(self, step: int) -> bool:
-        """Return whether the file contains an evaluation of a step.
+        """Return whether ``metrics.jsonl`` contains an evaluation at a step.
 
         Args:
-            step: Step. It must not be before ``from_step``.
+            step: Number of the step. It must be at least ``from_step``, the step that the launch
+                continues from, because earlier rows may not have been read.
         """
         return step in self._evaluated_steps
 
@@ -68,7 +70,9 @@ def read_metrics(folder: AnyPath) -> list[dict[str, Any]]:
         The rows in log order.
 
     Raises:
-        OSError: If the file does not exist or is not a regular file.
+        OSError: If the file does not exist, is not a regular file, or is larger than 1 GiB.
+        CheckpointError: If a symlink points outside the folder of the run, or if a request to the
+            object store fails.
     """
     return read_log_rows(folder / METRICS_FILE).rows
 
@@ -79,16 +83,21 @@ _MAX_SHOWN_VALUES = 8
 
 
 def is_evaluation_metric(name: str) -> bool:
-    """Return whether a metric is the result of an evaluation."""
+    """Return whether a metric is the result of an evaluation.
+
+    The names of these metrics begin with ``eval_``.
+    """
     return name.startswith(EVALUATION_PREFIX)
 
 
 def format_evaluation_line(values: Mapping[str, float]) -> str:
     """Format the metrics of an evaluation as one line for the terminal.
 
+    The line omits the F1 scores of the individual classes. Metrics after the first
+    ``_MAX_SHOWN_VALUES`` are replaced by ``...``.
+
     Args:
-        values: Values of the evaluation, keyed by metric name. The F1 scores of single classes are
-            omitted.
+        values: Values of the evaluation, keyed by metric name.
     """
     shown = [name for name in values if not name.startswith("eval_f1.")]
     text = "  ".join(
@@ -105,8 +114,8 @@ EventKind = Literal["start", "resume", "save", "skip", "stop", "end"]
 class EventsFile(JsonLinesWriter):
     """Writer of ``events.jsonl``. Every launch of a run appends its start, saves, and end.
 
-    Unlike the rows of ``metrics.jsonl``, the events of a killed launch are kept as a record that it
-    happened.
+    Unlike the rows of ``metrics.jsonl``, the events of a killed launch are kept, because they record
+    that the launch happened.
 
     Args:
         folder: Output folder of the run.
@@ -116,24 +125,29 @@ class EventsFile(JsonLinesWriter):
         super().__init__(folder / EVENTS_FILE)
 
     def append_event(self, kind: EventKind, step: int, **facts: Any) -> None:
-        """Append an event with the current time.
+        """Append an event to ``events.jsonl``, with the current time.
 
         Args:
             kind: Kind of the event, such as ``save``.
             step: Number of optimizer steps so far.
-            facts: Further fields of the JSON object.
+            facts: Additional fields of the event, written to the same JSON object.
         """
         self.append_row({"event": kind, "step": step, "time": round(time.time(), 3), **facts})
 
 
 def read_events(folder: AnyPath) -> list[dict[str, Any]]:
-    """Read the events of a run.
+    """Read the events of a run from ``events.jsonl``.
 
     Args:
         folder: Output folder of the run.
 
     Returns:
-        The events that have a time, oldest first. Empty if the file cannot be read.
+        The events that have a timestamp in the key ``time``, oldest first. Empty if the file does
+        not exist or cannot be read.
+
+    Raises:
+        CheckpointError: If a symlink points outside the folder of the run, or if a request to the
+            object store fails.
     """
     try:
         rows, _ = read_log_rows(folder / EVENTS_FILE)

@@ -61,7 +61,8 @@ def build_model_card(
     """Build the model card in Markdown.
 
     Exports are made to be shared. The card therefore contains no samples of the data, and names local
-    files without their folders.
+    files without their folders. The base model is an exception: its complete path is shown, except in
+    shell commands, so that the Python code for an adapter runs on this machine.
 
     Args:
         config: Config of the run.
@@ -83,7 +84,7 @@ def build_model_card(
     base = Path(name).name if name is not None and local else name
     loader, pipeline = AUTO_CLASSES[config.model.task]
     if config.model.task == "causal-lm" and architecture.endswith("ForConditionalGeneration"):
-        loader = architecture  # AutoModelForCausalLM opens another class or none for this type
+        loader = architecture  # AutoModelForCausalLM has another class for this model type, or none
     kind = None if adapter is None else str(config.adapter.type)
     is_adapter_export, rows = exports_adapter(config), None if adapter is None else adapter.grown_vocab_size
     on_hub = None if local or config.model.from_scratch else name
@@ -156,12 +157,12 @@ def _format_front_matter(
     *,
     is_adapter_export: bool,
 ) -> str:
-    """Format the YAML metadata at the start of the card, which the hub reads.
+    """Format the YAML metadata at the start of a model card, which the hub reads.
 
     Args:
         config: Config of the run.
         base_hub_id: Name of the base model on the hub. None if it is local or has random weights.
-        pipeline: Name of the task on the hub.
+        pipeline: Name of the task on the hub, such as ``text-generation``.
         adapter_type: Type of the adapter. None if the run did not train an adapter.
         is_adapter_export: Whether the export is an adapter instead of a complete model.
     """
@@ -184,17 +185,22 @@ def _describe_origin(
     base = "a model with random weights" if config.model.from_scratch else f"`{config.model.name_or_path}`"
     if adapter is None:
         return f"Architecture: {architecture}. Trained from {base}."
-    relation = "an adapter for it" if is_adapter_export else "with an adapter merged into it"
+    relation = (
+        "This is an adapter for the base model."
+        if is_adapter_export
+        else "The weights of an adapter are merged into the base model."
+    )
     digest = adapter.identity["base"]
-    return f"Base model: {base}, {relation}." + (
-        f" Fingerprint of its weights: `{digest}`." if digest else ""
+    return f"Base model: {base}. {relation}" + (
+        f" Fingerprint of the base weights: `{digest}`." if digest else ""
     )
 
 
 def _format_untrained_tensors(copied: Sequence[str], missing: Sequence[str]) -> list[str]:
     """Format the names of the base model's tensors that transformers does not load, as lines of Markdown.
 
-    They are not trained. Some are copied to the export, and the others are missing from it.
+    These tensors are not trained. Some are copied to the export, and the others are missing from the
+    export.
     """
     lines = []
     if copied:
@@ -214,9 +220,11 @@ def _format_adapter_usage(
     Empty if the export is a complete model, or if the name of the base model is unknown.
 
     Args:
-        auto_class: Class of transformers that opens the base model.
-        base_name: Name or path of the base model.
-        num_embedding_rows: Number of embedding rows if the run added tokens. None if it did not.
+        auto_class: Name of the transformers class that loads the base model, such as
+            ``AutoModelForCausalLM``.
+        base_name: Name or path of the base model. None if it is unknown.
+        num_embedding_rows: Number of rows to which the base model's embeddings are resized. None if
+            the run did not add tokens.
         is_adapter_export: Whether the export is an adapter instead of a complete model.
     """
     if not is_adapter_export or base_name is None:
@@ -236,7 +244,11 @@ def _format_adapter_usage(
 
 
 def _list_hub_datasets(config: RunConfig) -> list[str]:
-    """List the sources of the training data that look like dataset names on the hub."""
+    """List the training data sources whose names have the form of a dataset name on the hub.
+
+    The form is ``name`` or ``organization/name``. Existing local paths, custom code, and sources
+    with several names are omitted.
+    """
     sources = [settings.source for settings in get_training_sources(config.data).values()]
     names = [
         source[0] if isinstance(source, list | tuple) and len(source) == 1 else source for source in sources
@@ -262,10 +274,11 @@ def _format_curve_table(metrics: Sequence[Mapping[str, Any]], key: str) -> list[
 
 
 def _format_evaluation_table(metrics: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Format the results of the last evaluation as a Markdown table.
+    """Format the metrics of the last evaluation as a Markdown table, with one row per metric.
 
-    Empty if there are fewer than two results, because a single evaluation loss is already in the
-    curves.
+    Returns:
+        The lines of the table. Empty if the evaluation has fewer than two metrics, because the
+        model card already shows a single evaluation loss in its table of loss values.
     """
     rows = [row for row in metrics if any(map(is_evaluation_metric, row))]
     values = {
@@ -285,7 +298,11 @@ def _format_evaluation_table(metrics: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _format_user_settings(config: RunConfig) -> str:
-    """Format the user's settings as YAML, omitting machine-specific settings and parent folders."""
+    """Format the user's settings as YAML, without the settings in ``_MACHINE_SETTINGS``.
+
+    The omitted settings include ``output_dir`` and all settings in the sections ``log``, ``hub``
+    and ``checkpoint``. Absolute paths are reduced to their last component.
+    """
     settings = {
         key: _strip_parent_folders(value)
         for key, value in config.given().items()
@@ -311,11 +328,12 @@ def _format_table_cell(value: Any) -> str:
 
 
 class AutoClass(NamedTuple):
-    """Auto class of transformers that loads the models of a task.
+    """Auto class that loads the models of a task in transformers.
 
     Attributes:
-        name: Name of the class.
-        pipeline: Name of the task on the hub, and of its pipeline.
+        name: Name of the class, such as ``AutoModelForCausalLM``.
+        pipeline: Name of the task on the hub, such as ``text-generation``. If transformers has a
+            pipeline for the task, the pipeline has the same name.
     """
 
     name: str
@@ -342,7 +360,12 @@ _VLLM_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 
 
 def exports_adapter(config: RunConfig) -> bool:
-    """Return whether the run exports only the adapter instead of a complete model."""
+    """Return whether the run exports only the adapter instead of a complete model.
+
+    The result is True if ``adapter.type`` is set and ``checkpoint.export`` is neither ``merged``
+    nor ``like_base``. It is therefore True even if ``checkpoint.export`` is false and nothing is
+    exported.
+    """
     return config.adapter.type is not None and config.checkpoint.export not in ("merged", "like_base")
 
 
@@ -350,7 +373,7 @@ class UsageCommand(NamedTuple):
     """Shell command that uses an exported model.
 
     Attributes:
-        purpose: Program, such as ``vLLM``, or purpose, such as ``merge``.
+        purpose: Name of the program, such as ``vLLM``, or of the action, such as ``merge``.
         command: Shell command.
     """
 
@@ -368,16 +391,20 @@ def list_usage_commands(
     adapter: Adapter | None = None,
     is_chat_model: bool = False,
 ) -> list[UsageCommand]:
-    """List a command for each program that can use an exported model.
+    """Return a shell command for each program that can use an exported model.
 
-    Programs that cannot open the model are omitted.
+    The programs are ``portable-chat``, transformers, vLLM, llama.cpp and lm_eval. Programs that
+    cannot open the model are omitted. Only transformers is listed if ``model.task`` is not
+    ``causal-lm``. If programs need a merged or local copy of the model, the result also contains a
+    command that creates the copy.
 
     Args:
         config: Config of the run.
         location: Location of the export, as a path, a URL, or a name on the hub.
         model_type: Model type in the ``config.json`` of the export.
         architecture: Class of the model in transformers.
-        base_text: Text for the base model in the commands. If None, its path or name is used.
+        base_text: Path or name of the base model to show in the commands. If None,
+            ``model.name_or_path`` is shown.
         adapter: Adapter of the run. None if the run did not train an adapter.
         is_chat_model: Whether the model was trained on conversations, so that prompts are lists of
             messages.
@@ -400,6 +427,10 @@ def list_usage_commands(
         merge and config.adapter.type == "lora" and not (has_resized_embeddings or is_url(location))
     )
     serves_as_adapter = serves_as_adapter and not (config.adapter.use_dora or config.adapter.modules_to_save)
+    # vLLM requires an adapter of stacked experts to change both stacks, which peft wraps in nested layers.
+    serves_as_adapter = serves_as_adapter and not (
+        adapter is not None and adapter.has_stacked_experts and not adapter.has_nested_wrappers
+    )
     commands: list[UsageCommand] = []
     model, loaded = shlex.quote(location), location  # with and without quotes for the shell
     if (merge and not serves_as_adapter) or is_url(location):
@@ -412,7 +443,7 @@ def list_usage_commands(
     option = ", trust_remote_code=True" if trusts_remote_code else ""
     has_pipeline = task in PIPELINE_PROMPTS
     if task == "causal-lm" and not is_custom_type and find_causal_lm_class(model_type) != architecture:
-        has_pipeline, loader = False, architecture  # a composite model, because the pipeline cannot open it
+        has_pipeline, loader = False, architecture  # the pipeline cannot open a composite model
     if has_pipeline:
         prompt = _CHAT_PROMPT if is_chat_model and task == "causal-lm" else PIPELINE_PROMPTS[task]
         constructor = f"pipeline('{kind}', {loaded!r}{option})"
@@ -447,7 +478,7 @@ def list_usage_commands(
         serve = f"{serve} --lora-modules {shlex.quote(lora_module)}"
         lm_eval_arguments = f"pretrained={quoted_base},peft={model}"
     if not trusts_remote_code:
-        commands.insert(0, UsageCommand("chat", f"portable-chat {model}"))
+        commands.insert(len(commands) - 1, UsageCommand("chat", f"portable-chat {model}"))
     commands.append(UsageCommand("vLLM", serve))
     if model_type in MODEL_TYPES:
         commands.append(UsageCommand("llama.cpp", gguf))

@@ -25,11 +25,16 @@ The first steps are skipped because they compile and allocate.
 
 
 class Profiler(Callback):
-    """Callback that records a trace of a few steps and writes it to ``<folder>/rank<r>.json.gz``.
+    """Callback that records a trace of a few steps, and writes it to a file.
+
+    The file is ``<folder>/rank<r>.json.gz``. The constructor starts the profiler. The first
+    ``NUM_SKIPPED_STEPS`` steps of the launch are not recorded, the next ``NUM_WARMUP_STEPS`` steps
+    warm up the profiler, and the next ``NUM_RECORDED_STEPS`` steps are recorded. The trace is then
+    written.
 
     Args:
-        folder: Folder of the traces, ``profile`` in the output folder. Created when the trace is
-            written.
+        folder: Folder for the traces of all ranks, which is the subfolder ``profile`` of the output
+            folder. It is created when a trace is written.
         rank: Rank of this process. Each rank writes its own trace.
 
     Attributes:
@@ -41,7 +46,7 @@ class Profiler(Callback):
         self._folder = folder
         self.trace_path = folder / f"rank{rank}.json.gz"
         self.has_written_trace = False
-        # By default, the profiler records the host and all kinds of devices.
+        # Do not pass activities, because the profiler records the host and all kinds of devices by default.
         self._profile = profile(
             schedule=schedule(
                 wait=NUM_SKIPPED_STEPS, warmup=NUM_WARMUP_STEPS, active=NUM_RECORDED_STEPS, repeat=1
@@ -56,7 +61,11 @@ class Profiler(Callback):
         self._profile.step()
 
     def close(self) -> None:
-        """Stop the profiler. If the run ended while steps were recorded, write the shorter trace."""
+        """Stop the profiler.
+
+        If the run ends while steps are being recorded, this method writes a trace of the steps so
+        far.
+        """
         self._profile.stop()
 
     def _write_trace(self, recorded: profile) -> None:

@@ -36,9 +36,9 @@ if TYPE_CHECKING:
     from portable.run.stages import RestoredRun
 
 _WAIT_SHARE_WARNING = 0.05
-"""Share of the training time spent waiting for batches above which a warning is printed."""
+"""Fraction of the training time above which waiting for batches causes a warning."""
 _MAX_REPORT_TIME_SHARE = 0.01
-"""Maximum share of the training time that updates of the HTML report may take."""
+"""Maximum fraction of the training time that updates of the HTML report may take."""
 _BAR_FORMAT = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
 """Format of tqdm's progress bar without the time per step.
 
@@ -47,7 +47,7 @@ The bar already shows tokens per second, and a terminal of 80 columns has no roo
 
 
 class TrainingProgressBar(Callback):
-    """Progress bar of a launch in a terminal.
+    """Terminal progress bar that counts the training steps during one launch of a run.
 
     Args:
         total_steps: Number of steps in the schedule of the run.
@@ -85,9 +85,10 @@ class TrainingProgressBar(Callback):
 class RunReporter(Callback):
     """Callback that reports one launch of a run.
 
-    All ranks create a reporter, because each rank reads the loss from its device and passes it to the
-    ``on_log`` hooks of its callbacks. Only rank 0 prints and writes files. On rank 0, the constructor
-    opens the log files and records the start of the launch.
+    All ranks create a reporter, because each rank reads the loss from its device and passes it to
+    the ``on_log`` hooks of its callbacks. Only rank 0 prints and writes files. On rank 0, the
+    constructor opens ``metrics.jsonl``, ``events.jsonl`` and the trackers, records the start of the
+    launch, and creates the progress bar.
 
     Args:
         run: The run that owns this callback.
@@ -97,11 +98,14 @@ class RunReporter(Callback):
 
     Attributes:
         speed: Samples per second, and the time that steps wait for batches.
-        bar: Progress bar, which is also a callback of the run. None on ranks other than 0, and if
-            stderr is not a terminal.
+        bar: Progress bar, which is also a callback of the run. None on ranks other than 0, if
+            stderr is not a terminal, or if the run is quiet.
         last_loss: Training loss of the last logged step. None before the first one.
-        last_evaluation: Scalar results of the last evaluation, keyed by metric name. Empty before the
-            first evaluation.
+        last_evaluation: Scalar results of the last evaluation, keyed by metric name. Empty before
+            the first evaluation.
+
+    Raises:
+        UserError: If a tracker cannot be opened.
     """
 
     def __init__(self, run: Run, output: RunOutput, restored: RestoredRun, batches: BatchIterator) -> None:
@@ -168,7 +172,16 @@ class RunReporter(Callback):
     def log_step(self, run: Run) -> None:
         """Read the loss and the metrics of the step from the device, and log them.
 
-        They are passed to ``on_log`` of all callbacks, and written to ``metrics.jsonl`` and the trackers.
+        The loss, the gradient norm, the learning rate, and the metrics of the loss are passed to
+        ``on_log`` of all callbacks. These values are then written to ``metrics.jsonl`` and the
+        trackers, together with the speed, the memory, and the values from
+        :meth:`portable.callbacks.Run.log`. The main values are printed. Must be called on all
+        ranks.
+
+        Raises:
+            RunError: If too many updates were skipped.
+            UserError: If a custom callback fails, or if a custom loss or a callback logs a value
+                under a name that is already in use.
         """
         run.health.report_skipped_updates(run)
         result = run.result
@@ -186,17 +199,26 @@ class RunReporter(Callback):
             **self._training_samples.compute_progress_metrics(run.samples),
         }
         self._log_values(
-            run.progress, samples_per_second, of_step, {**of_loss, **of_data, **run.take_logged_values()}
+            run.progress,
+            samples_per_second,
+            {**of_step, **of_data},
+            {"train.loss": of_loss, "train.callbacks": run.take_logged_values()},
         )
 
     def _get_wait_share_and_warn(self) -> float:
-        """Return the fraction of time that steps waited for data. If it is large, print a warning once."""
+        """Return the fraction of time since the last logged step that steps waited for data.
+
+        If the fraction exceeds ``_WAIT_SHARE_WARNING``, this method prints a warning once per
+        launch. The first ``log.every_steps`` steps of the launch cause no warning.
+        """
         share = self.speed.wait_share
         # The first steps always wait, because the queue of batches is still empty.
         if share > _WAIT_SHARE_WARNING and self.speed.num_steps > self._log_every and not self._has_warned:
             self._has_warned = True
             remedy = "raise data.num_workers" + (", or use more CPU cores" if self._has_streams else "")
-            self.print_on_rank0(f"warning: steps wait for data {share:.0%} of the time (data_wait); {remedy}")
+            self.print_on_rank0(
+                f"warning: steps wait for data {share:.0%} of the time (see the metric data_wait); {remedy}"
+            )
         self._has_logged = True
         return share
 
@@ -205,19 +227,23 @@ class RunReporter(Callback):
         progress: RunProgress,
         samples_per_second: float,
         of_step: Mapping[str, float],
-        numbers: Mapping[str, float],
+        custom_values: Mapping[str, Mapping[str, float]],
     ) -> None:
-        """Write the values of a step to ``metrics.jsonl`` and the trackers, and show them.
+        """Write a step's values to ``metrics.jsonl`` and the trackers, and print them to the terminal.
+
+        Only the main values, such as loss and speed, are printed. A rank without a metrics file
+        only stores the loss.
 
         Args:
             progress: Progress of the run after the step.
             samples_per_second: Samples per second since the last logged step.
-            of_step: Loss, gradient norm, and learning rate of the step.
-            numbers: Other values to log: metrics of the loss and of the data, and values that callbacks have
-                logged.
+            of_step: Loss, gradient norm, learning rate, and metrics of the data.
+            custom_values: Values that the loss and the callbacks log, keyed by the setting that
+                defines the loss or the callbacks.
 
         Raises:
-            UserError: If a custom loss or a callback logs a value under the name of a metric.
+            UserError: If a custom loss or a callback logs a value under the name of a built-in
+                metric, or if a callback logs a value under the name of a value of the loss.
         """
         loss, learning_rate = of_step["loss"], of_step["learning_rate"]
         self.last_loss = loss
@@ -237,16 +263,18 @@ class RunReporter(Callback):
             "skipped_steps": progress.skipped_updates,
             **self._backend.get_metrics(),
         }
-        if conflicting_name := next(
-            (name for name in numbers if name in (*values, "step", "samples", "time")), None
-        ):
-            raise UserError(
-                f"{conflicting_name}: train.loss or a callback logs a value with the name of a metric; "
-                "rename this value"
-            )
-        values |= numbers
         if (mfu := self._speed_units.compute_mfu(samples_per_second)) is not None:
             values["mfu"] = mfu
+        reserved_names = {*values, "mfu", "step", "samples", "time"}
+        for key, numbers in custom_values.items():
+            for name in numbers:
+                if name in reserved_names:
+                    raise UserError(
+                        f"{key}: logs a value under the name of the metric {name}, which the run already "
+                        "logs; rename the value"
+                    )
+            reserved_names.update(numbers)
+            values |= numbers
         self._append_metrics(progress, values)
         shown = {
             "loss": f"{loss:.4f}",
@@ -313,11 +341,11 @@ class RunReporter(Callback):
         """Return whether the evaluation of a step is recorded.
 
         Args:
-            step: Step. It must not be before the first step of this launch.
+            step: Number of the step. It must be at least the step that the launch continues from.
 
         Returns:
-            Whether ``metrics.jsonl`` contains the evaluation. Always True on ranks other than 0, which have
-            no log.
+            Whether ``metrics.jsonl`` contains the evaluation. Always True on ranks other than 0,
+            which have no log.
         """
         return True if self._metrics_file is None else self._metrics_file.has_evaluation(step)
 
@@ -341,8 +369,8 @@ class RunReporter(Callback):
         """Format the summary table that is printed at the end of a launch.
 
         Args:
-            output_rows: Labels of the files that the launch has written, with their paths or URLs. Shown as
-                the last rows.
+            output_rows: Pairs of a label and a path or URL, one for each file that the launch has written.
+                Shown as the last rows.
         """
         seconds = time.perf_counter() - self.speed.start_time
         rate = self.speed.samples_per_second
@@ -352,13 +380,15 @@ class RunReporter(Callback):
             first, paused = self.speed.first_step_seconds, self.speed.excluded_seconds
             rows[0] = (
                 "time",
-                f"{format_time(seconds)}, including the first step {format_time(first)}, evaluations and "
-                f"saves {format_time(paused)}",
+                f"{format_time(seconds)}, including {format_time(first)} for the first step and "
+                f"{format_time(paused)} for evaluations and saves",
             )
             rows.append(("samples/s", f"{rate:,.2f}"))
             after = " in the steps after the first" if self.speed.num_steps > 1 else ""
             rows.append(("tokens/s", f"{self._speed_units.compute_tokens_per_second(rate):,.0f}{after}"))
-        rows.append(("peak memory", format_bytes(peak) + (" a rank" if self._backend.world_size > 1 else "")))
+        rows.append(
+            ("peak memory", format_bytes(peak) + (" per rank" if self._backend.world_size > 1 else ""))
+        )
         if trained and (mfu := self._speed_units.compute_mfu(rate)) is not None:
             rows.append(("MFU", f"{mfu:.1%}"))
         if (driver_memory := self._backend.diagnostics.query_driver_memory()) is not None:
@@ -376,7 +406,7 @@ class RunReporter(Callback):
         return format_table([*rows, *output_rows], get_terminal_width(sys.stderr))
 
     def close(self) -> None:
-        """Close the logs, update the report a last time, and finish the trackers."""
+        """Close the logs, update the HTML report one last time, and close the trackers."""
         if self._metrics_file is not None:
             self._metrics_file.close()
         if self._events_file is not None:
@@ -388,12 +418,14 @@ class RunReporter(Callback):
     def _update_report_if_due(self, *, is_last: bool = False) -> None:
         """Rewrite the HTML report, unless the updates would take too much of the training time.
 
-        Does nothing on ranks other than 0, and before the first logged step. A failed update does not stop
-        the run, and only the last update prints a warning if it fails.
+        The limit is ``_MAX_REPORT_TIME_SHARE``. Does nothing on ranks other than 0, and before the
+        first logged step. If ``output_dir`` is a URL, the report is uploaded in the background. A
+        failed update does not stop the run. Only the last update prints warnings about a failed
+        update or unreadable files.
 
         Args:
-            is_last: Whether this is the last update of the launch. It is always due, and its page no longer
-                reloads itself in the browser.
+            is_last: Whether this is the last update of the launch. The last update is always due,
+                and its page no longer reloads itself in the browser.
         """
         now = time.perf_counter()
         if not self._is_rank0 or not self._has_logged or (now < self._next_report_time and not is_last):
@@ -402,7 +434,7 @@ class RunReporter(Callback):
         try:
             warnings = write_report([self._folder], self._folder / REPORT_FILE, reloads=not is_last)
         except Exception as error:  # the run continues without a report
-            warnings = [f"the report could not be written: {to_one_line(error)}"]
+            warnings = [f"{REPORT_FILE} cannot be written ({to_one_line(error)}); run portable-report later"]
         self._next_report_time = now + (time.perf_counter() - now) / _MAX_REPORT_TIME_SHARE
         for warning in warnings if is_last else ():
             self.print_on_rank0(f"warning: {warning}")
@@ -433,4 +465,4 @@ class RunReporter(Callback):
                     function(tracker)
             except UserError as error:
                 self._trackers.remove(tracker)
-                self.print_on_rank0(f"warning: {error}; the run continues without it")
+                self.print_on_rank0(f"warning: {error}; the run continues without this tracker")

@@ -12,7 +12,7 @@ import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from portable.converters.console import escape_control_characters
+from portable.converters.console import escape_control_characters, print_error
 from portable.converters.storage.safe_open import open_for_writing
 from portable.errors import RunError, UserError, to_one_line
 from portable.terminal import LOG
@@ -30,14 +30,19 @@ _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 class RunLogHandler(logging.Handler):
     """Logging handler that writes the log records of this process to a file.
 
-    Libraries print warnings to stderr, in the middle of the progress bar. Within the context of this
-    handler, warnings only go to the file, and errors are still printed as well. Until the log file is
-    open, records are kept in memory. If it is never opened because the run was rejected, the warnings
-    are printed when the context ends.
+    Libraries print warnings to stderr, in the middle of the progress bar. Within the context of
+    this handler, library messages below the level ERROR are written to the file instead of the
+    terminal. The warnings of Python's :mod:`warnings` are included. Library errors and the messages
+    of this program are printed as well. Until the log file is open, records are kept in memory. If
+    it is never opened because the run was rejected, the library warnings are printed when the
+    context ends.
+
+    On entry, the handler is added to the root logger and to the logger ``portable``, and a filter
+    is added to all handlers that write to stdout or stderr. On exit, both are removed.
 
     Args:
-        rank: Rank of this process. Only rank 0 logs the messages of this program. Other ranks create a
-            file only if a library logs something.
+        rank: Rank of this process. Only rank 0 logs the messages of this program. Other ranks
+            create a file only if a library logs something or the run fails.
 
     Attributes:
         num_library_warnings: Number of warnings and errors that libraries have logged so far.
@@ -72,7 +77,10 @@ class RunLogHandler(logging.Handler):
         return self
 
     def open_log_file(self, folder: Path) -> None:
-        """Open the log file, and write the records that have been kept in memory.
+        """Open the log file for appending, and write the records that have been kept in memory.
+
+        The file is ``log.txt`` on rank 0, and ``log.rank<r>.txt`` on other ranks. On other ranks,
+        it is created when the first record is written.
 
         Args:
             folder: Folder of the run.
@@ -87,8 +95,8 @@ class RunLogHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Write a record, or keep it in memory until the log file is open.
 
-        Several handlers may forward the same record, so a repeated record is ignored. Warnings and errors
-        of libraries are counted.
+        Several handlers may forward the same record, so a repeated record is ignored. Warnings and
+        errors that libraries log are also counted in ``num_library_warnings``.
         """
         if record is self._latest_record:  # several handlers pass on the same record
             return
@@ -106,9 +114,11 @@ class RunLogHandler(logging.Handler):
     def record_failure(self, error: BaseException) -> None:
         """Write the error that ends the run to the log file.
 
+        Does nothing if the file is not open yet.
+
         Args:
-            error: The exception. Its traceback is included unless the error is expected, such as an invalid
-                setting.
+            error: The exception. Its traceback is included unless the error is expected, such as an
+                invalid setting.
         """
         is_expected = isinstance(error, UserError | RunError)
         cause = None if is_expected else (type(error), error, error.__traceback__)
@@ -118,6 +128,8 @@ class RunLogHandler(logging.Handler):
 
     def _take_console_record(self, record: logging.LogRecord) -> bool:
         """Handle a record that a library's own handler would print.
+
+        This method is installed as a filter of the handlers that write to stdout or stderr.
 
         Returns:
             Whether the library's handler should still print the record. True only for errors.
@@ -137,7 +149,7 @@ class RunLogHandler(logging.Handler):
         logging.captureWarnings(False)
         for record in self._pending_records:
             if record.name != LOG.name and logging.WARNING <= record.levelno < logging.ERROR:
-                print(escape_control_characters(record.getMessage()), file=sys.stderr)
+                print_error(record.getMessage())
         if self._file_handler is not None:
             with suppress(OSError):  # the disk is full, so the last lines cannot be flushed
                 self._file_handler.close()

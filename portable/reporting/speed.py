@@ -33,13 +33,14 @@ class SpeedUnits:
         return samples_per_second * self.tokens_per_sample
 
     def compute_mfu(self, samples_per_second: float) -> float | None:
-        """Compute the model FLOPs utilization.
+        """Compute the model FLOPs utilization (MFU).
 
         Args:
-            samples_per_second: Samples per second of all ranks.
+            samples_per_second: Total number of samples that all ranks process per second.
 
         Returns:
-            The achieved FLOP/s divided by the peak FLOP/s. None if the peak is unknown.
+            The achieved FLOP/s divided by the total peak FLOP/s of all devices. None if the peak is
+            unknown.
         """
         if self.peak_flops is None:
             return None
@@ -47,11 +48,12 @@ class SpeedUnits:
 
 
 class _Reading(NamedTuple):
-    """Reading of a clock that stops during evaluations and saves.
+    """Reading of a clock that is paused during evaluations and saves.
 
     Attributes:
-        seconds: Time in seconds.
-        samples: Number of samples that the launch had trained on at that time.
+        seconds: Time of the reading, in seconds.
+        samples: Number of samples that this launch of the run had trained on at the time of the
+            reading.
     """
 
     seconds: float
@@ -59,24 +61,25 @@ class _Reading(NamedTuple):
 
 
 class SpeedMeter:
-    """Speed meter of a launch. Measures samples per second, and the time that steps wait for batches.
+    """Meter for the training speed of one launch, which is one start or resume of the run.
 
-    Evaluations and saves are excluded. The first step includes compilation and allocation, so it is
-    excluded once there is a second step. Work after the last measurement, such as the export, is not
-    measured.
+    It measures samples per second, and how much time is spent waiting for batches. Evaluations and
+    saves are excluded. The first step includes compilation and allocation, so it is excluded once
+    there is a second step. Work after the last measurement, such as the export, is not measured.
 
     Args:
         samples_per_step: Number of samples in each step, on all ranks.
-        batches: Iterator over the training batches. It counts the seconds that steps wait for it.
+        batches: Iterator over the training batches. Its ``wait_seconds`` is the total time that
+            steps have waited for it.
 
     Attributes:
         start_time: Start time of the launch, in seconds of ``time.perf_counter``.
         num_steps: Number of steps of this launch, as of the last measurement.
         excluded_seconds: Total duration of evaluations and saves so far, in seconds.
         samples_per_second: Speed from the start of this launch to the last measurement, without the
-            first step if there are later ones.
-        wait_share: Fraction of the time between the last two measurements that steps waited for
-            batches, from 0 to 1.
+            first step if there are later steps.
+        wait_share: Fraction of the time between the last two measurements that was spent waiting
+            for batches, from 0 to 1.
     """
 
     def __init__(self, samples_per_step: int, batches: BatchIterator) -> None:
@@ -106,9 +109,10 @@ class SpeedMeter:
         return (time.perf_counter() - self.start_time) / max(self.num_steps, 1)
 
     def measure_speed(self, num_steps: int) -> float:
-        """Measure the speed since the last call, and update the attributes.
+        """Measure the speed since the last call.
 
-        The reporter calls this method at each logged step.
+        The reporter calls this method at each logged step. The method also updates the attributes
+        ``num_steps``, ``samples_per_second``, and ``wait_share``.
 
         Args:
             num_steps: Number of steps of this launch so far.
@@ -132,7 +136,7 @@ class SpeedMeter:
         return latest_rate
 
     def exclude_seconds(self, seconds: float) -> None:
-        """Exclude the duration of an evaluation or a save from the speed.
+        """Exclude the duration of an evaluation or a save from the measured speed.
 
         Args:
             seconds: Duration in seconds.

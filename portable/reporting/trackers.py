@@ -39,7 +39,12 @@ If the library of a tracker supports it, all launches of a run then appear as on
 
 
 class Tracker(Protocol):
-    """Methods of ``accelerate.tracking.GeneralTracker`` that a run calls."""
+    """Interface of an experiment tracker that has been opened.
+
+    It has the methods of ``accelerate.tracking.GeneralTracker`` that a run calls after
+    :func:`open_trackers`. The methods ``start`` and ``store_init_configuration`` are not included,
+    because only :func:`open_trackers` calls them.
+    """
 
     name: str
 
@@ -85,15 +90,23 @@ def _open_tracker(
 ) -> Tracker:
     """Open one tracker, and send it the settings of the run.
 
-    A tracker that writes files into the output folder does not receive the settings, because the folder
-    already contains ``config.yaml``.
+    The first argument of the constructor is the name of the project: ``log.project``, or else the
+    value of an environment variable such as ``WANDB_PROJECT``, or else the name of the folder that
+    contains the output folder. A tracker that writes files into the output folder receives
+    ``tracker_name`` instead, and the output folder as ``logging_dir``. Such a tracker does not
+    receive the settings, because the folder already contains ``config.yaml``.
 
     Args:
         tracker_name: Name of a tracker of Accelerate, or import path of a custom class.
         log: Settings of the section ``log``.
         folder: Output folder of the run.
         config: Settings of the run.
-        run_facts: Values for constructor arguments that identify the run.
+        run_facts: Values that identify the run, such as its name and ID, keyed by constructor
+            argument. Each tracker of Accelerate receives the arguments that ``_TRACKER_ARGUMENTS``
+            lists for it. A custom class receives none.
+
+    Raises:
+        UserError: If the tracker cannot be loaded or opened.
     """
     classes = get_tracker_classes()
     kind: Any = (
@@ -123,7 +136,7 @@ def _open_tracker(
 def _build_stable_run_id(folder: Path) -> str:
     """Build an id that is the same in every launch of a run.
 
-    It consists of the folder name and the time of the run's first event.
+    The id consists of the folder name and the time of the run's first event.
     """
     began = next((event["time"] for event in read_events(folder)), 0)
     return f"{re.sub('[^A-Za-z0-9_-]', '-', folder.name)[:40]}-{int(began * 1000):x}"

@@ -1,4 +1,4 @@
-"""Build the data loaders of a run. Training can start from any position."""
+"""Build the data loaders of a run. The training loader can start from any sample."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from portable.run.stages import PreparedRun
 
 BAR_DELAY = 1.0
-"""Seconds that an evaluation takes before its progress bar is shown."""
+"""Delay in seconds after which an evaluation shows its progress bar."""
 
 
 def build_train_loader(prepared: PreparedRun, first_sample: int) -> TrainLoader:
@@ -48,7 +48,8 @@ def build_eval_loader(prepared: PreparedRun, samples: Samples) -> EvalLoader:
     """Build the loader for this rank's micro-batches of one evaluation.
 
     Args:
-        prepared: The run. Its ``train.eval_batches`` limits the number of samples.
+        prepared: The run. Its ``train.eval_batches`` is the maximum number of global batches. If it
+            is None, all samples are used.
         samples: Samples of one evaluation source.
     """
     plan, limit = prepared.batch_plan, prepared.config.train.eval_batches
@@ -70,7 +71,8 @@ def show_evaluation_progress(batches: BatchIterator, num_batches: int, *, is_sho
     Args:
         batches: Batches of this rank.
         num_batches: Number of batches.
-        is_shown: Whether this rank shows the bar. No rank shows it if stderr is not a terminal.
+        is_shown: Whether this rank shows the bar. No rank shows it if stderr is not a terminal, or
+            if the run is quiet. The bar appears after ``BAR_DELAY`` seconds.
     """
     return tqdm(
         batches,

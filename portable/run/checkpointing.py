@@ -1,11 +1,13 @@
-"""Save checkpoints: decide when a save is due, and write the trainer state and the model files.
+"""Save checkpoints: save when a step requires it, and write the model files.
 
 :meth:`portable.callbacks.Run.finish_step` requests a save in three cases:
 ``checkpoint.every_steps`` or ``checkpoint.every_epochs`` is due
-(:attr:`portable.callbacks.Run.is_save_due`), a callback or an evaluation requests it, or the launch
-has reached its last step. :class:`CheckpointCallback` then saves. The engine writes the shards, and
-this module writes the trainer state and the model files. Finally, :mod:`portable.checkpoint.store`
-completes the checkpoint and deletes old ones.
+(:attr:`portable.callbacks.Run.is_save_due`), a callback or an evaluation requests a save
+or the end of the run, or the launch ends after this step, for example because of a
+signal. :class:`CheckpointCallback` then saves. The engine writes the shards, and this
+module builds the trainer state and writes the model files. Finally,
+:mod:`portable.checkpoint.store` writes the trainer state, completes the checkpoint and
+deletes old ones.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ if TYPE_CHECKING:
 ADAPTER_KEY = "adapter"
 """Key in the metadata of a checkpoint for the identity of the adapter."""
 REFERENCE_DIGEST_KEY = "reference"
-"""Key in the metadata of a checkpoint for the digest of the weights that the loss compares with."""
+"""Key in the metadata of a checkpoint for the digest of the loss's reference weights."""
 
 
 def save_checkpoint(
@@ -45,22 +47,25 @@ def save_checkpoint(
 ) -> None:
     """Save a checkpoint. Must be called on all ranks.
 
-    If ``checkpoint.async`` is set, training continues while the files are written in the background.
+    If ``checkpoint.async`` is set, training continues while the files are written in the
+    background. An error in the background is raised by a later call that finishes the save.
 
     Args:
         prepared: The run.
         checkpoints: Checkpoints of the run.
         engine: Engine of this rank.
-        progress: Position of the run. It is saved with the checkpoint.
+        progress: Position of the run, which is saved with the checkpoint.
 
     Raises:
         UserError: If the ranks have read different parts of ``data.stream``.
-        RunError: If this or the previous save fails.
+        RunError: If the previous save failed, or if this save fails before this function
+            returns.
     """
     config, backend = prepared.config, prepared.backend
     background = config.checkpoint.async_
     train = prepared.data.train
-    if prepared.data.stream_names:  # every rank has read the samples before the last step
+    # Some ranks may have read further, but each rank has read the samples before the last step.
+    if prepared.data.stream_names:
         consumed = train.compute_consumed_digest(max(0, progress.samples - config.train.global_batch_size))
         check_ranks_agree(backend, {"the parts of data.stream that were read": consumed})
     state = TrainerState(
@@ -98,6 +103,9 @@ def save_checkpoint(
 class CheckpointCallback(Callback):
     """Callback that saves checkpoints.
 
+    The constructor sets ``run.checkpoints.on_complete``. As a result, rank 0 passes each completed
+    checkpoint to ``handle_completed_checkpoint`` of all callbacks.
+
     Args:
         run: The run that owns this callback.
         watchdog: Watchdog to pause during a save.
@@ -109,14 +117,28 @@ class CheckpointCallback(Callback):
         run.checkpoints.on_complete = partial(run.call_callbacks, "handle_completed_checkpoint")
 
     def log_step(self, run: Run) -> None:
-        """Finish a background save once its files are written, so that a failure is reported early."""
+        """Finish the background save if it has ended, without waiting for it.
+
+        This hook runs at each logged step. Otherwise, a failed save would be reported only when the
+        next save begins or the run ends.
+
+        Raises:
+            RunError: If the save failed.
+        """
         run.checkpoints.finish_save_if_written()
 
     def save_step(self, run: Run) -> None:
-        """Save a checkpoint of the current step. Does nothing if this step is already saved.
+        """Save a checkpoint of the current step, unless this step is already saved.
+
+        After the save has begun, ``on_save`` of all callbacks is called. Skipped updates are
+        reported even if the step is already saved. The step at which the launch started counts as
+        saved.
 
         Raises:
-            RunError: If the weights are not finite, too many updates were skipped, or the save fails.
+            RunError: If the weights or optimizer values are not finite, too many updates were
+                skipped, or the save fails.
+            UserError: If the ranks have read different parts of ``data.stream``, or if a custom
+                callback fails.
         """
         run.health.report_skipped_updates(run)
         if run.step <= self._last_saved_step:
@@ -129,13 +151,23 @@ class CheckpointCallback(Callback):
         self._last_saved_step = run.step
 
     def on_end(self, run: Run) -> None:
-        """Wait for all ranks and the last save. If the object store is unavailable, retry the save."""
+        """Wait for all ranks and the last save. If the object store is unavailable, retry the save.
+
+        Raises:
+            RunError: If the save failed, or if the object store was unavailable for too long.
+        """
         run.checkpoints.finish_save(is_last_save=True)
         run.backend.barrier()  # no rank ends before rank 0 has renamed the checkpoint's folder
 
 
 def write_model_files(prepared: PreparedRun, folder: Path) -> None:
-    """Write the files that ``from_pretrained`` needs in addition to the weights. Only called on rank 0.
+    """Write the files that ``from_pretrained`` needs in addition to the weights.
+
+    The files are the model config, the generation config, the tokenizer, and files copied from the
+    base model. If the run trains an adapter, the config of the adapter is written instead of the
+    model config, and no files are copied. Otherwise, ``architectures`` and ``dtype`` of
+    ``prepared.model_config`` are set in place. Only called on rank 0. During a save, this function
+    runs in the background thread.
 
     Args:
         prepared: The run.

@@ -24,10 +24,11 @@ HOOKS = ("on_start", "on_step", "on_log", "on_evaluation", "on_save", "on_end")
 
 
 def list_callback_names(config: RunConfig, *, profile: bool = False) -> list[str]:
-    """List the names of all callbacks of a run, in call order.
+    """List the names of all callbacks of a run except the progress bar, in call order.
 
-    Custom callbacks come before the reporter, so that the log row of a step includes the values that
-    they log. Evaluations run before saves, so that a checkpoint includes their results.
+    Custom callbacks come before the reporter, so that the log row of a step includes the values
+    that they log. Evaluations run before saves, so that a checkpoint includes their results. The
+    progress bar has no name and is called last.
 
     Args:
         config: Config of the run.
@@ -58,16 +59,20 @@ class CustomCallback(Callback):
                 setattr(self, hook, partial(self._call_hook, hook, function))
 
     def _call_hook(self, hook_name: str, function: Callable[..., None], run: Run, *values: Any) -> None:
-        """Call a method of the custom object.
+        """Call a method of the user's callback, and check that it does not change the model.
+
+        The version counters of the parameters reveal in-place changes of parameters. Changes
+        through ``.data`` and changes of buffers are not detected.
 
         Args:
-            hook_name: Name of the method, used in error messages.
-            function: The method.
-            run: First argument of the method.
-            values: Further arguments of the method, such as the values of an evaluation.
+            hook_name: Name of the method, such as ``on_step``. It is used in error messages.
+            function: The method, bound to the user's object.
+            run: The run, passed to the method as its first argument.
+            values: Additional arguments for the method, such as the metrics of an evaluation.
 
         Raises:
-            UserError: If the method fails or changes parameters of the model.
+            UserError: If the method fails, changes parameters of the model, or reads the shard of a
+                parameter (see :class:`ShardReadGuard`).
         """
         name, versions_before = f"{self._name}: {hook_name}", _get_parameter_versions(run.model)
         with plugins.convert_user_errors(name), ShardReadGuard(name, in_loss=False):
@@ -78,22 +83,24 @@ class CustomCallback(Callback):
             for parameter, version in versions_after.items()
         ):
             raise UserError(
-                f"{name}: changes parameters of the model, but other ranks and the optimizer do not "
-                "notice the changes; use model.function, train.loss or train.optimizer"
+                f"{name}: changes parameters of the model, but the changes do not reach the optimizer or the "
+                "other ranks; to change the model, use model.function, train.loss or train.optimizer"
             )
 
 
 def load_custom_callbacks(names: Sequence[str]) -> dict[str, CustomCallback]:
-    """Load the custom callbacks.
+    """Load the custom callbacks that ``train.callbacks`` lists.
 
     Args:
         names: Value of ``train.callbacks``.
 
     Returns:
-        The callbacks, keyed by their names in :func:`list_callback_names`.
+        The callbacks, keyed by name, such as ``train.callbacks: my_module:MyCallback``.
+        :func:`list_callback_names` returns the same names.
 
     Raises:
-        UserError: If a name does not refer to a callback.
+        UserError: If a name does not refer to a callback. A callback has at least one of the
+            methods in ``HOOKS``, and no other method whose name begins with ``on_``.
     """
     callbacks = {}
     for name in names:
@@ -106,16 +113,18 @@ def load_custom_callbacks(names: Sequence[str]) -> dict[str, CustomCallback]:
         unknown_hooks = [hook for hook in dir(custom) if hook.startswith("on_") and hook not in HOOKS]
         if unknown_hooks:
             raise UserError(
-                f"train.callbacks: {name}: there is no hook {unknown_hooks[0]}; use one of {', '.join(HOOKS)}"
+                f"train.callbacks: {name}: {unknown_hooks[0]} is not a hook; rename the method to one of "
+                f"{', '.join(HOOKS)}"
             )
         callbacks[_format_callback_name(name)] = CustomCallback(_format_callback_name(name), custom)
     return callbacks
 
 
 def _get_parameter_versions(model: nn.Module) -> dict[int, int]:
-    """Return the version counter of each parameter, keyed by its id, without a host-device sync.
+    """Return each parameter's version counter, keyed by ``id(parameter)``.
 
-    In-place changes increment the counter. After a forward pass, the model may have other parameters,
-    such as gathered ones.
+    Does not trigger a host-device sync. In-place changes increment the counter, except changes
+    through ``.data``. The keys may change between calls, because a forward pass may replace
+    parameters, for example with gathered ones.
     """
     return {id(parameter): torch_internals.get_tensor_version(parameter) for parameter in model.parameters()}

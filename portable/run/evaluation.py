@@ -1,4 +1,4 @@
-"""Evaluate a run. The results determine best checkpoints and early stopping."""
+"""Evaluate the model during a run, select the best checkpoint, and decide whether to stop early."""
 
 from __future__ import annotations
 
@@ -74,6 +74,10 @@ def _format_metric_key(metric: str, source: str) -> str:
 def build_best_tracker(config: RunConfig, sources: Collection[str], metrics: MetricSet) -> BestTracker | None:
     """Build the tracker for best checkpoints and early stopping.
 
+    If ``checkpoint.best_metric`` is not set, the tracker compares the loss on the first source. If
+    a custom metric does not declare the names of its values, this function accepts any name of a
+    value, and the tracker checks the name after an evaluation.
+
     Args:
         config: Config of the run.
         sources: Names of the evaluation sources.
@@ -83,23 +87,27 @@ def build_best_tracker(config: RunConfig, sources: Collection[str], metrics: Met
         The tracker. None if neither ``checkpoint.keep_best`` nor early stopping is set.
 
     Raises:
-        UserError: If no evaluation computes ``checkpoint.best_metric``, or if it is unknown whether
-            higher values are better.
+        UserError: If a tracker is needed, but there are no evaluation sources or the evaluations do
+            not compute ``checkpoint.best_metric``. Also if it is unknown whether higher values are
+            better.
     """
     checkpoint, patience = config.checkpoint, config.train.early_stopping_patience
     if checkpoint.keep_best is None and patience is None:
         return None
     if not sources:
-        raise UserError("data.eval_fraction: the data is too small to hold out a part; set data.eval")
+        raise UserError(
+            "data.eval_fraction: the data is too small to hold out samples; set data.eval to separate "
+            "evaluation data"
+        )
     metric = checkpoint.best_metric or _format_metric_key("loss", next(iter(sources)))
     metric_name, _, source = metric.removeprefix(EVALUATION_PREFIX).partition("/")
     names = metrics.value_names
     available = [_format_metric_key(name, evaluated) for evaluated in sources for name in names or ("loss",)]
     is_custom = names is None and metric.startswith(EVALUATION_PREFIX) and source in sources
     if metric not in available and not is_custom:
-        custom_hint = "" if names is not None else ", and the values of custom metrics"
+        custom_hint = "" if names is not None else ", or a value of a custom metric"
         raise UserError(
-            f"checkpoint.best_metric: no evaluation of this run has {metric}; use one of "
+            f"checkpoint.best_metric: the evaluations of this run do not report {metric}; use one of "
             f"{', '.join(available)}{custom_hint}"
         )
     mode = (
@@ -107,8 +115,8 @@ def build_best_tracker(config: RunConfig, sources: Collection[str], metrics: Met
     )
     if mode is None:
         raise UserError(
-            f"checkpoint.best_mode: the better direction of {metric} is unknown; set checkpoint.best_mode "
-            "to min or max"
+            f"checkpoint.best_mode: auto cannot be used with {metric}, because it is unknown whether higher "
+            "values are better; set checkpoint.best_mode to min or max"
         )
     threshold = config.train.early_stopping_threshold
     return BestTracker(metric, mode, checkpoint.keep_best or 0, patience, threshold)
@@ -119,7 +127,9 @@ class EvaluationCallback(Callback):
 
     Args:
         run: The run that owns this callback.
-        is_recorded: Function that returns whether the evaluation of a step is recorded.
+        is_recorded: Function that takes a step, and returns whether ``metrics.jsonl`` already
+            contains the evaluation of this step. On ranks other than 0, which do not write this
+            file, it always returns True.
         watchdog: Watchdog that also monitors the batches of evaluations.
     """
 
@@ -133,8 +143,10 @@ class EvaluationCallback(Callback):
     def on_start(self, run: Run) -> None:
         """Run the evaluation that the last launch missed, if any, and set ``run.progress.has_ended``.
 
-        An evaluation is missed if a signal ends a launch between a step and its evaluation. ``has_ended``
-        is set to True if early stopping has already ended the run.
+        Does nothing without evaluation data. An evaluation is missed, for example, if a signal
+        ends a launch between a step and its evaluation. See :meth:`is_evaluation_missing`.
+        ``has_ended`` is set to True if early stopping has already ended the run, and otherwise to
+        False.
         """
         progress, counts = run.progress, self._counts_for_best(run)
         if not self._prepared.data.evals:
@@ -150,8 +162,11 @@ class EvaluationCallback(Callback):
     def evaluate_step(self, run: Run) -> None:
         """Evaluate after the latest step. Must be called on all ranks.
 
-        Does nothing without evaluation data. Sets ``run.progress.has_ended`` and ``run.is_save_requested``
-        if the result ends the run or requires a save.
+        Does nothing without evaluation data. Sets ``run.progress.has_ended`` and
+        ``run.is_save_requested`` if the result ends the run or requires a save.
+
+        Raises:
+            RunError: If too many updates were skipped.
         """
         if not self._prepared.data.evals:
             return
@@ -161,11 +176,11 @@ class EvaluationCallback(Callback):
         run.is_save_requested = run.is_save_requested or decision.save or decision.stop
 
     def _counts_for_best(self, run: Run) -> bool:
-        """Return whether an evaluation after the latest step counts for best checkpoints and early stopping.
+        """Return whether an evaluation now counts toward the best checkpoint and early stopping.
 
-        It counts if the settings schedule it, or at the end of the run. An evaluation that only happens
-        because a launch ends does not count. Otherwise, the result would depend on how the run is divided
-        into launches.
+        The evaluation counts if the settings schedule it after the latest step, or if the run has
+        reached its last step. An evaluation that only happens because a launch ends does not count.
+        Otherwise, the result would depend on how the run is divided into launches.
         """
         train = run.config.train
         at_end = run.step == run.end_step == run.steps
@@ -175,7 +190,7 @@ class EvaluationCallback(Callback):
         """Evaluate all sources, and report the results. Must be called on all ranks.
 
         Args:
-            progress: Position of the run. Its evaluation history is updated if the evaluation counts.
+            progress: Progress of the run. Its evaluation history is updated if the evaluation counts.
             counts: Whether the evaluation counts for best checkpoints and early stopping.
 
         Returns:
@@ -190,14 +205,20 @@ class EvaluationCallback(Callback):
         if best_tracker is None or not counts:
             return EvalDecision()
         decision = best_tracker(progress.eval_history, progress.step, values)
-        # All ranks have the same values. Decide together anyway, because ranks that disagree would deadlock.
+        # All ranks have the same values. They decide together anyway, because different decisions would cause
+        # a deadlock.
         return EvalDecision(self._reduce_any(decision.save), self._reduce_any(decision.stop))
 
     def is_evaluation_missing(self, progress: RunProgress, *, counts: bool) -> bool:
-        """Return whether any rank lacks the evaluation after the latest step. A collective call.
+        """Return whether the evaluation after the latest step is missing on at least one rank.
+
+        An evaluation is missing if ``metrics.jsonl`` does not contain it. If ``counts`` is True and
+        the run has a best tracker, it is also missing if ``progress.eval_history`` does not contain
+        it, because best checkpoints and early stopping depend on this history. This method is a
+        collective call.
 
         Args:
-            progress: Position of the run.
+            progress: Progress of the run, including its evaluation history.
             counts: Whether the evaluation counts for best checkpoints and early stopping.
         """
         judged = self._prepared.best_tracker is None or progress.eval_history.step >= progress.step
@@ -207,7 +228,7 @@ class EvaluationCallback(Callback):
 def describe_early_end(run: Run) -> str:
     """Describe why a run ended before its last step: a callback or early stopping."""
     if run.is_stop_requested:
-        return f"ended at step {run.step}, as a callback requested"
+        return f"ended at step {run.step}, as requested by a callback"
     eval_history = run.progress.eval_history
     mark = "" if eval_history.mark is None else f" beyond {eval_history.mark:.4f}"
     return (

@@ -1,4 +1,4 @@
-"""Finish a run: export the model, write the report, upload both, and print a summary.
+"""Finish a run: export the model, upload it, and print a summary.
 
 This module also formats the table that is printed at the start of a launch.
 """
@@ -18,7 +18,14 @@ from portable.converters.console import get_terminal_width
 from portable.data.preview import format_image
 from portable.data.samples.base import select_sequence_of_samples
 from portable.data.tokens.bounded_tokenizer import decode, encode_text
-from portable.errors import NOT_EXPORTED, NotExportedError, ReportedElsewhereError, UserError, to_one_line
+from portable.errors import (
+    NOT_EXPORTED,
+    NotExportedError,
+    ReportedElsewhereError,
+    RunError,
+    UserError,
+    to_one_line,
+)
 from portable.formatting import format_bytes, format_count, format_table, format_time
 from portable.model.build import get_max_positions
 from portable.model.flops import build_shape_hints, format_parameter_counts
@@ -54,7 +61,7 @@ PROMPT_TOKENS = 32
 EXPORTED_BYTES = 4
 """Bytes per parameter of the final model.
 
-It is in fp32, except if it is written in the base model's layout.
+The final model is in fp32, unless it is written in the base model's layout.
 """
 
 
@@ -69,6 +76,8 @@ def build_export_cost_rows(
 ) -> list[tuple[str, str]]:
     """Build a table row that estimates the cost of exporting a large final model.
 
+    The estimate assumes that each node writes 1 GB per second.
+
     Args:
         config: Config of the run.
         model_bytes: Size of the final model in bytes.
@@ -76,7 +85,8 @@ def build_export_cost_rows(
         ranks_per_node: Number of ranks on each node.
 
     Returns:
-        At most one row, with its title and text. Empty if nothing is exported or the model is small.
+        At most one row, with its title and text. Empty if nothing is exported, or if the model is
+        smaller than :data:`LARGE_EXPORT_BYTES`.
     """
     if not config.checkpoint.export or model_bytes < LARGE_EXPORT_BYTES:
         return []
@@ -88,13 +98,18 @@ def build_export_cost_rows(
             "export",
             f"{writers} {verb} {format_bytes(model_bytes)} to {FINAL_FOLDER}/ when training ends, in "
             f"{format_time(seconds)} at 1 GB/s per node ({ranks * seconds / 3600:.1f} idle device hours); "
-            "checkpoint.export: false leaves it to portable-convert RUN OUT",
+            "to export later with portable-convert RUN OUT, set checkpoint.export: false",
         )
     ]
 
 
 def format_start_summary(prepared: PreparedRun, restored: RestoredRun) -> str:
-    """Format the table that is printed at the start of a launch: model, data, ranks, batch, and steps.
+    """Format the text that is printed at the start of a launch, including a table of the run.
+
+    The first line describes where the run starts. The table contains the model, the data, the
+    ranks, the batch and the steps. Lines about a checkpoint of another program and hints about
+    inefficient sizes follow if there are any. Only rank 0 includes the changes since the
+    checkpoint.
 
     Args:
         prepared: The run.
@@ -104,7 +119,7 @@ def format_start_summary(prepared: PreparedRun, restored: RestoredRun) -> str:
     progress, source = restored.progress, restored.source
     start = f"resuming at step {progress.step} from {source}" if source else "starting"
     if progress.step >= prepared.steps:
-        start += ", which was the last: there is nothing left to train"
+        start += "; all steps are done, so there is nothing left to train"
     auto = " (auto)" if prepared.resolved.config.train.micro_batch_size == "auto" else ""
     rows = [
         (
@@ -150,7 +165,7 @@ def format_start_summary(prepared: PreparedRun, restored: RestoredRun) -> str:
     external_lines = (
         []
         if external is None
-        else ["begun at another program's checkpoint", format_table(external.summary_rows)]
+        else ["started from a checkpoint of another program", format_table(external.summary_rows)]
     )
     return "\n".join([start, format_table(rows, get_terminal_width(sys.stderr)), *external_lines, *hints])
 
@@ -161,10 +176,12 @@ def _count_epoch_samples(prepared: PreparedRun) -> int | None:
 
 
 def _describe_rank_change(prepared: PreparedRun, restored: RestoredRun) -> str | None:
-    """Describe how the backend, the strategy and the number of ranks have changed since the checkpoint.
+    """Describe how the backend, strategy and number of ranks have changed since the checkpoint.
 
     Returns:
-        The text of a table cell. None if nothing has changed, and on ranks other than 0.
+        Text for a cell of the table that describes the run. It contains the old and the new values,
+        and the step of the checkpoint. None if nothing has changed, if the run does not resume from
+        a checkpoint that this trainer wrote, or if this is not rank 0.
     """
     backend, source = prepared.backend, restored.source
     if source is None or restored.adopted is not None or backend.rank != 0:
@@ -183,8 +200,9 @@ def format_rank_count(ranks: int, devices_per_rank: int) -> str:
 def print_sample_text(prepared: PreparedRun, engine: Engine, reporter: RunReporter) -> None:
     """Print how the trained model continues a prompt. Must be called on all ranks.
 
-    Prints nothing if the model cannot generate text. If the model or the chat template fails, only
-    prints a warning, because the run is complete without a sample.
+    Prints nothing if ``model.task`` is not ``causal-lm``, if the model cannot generate text, if
+    ``log.sample_tokens`` is 0, or if the prompt fills all positions of the model. If the model or
+    the chat template fails, only prints a warning, because the run is complete without a sample.
 
     Args:
         prepared: The run.
@@ -192,26 +210,31 @@ def print_sample_text(prepared: PreparedRun, engine: Engine, reporter: RunReport
         reporter: Reporter. It prints only on rank 0.
     """
     config = prepared.config
+    requested_tokens = config.log.sample_tokens
+    model: Any = engine.model
+    # A custom model may be unable to generate text.
+    if requested_tokens <= 0 or config.model.task != "causal-lm" or not model.can_generate():
+        return
     try:
         prompt = build_sample_prompt(prepared)
     except Exception as error:  # templates are not part of this program, and may raise anything
         reporter.print_on_rank0(
-            f"warning: log.sample_prompt: the chat template cannot render the prompt: {to_one_line(error)}"
+            f"warning: log.sample_prompt: the chat template cannot render the prompt ({to_one_line(error)}); "
+            "change log.sample_prompt"
         )
         return
     max_positions = get_max_positions(prepared.model_config)
-    requested_tokens = config.log.sample_tokens
     length = prompt.tokens.shape[1]
     tokens = requested_tokens if max_positions is None else min(requested_tokens, max_positions - length)
-    model: Any = engine.model
-    if tokens <= 0 or config.model.task != "causal-lm" or not model.can_generate():  # custom models may not
+    if tokens <= 0:
         return
     try:
         images = {"image_columns": prompt.image_columns} if prompt.image_columns else {}
         text = engine.generate(prompt.tokens, max_new_tokens=tokens, seed=config.seed, **images)
     except Exception as error:  # a custom model may raise anything
         reporter.print_on_rank0(
-            f"warning: log.sample_tokens: the model cannot generate a text: {to_one_line(error)}"
+            f"warning: log.sample_tokens: the model cannot generate a sample ({to_one_line(error)}); to skip "
+            "the sample, set log.sample_tokens: 0"
         )
         return
     continuation = decode(prepared.data.tokenizer, text[0, length:].tolist())
@@ -222,11 +245,11 @@ def print_sample_text(prepared: PreparedRun, engine: Engine, reporter: RunReport
 
 
 class SamplePrompt(NamedTuple):
-    """Prompt for the sample at the end of a run.
+    """Prompt from which the model generates a sample text at the end of a run.
 
     Attributes:
         tokens: Token ids, int64 ``[1, length]``.
-        images: Images among the tokens.
+        images: Images whose tokens are in the prompt.
         image_columns: Additional model inputs for the images, keyed by name.
     """
 
@@ -246,11 +269,12 @@ def _format_prompt(prompt: SamplePrompt, tokenizer: Any) -> str:
 
 
 def build_sample_prompt(prepared: PreparedRun) -> SamplePrompt:
-    """Build the prompt for the sample at the end of a run.
+    """Build the prompt for the text that the trained model generates at the end of a run.
 
-    The prompt is ``log.sample_prompt``, rendered as a user message for a chat model. If this setting is
-    None, the prompt is the beginning of an evaluation or training sample. A conversation is then cut
-    before its first answer.
+    The prompt is ``log.sample_prompt``. For a chat model, it is rendered as a user message. If the
+    setting is None, the prompt is the beginning of an evaluation sample, or of a training sample if
+    there is no evaluation data. A conversation is cut before its first answer, and its images are
+    included. Other samples are cut after at most :data:`PROMPT_TOKENS` tokens.
 
     Args:
         prepared: The run.
@@ -284,7 +308,7 @@ def build_sample_prompt(prepared: PreparedRun) -> SamplePrompt:
 
 
 def _add_images(tokens: torch.Tensor, samples: Samples, index: int) -> SamplePrompt:
-    """Build a prompt from the first tokens of a sample, together with the images among them.
+    """Build a prompt from the first tokens of a sample, together with the images in these tokens.
 
     Args:
         tokens: First tokens of a sample, int64 ``[1, length]``.
@@ -305,8 +329,9 @@ def _add_images(tokens: torch.Tensor, samples: Samples, index: int) -> SamplePro
 def _choose_export_checkpoint(run: Run, reporter: RunReporter) -> AnyPath | None:
     """Return the checkpoint to export, or None if there are no checkpoints.
 
-    This is the best checkpoint if ``checkpoint.export_best`` is set and a best checkpoint still exists.
-    Otherwise, it is the newest one.
+    This is the best checkpoint if ``checkpoint.export_best`` is set and a best checkpoint still
+    exists. Otherwise, it is the newest one. If ``checkpoint.export_best`` is set but no best
+    checkpoint exists, a warning is printed.
     """
     complete = dict(run.checkpoints.list_complete())
     latest: AnyPath | None = run.checkpoints.find_latest()
@@ -332,10 +357,13 @@ def finish_run(
     *,
     num_library_warnings: int,
 ) -> None:
-    """Export the model, write the report, upload both, and print a summary.
+    """Export the model if the run is complete, finish the uploads, and print a summary.
 
-    Must be called on all ranks. The first rank of each node writes a part of the model. Rank 0 does
-    everything else.
+    The model is exported only if ``checkpoint.export`` is set. The summary refers to the report if
+    it exists, but this function does not write the report. Must be called on all ranks. If the
+    export contains more than an adapter, the first rank of each node that can read the checkpoint
+    writes a part of it. Rank 0 does everything else. If ``uploads`` is given, rank 0 finally
+    deletes the old checkpoints that were kept for their upload.
 
     Args:
         run: The run.
@@ -346,9 +374,12 @@ def finish_run(
         num_library_warnings: Number of warnings that libraries wrote to the run's log.
 
     Raises:
-        NotExportedError: If the run is complete but the model cannot be exported. The next launch
-            exports it.
-        ReportedElsewhereError: On ranks other than rank 0, if the export fails.
+        NotExportedError: If the run is complete but the model cannot be exported. Raised on
+            rank 0, and on the other writing ranks if a process of their group was lost. The
+            next launch exports the model.
+        RunError: If the object store is unavailable during the export.
+        ReportedElsewhereError: On writing ranks other than rank 0, if the export fails for
+            another reason.
     """
     prepared, folder, place = run.prepared, output.work_folder, output.place
     checkpoint_to_export = _choose_export_checkpoint(run, reporter) if run.rank == 0 else None
@@ -368,28 +399,32 @@ def finish_run(
         final = place / FINAL_FOLDER
         try:
             export_with_card(prepared, folder, checkpoint_to_export, final, writers)
-        except UserError as error:
+        except (UserError, RunError) as error:
             raise NotExportedError(
-                f"{to_one_line(error)}; the run is complete: run the same command again to export the model"
+                f"{to_one_line(error)}; training is complete, and only the export failed; fix the problem, "
+                "then run the same command again to export the model"
             ) from error
         for note in _build_untrained_notes(*_list_untrained_tensors(prepared)):
             reporter.print_on_rank0(note)
         if prepared.adapter is None and (skipped := prepared.published_names.skipped_base_files):
             files = ", ".join(f"{name} ({reason})" for name, reason in skipped.items())
             reporter.print_on_rank0(f"note: these files of the base model were not copied: {files}")
-        origin = "" if checkpoint_to_export == checkpoint else f", from {checkpoint_to_export.name}, the best"
+        is_best = checkpoint_to_export != checkpoint
+        origin = f", from the best checkpoint, {checkpoint_to_export.name}" if is_best else ""
         summary_rows.append(("model", f"{final}{origin}"))
     if (folder / REPORT_FILE).exists():
         summary_rows.append(("report", str(place / REPORT_FILE)))
     if profiler is not None:
         trace = str(place / profiler.trace_path.relative_to(folder).as_posix())
-        summary_rows.append(("profile", trace if profiler.has_written_trace else "too few steps for one"))
+        summary_rows.append(
+            ("profile", trace if profiler.has_written_trace else "not written: too few steps")
+        )
     upload_problems: list[str] = []
     if uploads is not None:
         url, upload_problems = uploads.finish_uploads(final, checkpoint_to_export)
         summary_rows += [] if url is None else [("uploaded to", url)]
     warnings_text = (
-        f", with {format_count(num_library_warnings, 'warning')} of libraries" if num_library_warnings else ""
+        f", with {format_count(num_library_warnings, 'library warning')}" if num_library_warnings else ""
     )
     summary_rows.append(("log", f"{place / LOG_FILE}{warnings_text}"))
     reporter.print_on_rank0(reporter.format_launch_summary(summary_rows))
@@ -423,7 +458,7 @@ def _may_have_several_export_files(prepared: PreparedRun) -> bool:
 
 
 class ExportWork(NamedTuple):
-    """Checkpoint to export as the final model, and the ranks that write it."""
+    """Checkpoint to export as the final model, and the ranks that write the exported files."""
 
     checkpoint: AnyPath | None
     """Checkpoint to export. None if the run has none."""
@@ -432,14 +467,18 @@ class ExportWork(NamedTuple):
 
 
 def _agree_on_export_work(run: Run, checkpoint_to_export: AnyPath | None) -> ExportWork:
-    """Broadcast the checkpoint that rank 0 exports, and choose the ranks that write it. A collective call.
+    """Agree on the checkpoint to export, and on the ranks that write the exported model.
+
+    Rank 0 broadcasts the checkpoint. This function is a collective call.
 
     Args:
         run: The run.
-        checkpoint_to_export: Checkpoint to export on rank 0. Ignored on the other ranks.
+        checkpoint_to_export: Checkpoint to export. None if there is none. Only the value on rank 0
+            is used.
 
     Returns:
-        The checkpoint and the writers. Both are None if rank 0 has no checkpoint.
+        The checkpoint that rank 0 has chosen, and the group of writers. The group is None if this
+        rank does not write. Both are None if rank 0 has chosen no checkpoint.
     """
     name = gather_text("" if checkpoint_to_export is None else checkpoint_to_export.name)[0]
     if not name:
@@ -449,15 +488,18 @@ def _agree_on_export_work(run: Run, checkpoint_to_export: AnyPath | None) -> Exp
 
 
 def _write_export_part(run: Run, output: RunOutput, checkpoint: AnyPath, writers: NodeWriters) -> None:
-    """Write this node's part of the final model. Called on all writers except rank 0.
+    """Write this node's part of the final model.
+
+    One rank writes on each node that can read the checkpoint, and these ranks form the group
+    ``writers``. This function is called on all of them except rank 0.
 
     Raises:
-        NotExportedError: If the export fails because a writer process was lost.
+        NotExportedError: If the export fails because a process of the group was lost.
         ReportedElsewhereError: If the export fails for another reason, which rank 0 reports.
     """
     try:
         export_with_card(run.prepared, output.work_folder, checkpoint, output.place / FINAL_FOLDER, writers)
-    except UserError as error:
+    except (UserError, RunError) as error:
         if writers.has_lost_a_process:
             raise NotExportedError(to_one_line(error)) from error
         raise ReportedElsewhereError(to_one_line(error), NOT_EXPORTED) from error
@@ -471,7 +513,10 @@ def _is_chat_model(prepared: PreparedRun) -> bool:
 class UntrainedTensors(NamedTuple):
     """Names of the base model's tensors that transformers does not load.
 
-    The layer numbers in ``copied`` are replaced by ``*``.
+    The export copies the tensors in ``copied`` from the base model. It omits the tensors in
+    ``missing``, because the base model is not available. In ``copied``, names that differ only in
+    their layer numbers are listed once. For example, ``layers.*.weight (12)`` is the entry for 12
+    tensors.
     """
 
     copied: list[str]
@@ -494,7 +539,15 @@ def _list_untrained_tensors(prepared: PreparedRun) -> UntrainedTensors:
 
 
 def _build_untrained_notes(copied: list[str], missing: list[str]) -> list[str]:
-    """Build notes for the user about the base model's tensors that transformers does not load."""
+    """Build notes for the user about the base model's tensors that transformers does not load.
+
+    Args:
+        copied: Tensors that the export copies unchanged from the base model.
+        missing: Tensors that the export lacks, because the base model is not available.
+
+    Returns:
+        One note for each list that is not empty, so at most two notes.
+    """
     notes = []
     if copied:
         notes.append(
@@ -503,8 +556,8 @@ def _build_untrained_notes(copied: list[str], missing: list[str]) -> list[str]:
         )
     if missing:
         notes.append(
-            f"warning: checkpoint.export: the base model is not available, so {FINAL_FOLDER} does not "
-            f"contain tensors that transformers does not load: {', '.join(missing)}"
+            f"warning: checkpoint.export: the base model is not available, so {FINAL_FOLDER}/ lacks these "
+            f"tensors, which transformers does not load: {', '.join(missing)}"
         )
     return notes
 
@@ -544,15 +597,20 @@ def export_with_card(
 ) -> None:
     """Export the model or the adapter of a checkpoint, together with a model card.
 
+    If ``checkpoint.export`` is ``merged`` or ``like_base``, an adapter is merged into the base
+    model. If ``writers`` is given, all ranks of this group must call the function.
+
     Args:
         prepared: The run.
         metrics_folder: Folder with ``metrics.jsonl``.
         checkpoint: Checkpoint of the run.
         out: Folder or URL to write to.
-        writers: Group of the ranks that write the export together. None if this rank writes everything.
+        writers: Group of the ranks that write the export together. None if this rank writes
+            everything.
 
     Raises:
         UserError: If the checkpoint cannot be exported.
+        RunError: If the object store is unavailable.
     """
     adapter, config = prepared.adapter, prepared.config
     # Only rank 0 writes the small files, and in a bucket only rank 0 has the metrics.

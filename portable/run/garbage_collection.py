@@ -1,8 +1,10 @@
-"""Control Python's garbage collection before the first step, and after a rank runs out of memory.
+"""Exclude long-lived objects from Python's garbage collection, and free memory after an error.
 
 A full collection visits every tracked object. The model and the imported libraries consist of
-hundreds of thousands of objects. They live until the run ends, so visiting them during training is
-a waste of time.
+hundreds of thousands of objects. These objects live until the run ends, so visiting them during
+training is a waste of time. They are excluded from collection before the first step.
+
+After a rank runs out of memory, a collection frees unreachable objects such as the engine.
 """
 
 from __future__ import annotations

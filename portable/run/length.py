@@ -49,8 +49,8 @@ def explain_chosen_seq_len(resolved: ResolvedRun, max_positions: int | None) -> 
         max_positions: Number of positions of the model, or None if it is not limited.
 
     Returns:
-        The text of a note. None if the value comes from the user, the existing run, or the kind of
-        training.
+        The text of a note. None if the user has set the value, if it is inherited from the
+        existing run, or if the default for the run does not depend on the model.
     """
     config = resolved.config
     is_chosen = (
@@ -65,20 +65,23 @@ def explain_chosen_seq_len(resolved: ResolvedRun, max_positions: int | None) -> 
         DEFAULTS_BY_TRAINING_KIND[SEQ_LEN_KEY].get_default(classify_training_kind(config)),
     )
     bound = "has no maximum length" if max_positions is None else f"has {max_positions:,} positions"
-    padded = "" if config.data.packing else ", and every sample is padded to this length"
+    padded = "" if config.data.packing else "; every sample is padded to this length"
     return (
-        f"{SEQ_LEN_KEY} is {length:,}, because the model {bound} and the default is at most "
+        f"{SEQ_LEN_KEY} is {length:,}, because the model {bound}, and the default is at most "
         f"{longest:,}{padded}"
     )
 
 
 def format_run_length(config: RunConfig, steps: int, samples: int | None) -> str:
-    """Format the number of steps with the epochs, such as ``87: 3 epochs of 464 samples``.
+    """Format the number of steps of a run, and the epochs that these steps cover.
+
+    For example, the text for 87 steps is ``87: 3 epochs of 464 samples``.
 
     Args:
         config: Config of the run.
         steps: Number of optimizer steps.
-        samples: Number of samples in an epoch. None if it is unknown, for example for a stream.
+        samples: Number of samples in an epoch. None if it is unknown, for example for a stream. The
+            epochs are then omitted.
     """
     if not samples:
         return f"{steps:,}"
@@ -121,9 +124,9 @@ def build_rare_checkpoints_warning(config: RunConfig, samples: int | None) -> st
         samples: Number of samples in an epoch, or None if it is unknown.
 
     Returns:
-        The warning. None if the user has set ``checkpoint.every_epochs``, if the number of samples is
-        unknown, or if the run or the interval between checkpoints has at most
-        :data:`MAX_STEPS_BETWEEN_CHECKPOINTS` steps.
+        The warning. None in each of these cases: the user has set ``checkpoint.every_epochs``, the
+        number of samples is unknown, or at most :data:`MAX_STEPS_BETWEEN_CHECKPOINTS` steps are
+        between two checkpoints or in the complete run.
     """
     epochs = config.checkpoint.every_epochs
     if epochs is None or not samples or config.is_set_or_put("checkpoint.every_epochs"):
@@ -135,8 +138,8 @@ def build_rare_checkpoints_warning(config: RunConfig, samples: int | None) -> st
     ):
         return None
     return (
-        f"checkpoint.every_epochs: an epoch has {steps:,} steps, but a crash loses the steps since the "
-        "last checkpoint; set checkpoint.every_steps, for example to 500"
+        f"checkpoint.every_epochs: a checkpoint is saved only every {steps:,} steps, and a crash loses the "
+        "steps since the last checkpoint; set checkpoint.every_steps, for example to 500"
     )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from portable.batch_plan import compute_batch_plan_of_rank
@@ -36,13 +37,20 @@ _SETTINGS_THAT_AFFECT_MEMORY = (
     "backend",
     "strategy",
     "context_parallel_size",
+    "tensor_parallel_size",
+    "expert_parallel_size",
     "precision",
+    "fp8",
     "compile",
     "model",
     "adapter",
     "memory",
     "fsdp",
     "deepspeed",
+    "xla",
+    "train.master_dtype",
+    "train.fused_backward",
+    "train.dropout",
 )
 """Sections and settings that must be unchanged to reuse the micro-batch size of a previous launch."""
 FIRST_GUESS = 4
@@ -97,13 +105,13 @@ def find_largest_fitting(
 class MicroBatchSearch:
     """Inputs of a search for a micro-batch size.
 
-    They do not include a model, because each trial builds a new one.
+    The inputs do not include a model, because each trial builds a new model.
 
     Attributes:
         backend: Backend, which must not be connected to the other ranks during the search.
         config: Config of the run.
         model_config: Config of the model.
-        samples: Training samples, which all have the same shape.
+        samples: Training samples. Except for image tensors, all samples have the same shape.
         world: Ranks and devices of the launch.
     """
 
@@ -121,19 +129,25 @@ class MicroBatchSearch:
 
 
 def build_micro_batch_search(prepared: PreparedRun) -> MicroBatchSearch:
-    """Collect the inputs of a micro-batch search from a run. The result does not reference its model."""
+    """Collect the inputs of a micro-batch search from a run.
+
+    The result does not reference the run's model, so the model can be freed before the search.
+    """
     return MicroBatchSearch(
         prepared.backend, prepared.config, prepared.model_config, prepared.data.train, prepared.resolved.world
     )
 
 
 def list_micro_batch_sizes(config: RunConfig, world: World) -> list[int]:
-    """List the micro-batch sizes that the global batch allows, in ascending order.
+    """List the micro-batch sizes that the global batch size allows, in ascending order.
 
-    A group consists of ranks that process the same samples, such as tensor-parallel ranks. The global
-    batch is divided among the groups. If all groups get equally many samples, the sizes are the
-    divisors of that number. Otherwise, they are the divisors of the global batch that do not exceed the
-    largest share of a group.
+    A group consists of ranks that process the same samples, such as tensor-parallel ranks. Each
+    group processes a share of the global batch. If all shares are equal, the sizes are the divisors
+    of a share. Otherwise, the sizes are the divisors of the global batch size, up to the largest
+    share.
+
+    For example, a global batch size of 12 allows the sizes 1 and 3 on four groups, and the sizes 1,
+    2 and 3 on five groups.
 
     Args:
         config: Config of the run.
@@ -156,7 +170,9 @@ def replace_micro_batch_size(config: RunConfig, size: int) -> RunConfig:
 def read_previous_micro_batch_size(
     config: RunConfig, existing: ExistingRun, output_place: AnyPath, world: World
 ) -> int | None:
-    """Read the micro-batch size of this run's latest launch, so that ``auto`` need not search again.
+    """Read the micro-batch size of this run's latest launch, to avoid another search for it.
+
+    This function is called if ``train.micro_batch_size`` is ``auto``.
 
     Args:
         config: Config of this launch.
@@ -165,14 +181,14 @@ def read_previous_micro_batch_size(
         world: Ranks and devices of this launch.
 
     Returns:
-        The size. None if the run has no checkpoint, if the number of ranks or a setting that affects
-        memory has changed, or if the global batch does not allow the size.
+        The size. None if the run has no checkpoint, if the number of ranks or a setting that
+        affects memory has changed, or if :func:`list_micro_batch_sizes` does not contain the size.
     """
     earlier, latest = existing.config, open_checkpoints(output_place).find_latest()
     if earlier is None or latest is None:
         return None
     is_comparable = all(
-        getattr(earlier, name) == getattr(config, name) for name in _SETTINGS_THAT_AFFECT_MEMORY
+        attrgetter(name)(earlier) == attrgetter(name)(config) for name in _SETTINGS_THAT_AFFECT_MEMORY
     )
     is_comparable = is_comparable and TrainerState.read(latest).world_size == world.ranks
     size = earlier.train.micro_batch_size
@@ -191,14 +207,18 @@ def find_largest_micro_batch(search: MicroBatchSearch, *, below_size: int | None
         below_size: Exclusive upper limit of the size. None for no limit.
 
     Returns:
-        The size. If the backend cannot recover from an out-of-memory error, nothing is tried, and the
-        result is the largest size up to :data:`FIRST_GUESS`.
+        The size. Some backends cannot recover from an out-of-memory error, so they cannot try
+        sizes. For such a backend, the result is :data:`FIRST_GUESS`, or the largest valid size
+        below it.
 
     Raises:
-        UserError: If not even one sequence fits.
+        UserError: If not even one sequence fits, or if the global batch cannot be divided among the
+            ranks. Also raised if sizes cannot be tried and ``below_size`` is set, because the
+            device has already run out of memory.
     """
     config, world = search.config, search.world
-    # Compiled layers need no more memory than others, and each size would be another compilation.
+    # Do not compile the trial models, because compiled layers do not need more memory, and each size would
+    # require another compilation.
     trial = config.replaced({"train.micro_batch_size": 1, "compile": False})
     plan = compute_batch_plan_of_rank(trial, search.backend)  # raises if the global batch cannot be divided
     candidates = [
@@ -219,22 +239,25 @@ def find_largest_micro_batch(search: MicroBatchSearch, *, below_size: int | None
     )
     if largest_size is None:
         raise UserError(
-            "train.micro_batch_size: not even one sequence at a time fits into the memory of the device; "
+            "train.micro_batch_size: a micro-batch of one sequence does not fit into device memory; "
             f"use {describe_memory_remedies(config, world)}"
         )
     return largest_size
 
 
 def _take_trial_steps(engine: Engine, search: MicroBatchSearch, plan: BatchPlan, size: int) -> None:
-    """Run a step that creates the optimizer state, then one with micro-batches of ``size`` sequences.
+    """Run two training steps to test whether micro-batches of ``size`` sequences fit into memory.
 
-    If the run accumulates gradients, the second step has two micro-batches, so that gradients already
-    occupy memory during the second forward pass.
+    The first step processes one sequence and creates the optimizer state. The second step has a
+    micro-batch of ``size`` sequences. If micro-batches of this size require gradient accumulation,
+    the second step has two of them, so that gradients already occupy memory during the second
+    forward pass.
 
     Args:
         engine: Engine of the trial.
         search: Config, data and backend of the run.
-        plan: Batch plan of this rank for micro-batches of one sequence.
+        plan: Batch plan of this rank for a micro-batch size of 1. Both steps use copies of it with
+            their own batch sizes.
         size: Number of sequences in a micro-batch on each device.
     """
     samples = search.samples
@@ -259,7 +282,8 @@ def _take_trial_steps(engine: Engine, search: MicroBatchSearch, plan: BatchPlan,
 def _estimate_first_guess(search: MicroBatchSearch, candidates: Sequence[int]) -> int:
     """Return the largest candidate that fits according to the planner. The search tries it first.
 
-    Returns :data:`FIRST_GUESS` if no candidate fits, or if the planner raises a UserError.
+    Returns :data:`FIRST_GUESS` if no candidate fits, if the memory of the device is unknown, or
+    if the planner raises a UserError.
     """
     try:
         planner = _build_planner(search)
@@ -281,10 +305,12 @@ def _build_planner(search: MicroBatchSearch) -> Planner:
 
 
 def agree_on_smallest_size(size_of_rank: int, config: RunConfig, world: World, backend: Backend) -> int:
-    """Return the minimum of the sizes that all ranks have found. A collective call.
+    """Return the smallest of the micro-batch sizes that the ranks have found to fit.
+
+    This is a collective operation: all ranks must call the function.
 
     Args:
-        size_of_rank: Size that this rank has found.
+        size_of_rank: Micro-batch size that fits on this rank's device.
         config: Config of the run.
         world: Ranks and devices of the launch.
         backend: Backend of this rank.
@@ -297,6 +323,8 @@ def agree_on_smallest_size(size_of_rank: int, config: RunConfig, world: World, b
 def describe_memory_remedies(config: RunConfig, world: World) -> str:
     """Describe changes to ``config`` that reduce device memory, cheapest first.
 
+    The changes are separated by commas. If there are none, the text is ``more devices``.
+
     Args:
         config: Config of the run.
         world: Ranks and devices of the launch.
@@ -308,20 +336,21 @@ def describe_memory_remedies(config: RunConfig, world: World) -> str:
 def describe_fitting_settings(search: MicroBatchSearch, failed_sequences: int) -> str:
     """Suggest settings that fit into device memory, after an out-of-memory error.
 
-    The suggestions are the largest smaller micro-batch that ran in a trial, settings that save memory,
-    and the planner's best option.
+    There are up to three suggestions: a smaller micro-batch size, settings that save memory, and
+    the planner's best option. The suggested micro-batch size is the largest size below
+    ``failed_sequences`` for which a trial succeeds.
 
     Args:
         search: Config, data and backend of the run.
-        failed_sequences: Number of sequences per micro-batch on each device that did not fit.
+        failed_sequences: Micro-batch size that did not fit, in sequences per device.
     """
     try:
         fitting = (
-            f"{find_largest_micro_batch(search, below_size=failed_sequences)} fits; set "
-            "train.micro_batch_size to this number, or"
+            "set train.micro_batch_size to "
+            f"{find_largest_micro_batch(search, below_size=failed_sequences)}, which fits, or"
         )
     except Exception:  # the device may be in any state, but the settings to change are known
-        fitting = "no smaller number is known to fit;"
+        fitting = "no smaller micro-batch is known to fit;"
     text = f"{fitting} use {describe_memory_remedies(search.config, search.world)}"
     try:
         from portable.planner.this_machine import describe_best_fit
@@ -329,4 +358,4 @@ def describe_fitting_settings(search: MicroBatchSearch, failed_sequences: int) -
         planned = describe_best_fit(_build_planner(search))
     except UserError:
         planned = None
-    return text if planned is None else f"{text}; by plan, this fits: {planned}"
+    return text if planned is None else f"{text}; by the plan, this fits: {planned}"

@@ -1,7 +1,8 @@
-"""Precompute values that a loss needs for each sample, with the weights that the run starts from.
+"""Compute the values that a loss needs for each sample, once before training.
 
-Examples are the log-probabilities of a reference model or a teacher. The loss computes them in its
-function ``once``. They are stored in the data cache, and become columns of every batch.
+Examples are the log-probabilities of a reference model or a teacher. The loss defines a function
+``once``, which computes the values with the weights at the start of the run. The values are stored
+in the data cache, and become columns of every batch.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from tqdm import tqdm
 from portable import plugins
 from portable.adapters.settings import find_adapter_weights, resolve_adapter_folder
 from portable.config.sources import get_training_sources
-from portable.converters import CheckpointError, open_checkpoint
+from portable.converters import open_checkpoint
 from portable.converters.fingerprints import compute_fingerprint
 from portable.data.samples.loader import EvalLoader
 from portable.data.tokens.cache import CacheDamagedError, CheckedArray, ChecksummedFile
@@ -29,7 +30,7 @@ from portable.errors import UserError, to_one_line
 from portable.model.loss import PrecomputePass
 from portable.model.pretrained import fetch_model_folder
 from portable.model.training_loss import build_training_loss
-from portable.paths import get_default_cache_dir
+from portable.paths import convert_checkpoint_errors, get_default_cache_dir
 from portable.temporary_folder import create_scratch_folder, open_or_build_cache_folder
 from portable.terminal import shows_run_progress_bars
 
@@ -51,12 +52,14 @@ _FLOAT = np.dtype("<f4")
 
 
 def check_precompute_settings(config: RunConfig, loss: TrainingLoss | None) -> None:
-    """Check that a loss can compute values of all samples before training.
+    """Check that the settings of a run allow its loss to precompute values for each sample.
+
+    Only a loss with a function ``once`` is checked. The function ``once`` computes the values
+    before training, for example the log-probabilities of a reference model.
 
     Args:
         config: Config of the run.
-        loss: Training loss. None if the run uses the default loss. Only a loss with a function ``once``
-            is checked.
+        loss: Training loss. None if the run uses the default loss.
 
     Raises:
         UserError: If the micro-batch size is ``auto``, or if the data is streamed.
@@ -65,20 +68,22 @@ def check_precompute_settings(config: RunConfig, loss: TrainingLoss | None) -> N
         return
     if config.train.micro_batch_size == "auto":
         raise UserError(
-            f"train.micro_batch_size: auto does not work with {loss.key}, which computes values of each "
-            "sample before the training; set train.micro_batch_size to a number"
+            f"train.micro_batch_size: auto cannot be used with {loss.key}, because this loss computes values "
+            "of each sample before training; set train.micro_batch_size to a number"
         )
     if any(source_config.stream for source_config in get_training_sources(config.data).values()):
         raise UserError(
-            f"{loss.key}: needs all samples before the training, but a stream is read during the training; "
-            "set data.stream to false"
+            f"{loss.key}: needs all samples before training, but a stream is read during training; set "
+            "data.stream to false"
         )
 
 
 def compute_reference_digest(config: RunConfig) -> str | None:
     """Compute a digest of the loss's reference weights.
 
-    They belong to the model that the loss names, or they are the weights that the run starts from.
+    The reference weights are the weights of the model that the loss names, or the weights that the
+    run starts from. In the second case, the digest also depends on the seed, because the seed
+    determines weights that no file contains. Files that are not on this machine are downloaded.
 
     Returns:
         The digest, or None if the loss has no reference weights.
@@ -89,7 +94,8 @@ def compute_reference_digest(config: RunConfig) -> str | None:
     loss, model, adapter = build_training_loss(config), config.model, config.adapter.name_or_path
     if loss is None or (loss.once is None and loss.reference is None):
         return None
-    # The seed determines the weights that are in no file: a new adapter, and the rows of new tokens.
+    # Include the seed, because it determines the weights that no file contains: a new adapter, and the rows
+    # of new tokens.
     folders: dict[str, Path | None] = {str(config.seed): None}
     if loss.reference is not None:
         folders = {loss.key: fetch_model_folder(loss.reference, f"{loss.key}: reference")}
@@ -99,24 +105,23 @@ def compute_reference_digest(config: RunConfig) -> str | None:
         folders["adapter.name_or_path"] = find_adapter_weights(resolve_adapter_folder(adapter))
     fingerprints = {}
     for key, folder in folders.items():
-        try:
+        with convert_checkpoint_errors(key):
             fingerprints[key] = None if folder is None else compute_fingerprint(open_checkpoint(folder))
-        except CheckpointError as error:
-            raise UserError(f"{key}: {to_one_line(error)}") from error
     return hashlib.blake2b(json.dumps(fingerprints).encode(), digest_size=16).hexdigest()
 
 
 def attach_precomputed_tables(
     config: RunConfig, backend: Backend, data: RunData, reference: str | None
 ) -> None:
-    """Attach tables of precomputed values to the samples of ``data``, if the loss needs any.
+    """Attach a table of precomputed values to each dataset in ``data``, if the loss needs them.
 
-    The tables may not exist yet. See :func:`find_samples_to_precompute`.
+    This function neither computes nor reads values. A table only refers to its folder in the cache,
+    which may not exist yet. :func:`precompute_columns` later fills the missing tables.
 
     Args:
         config: Config of the run.
         backend: Backend of this rank.
-        data: Data of the run, whose samples are modified.
+        data: Data of the run. Its training and evaluation samples are modified.
         reference: Result of :func:`compute_reference_digest`.
 
     Raises:
@@ -128,8 +133,8 @@ def attach_precomputed_tables(
     check_precompute_settings(config, loss)
     if backend.one_program and backend.world_size > 1:
         raise UserError(
-            f"{loss.key}: on several hosts, XLA cannot compute values before the training; use a loss "
-            "without a reference model"
+            f"{loss.key}: this loss computes values before training, but XLA does not "
+            "support such losses on several hosts; use a loss without a reference model"
         )
     root = Path(config.data.cache_dir) if config.data.cache_dir else get_default_cache_dir()
 
@@ -147,7 +152,9 @@ def _compute_table_digest(
 ) -> str:
     """Compute a digest of everything that determines the precomputed values of ``samples``.
 
-    The digest is the name of the table's folder in the cache.
+    Precomputed values are values that a loss needs for each sample, such as the log-probabilities
+    of a reference model. They are stored as a table in the data cache. The digest is the name of
+    the table's folder.
 
     Args:
         config: Config of the run.
@@ -175,10 +182,13 @@ def _compute_table_digest(
 
 
 def find_samples_to_precompute(prepared: PreparedRun) -> list[Samples]:
-    """Find the datasets whose table of precomputed values is missing on any rank. A collective call.
+    """Find the datasets whose table of precomputed values is missing or damaged on some rank.
+
+    This is a collective call.
 
     Returns:
-        The training samples, evaluation samples, or both. Empty if the loss needs no tables.
+        The training samples, evaluation samples, or both. Empty if the loss needs no tables, or if
+        all tables exist.
     """
     incomplete = []
     for samples in (prepared.data.train, *prepared.data.evals.values()):
@@ -190,12 +200,16 @@ def find_samples_to_precompute(prepared: PreparedRun) -> list[Samples]:
 
 
 def precompute_columns(prepared: PreparedRun, engine: Engine, incomplete_samples: list[Samples]) -> None:
-    """Compute and write the missing tables of precomputed values. A collective call.
+    """Compute the missing tables of precomputed columns, and write them to the cache.
+
+    Each table contains extra columns for the samples of one dataset. This is a collective
+    operation: all ranks must call the function. The first rank of each node writes the tables.
 
     Args:
         prepared: The run.
         engine: Engine with the weights that the run starts from.
-        incomplete_samples: Result of :func:`find_samples_to_precompute`.
+        incomplete_samples: Samples whose table is missing. Result of
+            :func:`find_samples_to_precompute`.
     """
     for samples in incomplete_samples:
         table, samples.compute_extra_columns = samples.compute_extra_columns, None
@@ -219,16 +233,22 @@ def precompute_columns(prepared: PreparedRun, engine: Engine, incomplete_samples
 def _iter_computed_rows(
     prepared: PreparedRun, engine: Engine, samples: Samples, shapes: dict[str, list[int]]
 ) -> Iterator[npt.NDArray[np.float64]]:
-    """Yield blocks of table rows, in the order of the samples. A collective call.
+    """Compute the values that the loss needs for each sample, and yield them in blocks of rows.
+
+    The values have named columns, for example the log-probabilities of a reference model. Each row
+    contains the columns of one sample, flattened and concatenated. The rows have the order of the
+    samples. This is a collective call.
 
     Args:
         prepared: The run.
-        engine: Engine with the weights.
-        samples: Samples to compute values of.
-        shapes: Mapping to fill. The shape of each column is added before the first block is yielded.
+        engine: Engine with the weights that the run starts from.
+        samples: Samples for which the values are computed.
+        shapes: Mapping to fill. It receives the shape of each column's value for one sample, keyed
+            by column name. It is complete when the first block is yielded.
 
     Yields:
-        Values of consecutive samples, gathered from all ranks, float64 ``[samples, numbers]``.
+        Rows of consecutive samples, gathered from all ranks, float64 ``[samples, values per
+        sample]``.
     """
     backend, size, remaining = prepared.backend, prepared.batch_plan.micro_batch_size, len(samples)
     loader = EvalLoader(samples, batch_size=size, rank=backend.rank, world_size=backend.world_size)
@@ -262,9 +282,11 @@ def write_precomputed_table(
 
     Args:
         folder: Folder of the table.
-        shapes: Shape of each column's rows, keyed by the name of the column. May be filled while
-            ``row_blocks`` is read.
-        row_blocks: Blocks of rows ``[samples, numbers]``, in order.
+        shapes: Shape of one sample's value in each column, keyed by column name. The dict is only
+            read after the last block. The iterator ``row_blocks`` may therefore fill it while it
+            yields blocks.
+        row_blocks: Blocks of rows ``[samples, numbers]``, in order. A row contains the flattened
+            values of all columns. The values are stored as float32.
     """
     count, file = 0, ChecksummedFile(folder / _VALUES, _FLOAT)
     for part in row_blocks:
@@ -281,12 +303,15 @@ class TableContents(NamedTuple):
     shapes: dict[str, list[int]]
     """Shape of one row of each column, keyed by the column's name."""
     values: CheckedArray
-    """Columns side by side, each flattened, float32 ``[samples, numbers]``."""
+    """Values of all columns, flattened and concatenated for each sample, float32 ``[samples, numbers]``."""
 
 
 @dataclass
 class PrecomputedTable:
-    """Cached table with the precomputed columns of each sample.
+    """Table in the data cache with the precomputed columns of each sample.
+
+    ``Samples.compute_extra_columns`` refers to the table, and calls it with sample indices to add
+    the columns to a batch. The files are opened on first use.
 
     Attributes:
         folder: Folder of the table. It may not exist yet.
@@ -305,8 +330,11 @@ class PrecomputedTable:
     def open_contents(self) -> TableContents:
         """Open the table, if it is not open yet.
 
+        Only the metadata and the size of the values are checked. Checksums are verified when values
+        are read.
+
         Raises:
-            CacheDamagedError: If the folder does not exist or is damaged.
+            CacheDamagedError: If the folder does not exist, or if this check fails.
         """
         if self._contents is None:
             path = self.folder / _VALUES
@@ -314,19 +342,22 @@ class PrecomputedTable:
                 meta = json.loads((self.folder / _META).read_text("utf-8"))
                 width = sum(int(np.prod(shape)) for shape in meta["shapes"].values())
                 if path.stat().st_size != meta["samples"] * width * _FLOAT.itemsize:
-                    raise CacheDamagedError(f"{path}: is damaged")
+                    raise CacheDamagedError(f"{path}: is damaged; run the same command again")
                 sums = np.array(meta["sums"], dtype="<u4")
                 self._contents = TableContents(meta["shapes"], CheckedArray(path, _FLOAT, sums, width))
             except (CacheDamagedError, MemoryError):
                 raise
             except Exception as error:  # the file may hold any values
-                raise CacheDamagedError(f"{self.folder}: {to_one_line(error)}") from error
+                raise CacheDamagedError(
+                    f"{self.folder}: is damaged ({to_one_line(error)}); run the same command again"
+                ) from error
         return self._contents
 
     def open_if_intact(self, _: Path) -> PrecomputedTable | None:
         """Return this table if it can be opened, otherwise None.
 
-        The argument is unused. ``open_or_build_cache_folder`` calls this method with the folder.
+        The argument is ignored. It exists because ``open_or_build_cache_folder`` calls this method
+        with the folder, which is already an attribute of this table.
         """
         try:
             self.open_contents()
@@ -335,7 +366,17 @@ class PrecomputedTable:
         return self
 
     def __call__(self, indices: Sequence[int]) -> Arrays:
-        """Return the columns for the given samples, float32 ``[len(indices), *shape]``, keyed by name."""
+        """Return the precomputed values of the given samples, as one array per column.
+
+        Returns:
+            Float32 arrays of shape ``[len(indices), *shape]``, keyed by column name, where
+            ``shape`` is the shape of a single value of the column.
+
+        Raises:
+            CacheDamagedError: If the table cannot be opened.
+            RunError: If the stored values are damaged. The next launch then computes the table
+                again.
+        """
         shapes, values = self.open_contents()
         rows, offset, arrays = values[list(indices)], 0, {}
         for name, shape in shapes.items():

@@ -56,20 +56,26 @@ if TYPE_CHECKING:
 
 
 def prepare_run(resolved: ResolvedRun, backend: Backend) -> PreparedRun:
-    """Build the tokenizer, the data, the model on the meta device, the batch plan, and the schedule.
+    """Build the tokenizer, the data, the meta-device model, the batch plan, and the schedule.
 
-    Must be called before :meth:`portable.backend.Backend.start`, because the search for a micro-batch
-    size starts its own process groups.
+    Must be called before :meth:`portable.backend.Backend.start`, because the search for a
+    micro-batch size starts its own process groups. The size that the search finds applies only to
+    this rank. After the start, :func:`agree_on_micro_batch_size` reduces it to the minimum over all
+    ranks.
+
+    The function also builds the metrics. If a custom loss uses precomputed values, it attaches
+    their tables to the data.
 
     Args:
-        resolved: Result of the first stage.
+        resolved: Result of :func:`portable.run.resolve.resolve_run`, which contains the config.
         backend: Backend of this rank. It is not started yet.
 
     Returns:
         The prepared run.
 
     Raises:
-        UserError: If the model or the data cannot be used.
+        UserError: If the model or the data cannot be used, or if settings are not possible with
+            them, for example a warmup that exceeds the run.
     """
     resolved = resolve_precision(resolved)
     config = resolved.config
@@ -143,9 +149,10 @@ _MAX_PARTS_SHOWN = 4
 
 
 def describe_unreached_parameters(model: PreTrainedModel, config: RunConfig) -> str:
-    """Describe the parameters that are frozen because text input does not reach them.
+    """Describe the parameters that are frozen because they do not affect the loss on text.
 
-    An example is the image encoder of a multimodal model.
+    An example is the image encoder of a multimodal model. Parameters that only the settings freeze,
+    such as ``train.frozen``, are not included.
 
     Args:
         model: Model on the meta device, before an engine shards its parameters.
@@ -171,10 +178,15 @@ def open_run_data(
 ) -> RunData:
     """Open the training and evaluation data of a run. Tokenize it if it is not cached.
 
+    Must be called on all ranks.
+
     Args:
         config: Config of the run.
         model_config: Config of the model.
         special_tokens: Special tokens of the model. Some tasks need them.
+
+    Raises:
+        UserError: If the settings or the data cannot be used.
     """
     classifies = config.model.task == "sequence-classification"
     return build_data(
@@ -191,9 +203,10 @@ def open_run_data(
 
 
 def agree_on_micro_batch_size(prepared: PreparedRun) -> PreparedRun:
-    """Replace a micro-batch size that ``auto`` has chosen with the minimum over all ranks.
+    """Reduce a micro-batch size chosen by ``auto`` to the minimum over all ranks.
 
-    A collective call. Returns ``prepared`` unchanged if ``train.micro_batch_size`` is not ``auto``.
+    Returns ``prepared`` unchanged if ``train.micro_batch_size`` is not ``auto``. All ranks must
+    call this function, because it is a collective call.
     """
     if prepared.resolved.config.train.micro_batch_size != "auto":
         return prepared
@@ -212,8 +225,9 @@ def _resolve_micro_batch_size(
 ) -> RunConfig:
     """Replace ``train.micro_batch_size: auto`` with a number.
 
-    This is the number of a previous launch if the settings that affect memory are unchanged. Otherwise,
-    it is the largest size that fits on this rank's device.
+    If the run has a checkpoint and the settings that affect memory are unchanged, the size of the
+    latest launch is used again. Otherwise, the largest size that fits on this rank's device is
+    used.
     """
     config = resolved.config
     if config.train.micro_batch_size != "auto":
@@ -232,11 +246,12 @@ def _resolve_micro_batch_size(
 def _add_classes_to_model_config(
     classes: LabelMapping, model_config: PretrainedConfig, config: RunConfig, data: RunData
 ) -> list[str]:
-    """Add the classes of the labels to the model's config, in place.
+    """Store the class names and the problem type of the data in the model's config, in place.
 
     Returns:
-        Notes for the user. There is one if the problem type was inferred from the labels, and one if
-        the model did not name its classes.
+        At most two notes about assumptions: that the problem type was inferred from the labels, and
+        that the model's unnamed classes are assumed to be the labels of the data, in the same
+        order. Empty if nothing was assumed.
     """
     notes = []
     problem, model_classes = (
@@ -247,7 +262,7 @@ def _add_classes_to_model_config(
         notes.append(f"note: problem_type is {classes.problem_type}, inferred from the labels and num_labels")
     if model_classes is not None and model_classes.would_rename_classes(data.label_names):
         notes.append(
-            f"note: {model_classes.setting_key} does not name its classes, so they are assumed to be "
+            f"note: {model_classes.setting_key}: the classes have no names, so they are assumed to be "
             f"{format_name_list(data.label_names)}, in this order"
         )
     set_config_labels(model_config, classes)
@@ -273,7 +288,8 @@ def build_start_notes(
             f"{key}: {format_short_value(value)}" for key, value in resolved.inherited_settings.items()
         )
         lines.append(
-            f"note: the run in {resolved.output_place} keeps its settings that are not set here: {values}"
+            f"note: these settings of the run in {resolved.output_place} are kept, because they are not set "
+            f"here: {values}"
         )
     if (length := explain_chosen_seq_len(resolved, models.get_max_positions(model_config))) is not None:
         lines.append(f"note: {length}")
@@ -284,11 +300,11 @@ def build_start_notes(
         )
     if assembled.replaced_tokens:
         special_tokens_text = "; ".join(assembled.replaced_tokens)
-        lines.append(f"note: the model takes over the tokenizer's special tokens: {special_tokens_text}")
+        lines.append(f"note: the model uses the special tokens of the tokenizer: {special_tokens_text}")
     if getattr(model_config, "disable_ngram_loss", None) is False:
         lines.append(
-            "note: the model is trained only to predict the next token, as with disable_ngram_loss; "
-            "transformers also adds losses for later tokens"
+            "note: the loss covers only next-token prediction, as with disable_ngram_loss: true; the loss "
+            "in transformers also covers later tokens"
         )
     if enables_router_loss_by_default(model_config, resolved.config.model):
         coefficient = model_config.get_text_config().router_aux_loss_coef
@@ -329,7 +345,7 @@ def build_start_notes(
     if data.train_samples is not None and 0 < data.train_samples < global_batch_size:
         lines.append(
             f"note: train.global_batch_size: a step takes {global_batch_size} samples, but the data has "
-            f"{data.train_samples}, so each sample occurs more than once in a step"
+            f"{data.train_samples}, so samples occur more than once in a step"
         )
     lines += [f"warning: {warning}" for warning in data.warnings]
     return lines

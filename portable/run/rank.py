@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 from portable.checkpoint.store import choose_resume_source, open_checkpoints
 from portable.converters.console import print_line
 from portable.errors import RUN_ERROR, ReportedElsewhereError, RunError, UserError
-from portable.formatting import format_table
+from portable.formatting import format_count, format_table
 from portable.hub_requests import get_revisions_read
 from portable.output.output_dir import open_output
-from portable.paths import prepare_path_inside, write_durably
+from portable.paths import convert_storage_errors, prepare_path_inside, write_durably
 from portable.ranks import launch
 from portable.ranks.collectives import (
     check_ranks_agree,
@@ -55,9 +55,10 @@ class LaunchMode:
     Attributes:
         eval_only: Whether to evaluate instead of training.
         profile: Whether to write a trace of a few steps into ``profile`` in the run's folder.
-        replay: Step, counted from 1, to replay with :mod:`portable.run.replay` instead of training.
-            None to train.
-        json_file: Path of an additional file for the results of ``eval_only``. None for no file.
+        replay: Step, counted from 1, to replay with :mod:`portable.run.replay` instead of
+            training. None to replay no step.
+        json_file: Path of an additional file for the results of ``eval_only``. None for no
+            file.
     """
 
     eval_only: bool = False
@@ -76,18 +77,19 @@ def run_rank(backend_name: str, resolved: ResolvedRun | RunConfig, mode: LaunchM
 
     Args:
         backend_name: Name of the backend, such as ``cuda``.
-        resolved: Result of :func:`portable.run.resolve.resolve_run`, if this program's launcher started
-            the rank. The config if another launcher such as torchrun started it. The config is then
-            resolved here.
+        resolved: Result of :func:`portable.run.resolve.resolve_run`, if this program's launcher
+            started the rank. The config if another launcher such as torchrun started it. The
+            config is then resolved here.
         mode: Options of the launch. None for plain training.
 
     Returns:
-        The exit code: 0 if the schedule or ``train.stop_after`` is reached, 75 if a signal stopped the
-        run.
+        The exit code: 75 if a signal stopped the training. Otherwise 0: the schedule or
+        ``train.stop_after`` is reached, a callback or an evaluation has ended the training, or
+        the evaluation or the replay is complete.
 
     Raises:
-        UserError: If the config, the model, the data or a checkpoint is not valid, or device memory
-            runs out.
+        UserError: If the config, the model, the data or a checkpoint is not valid, or device
+            memory runs out.
         RunError: If the run fails for another reason that is not a bug.
         ReportedElsewhereError: If another rank has failed first.
     """
@@ -124,7 +126,7 @@ def _prepare_and_run(
 
 def _start_and_run(
     backend: Backend,
-    prepared: PreparedRun | UserError,
+    prepared: PreparedRun | UserError | RunError,
     output: RunOutput,
     log: RunLogHandler,
     peers: PeerWatch,
@@ -156,13 +158,14 @@ def _start_and_run(
         if prepared.config.log.memory_snapshot:
             backend.diagnostics.record_memory()
         prepared = agree_on_micro_batch_size(prepared)
-        if mode.eval_only:
-            return _evaluate_and_print(prepared, mode.json_file)
-        if mode.replay is not None:
-            from portable.run.replay import replay_and_print_step
+        with convert_storage_errors("output_dir"):
+            if mode.eval_only:
+                return _evaluate_and_print(prepared, mode.json_file)
+            if mode.replay is not None:
+                from portable.run.replay import replay_and_print_step
 
-            return replay_and_print_step(prepared, mode.replay)
-        return train_in_output(prepared, output, log, peers, profile=mode.profile)
+                return replay_and_print_step(prepared, mode.replay)
+            return train_in_output(prepared, output, log, peers, profile=mode.profile)
     except ReportedElsewhereError:
         peers.announce_own_exit()
         raise
@@ -192,21 +195,26 @@ def _start_and_run(
         search = micro_batch.build_micro_batch_search(prepared)
         sequences = prepared.batch_plan.micro_batch_size // prepared.batch_plan.groups_per_rank
         snapshot = _dump_memory_snapshot(backend, output) if prepared.config.log.memory_snapshot else None
-        del prepared  # frees the model, because it references the tensors that filled the memory
+        del prepared  # free the model, which references the tensors that filled the memory
         backend.abandon_process_group()
     finally:
         output.close()
         backend.stop()
-    # The engine is freed only here: the error's traceback referenced it.
+    # Search only now, because the traceback of the error kept the engine in memory.
     raise _build_out_of_memory_error(search, sequences, step, output, snapshot)
 
 
 def _report_error(error: Exception, peers: PeerWatch) -> Exception:
     """Report an error to the other ranks, and return the error that this rank should raise.
 
+    Waits up to five seconds for the answer of rank 0. If a RunError replaces an unexpected error,
+    the traceback of the unexpected error is printed.
+
     Returns:
-        If another rank failed first, an error that is not printed. Otherwise ``error``, or an error
-        whose message also names the rank and the host if the failure depends on them.
+        If another rank failed first, an error that ends this rank without being printed. If this
+        rank failed first, but the cause may be specific to this rank or host, a RunError whose
+        message also names the rank and the host. In all other cases, ``error`` itself. This also
+        applies under this program's launcher, because the launcher adds the rank to the message.
     """
     first = peers.report_error(error)
     if first is None:
@@ -224,21 +232,30 @@ def _report_error(error: Exception, peers: PeerWatch) -> Exception:
 
 def _try_prepare(
     backend: Backend, resolved: ResolvedRun | RunConfig, mode: LaunchMode
-) -> PreparedRun | UserError:
+) -> PreparedRun | UserError | RunError:
     """Resolve and prepare the run.
 
-    With several ranks, an error is returned instead of raised. All ranks can then fail together once
-    they are connected.
+    If a step is replayed, ``compile``, ``xla.scan_layers`` and ``train.fused_backward`` are
+    turned off.
+
+    With several ranks, a UserError or RunError is returned instead of raised. All ranks can then
+    fail together once they are connected, so that no rank waits for a connection to a rank that
+    has ended. Other errors are raised.
+
+    Raises:
+        UserError: If there is only one rank, and the run cannot be prepared.
+        RunError: If there is only one rank, and for example an object store cannot be reached.
     """
     try:
         if not isinstance(resolved, ResolvedRun):
             resolved = resolve_run(resolved, backend.name, writes_output=mode.writes_output)
         if mode.replay is not None:
-            # Hooks of modules do not run in compiled layers, and the report needs the gradients.
+            # Compile nothing, because module hooks do not run in compiled layers. Do not fuse the backward
+            # pass, because the report needs the gradients.
             changes = {"compile": False, "xla.scan_layers": False, "train.fused_backward": False}
             resolved = replace(resolved, config=resolved.config.replaced(changes))
         return prepare_run(resolved, backend)
-    except UserError as error:
+    except (UserError, RunError) as error:
         if backend.world_size == 1:
             raise
         return error
@@ -248,9 +265,9 @@ def _check_all_ranks_agree(prepared: PreparedRun, output: RunOutput) -> None:
     """Raise UserError on all ranks if their settings, data, code or library versions differ."""
     facts = {
         "output_dir": output.agreed_location,
-        "the text of data.source (its fingerprint)": prepared.data.fingerprint,
-        "the custom code": compute_custom_code_digests(prepared.config),
-        "the text of data.eval (its fingerprints)": dict(prepared.data.eval_fingerprints),
+        "data.source (fingerprint of the text)": prepared.data.fingerprint,
+        "the digests of the custom code": compute_custom_code_digests(prepared.config),
+        "data.eval (fingerprints of the texts)": dict(prepared.data.eval_fingerprints),
     }
     facts |= {f"the commit of the {name} on the hub": commit for name, commit in get_revisions_read().items()}
     check_ranks_agree(prepared.backend, collect_values_equal_on_all_ranks(prepared.resolved.config) | facts)
@@ -259,14 +276,20 @@ def _check_all_ranks_agree(prepared: PreparedRun, output: RunOutput) -> None:
 def _evaluate_and_print(prepared: PreparedRun, json_file: str | None) -> int:
     """Evaluate the model of the latest checkpoint, print the results, and write them to files.
 
-    A collective call.
+    Must be called on all ranks. Without a checkpoint, the model that the run would start with is
+    evaluated. Rank 0 writes the results to ``evaluation.json`` in the output folder if this folder
+    exists, and to ``json_file``.
 
     Args:
-        prepared: The run.
-        json_file: Path of an additional file for the results. None for no file.
+        prepared: Run to evaluate.
+        json_file: Path of an additional file for the results. None for no additional file.
 
     Returns:
         The exit code.
+
+    Raises:
+        UserError: If there is no evaluation data, or if the checkpoint cannot be used. Also raised
+            on rank 0 if ``json_file`` cannot be written.
     """
     check_evaluation_data(prepared.data)
     output_place = prepared.resolved.output_place
@@ -284,10 +307,9 @@ def _evaluate_and_print(prepared: PreparedRun, json_file: str | None) -> int:
             try:
                 write_durably(Path(json_file), text)
             except OSError as error:
-                message = (
-                    f"--json: {json_file}: cannot be written: {error.strerror or error}; name another file"
-                )
-                raise UserError(message) from error
+                raise UserError(
+                    f"--json: {json_file}: cannot be written ({error.strerror or error}); use another file"
+                ) from error
         rows = [("step", str(restored.progress.step))]
         for name, value in values.items():
             value_text = f"{value:.6f}" if isinstance(value, float) else json.dumps(value)
@@ -299,8 +321,13 @@ def _evaluate_and_print(prepared: PreparedRun, json_file: str | None) -> int:
 def _explain_output_write_error(error: OSError, output: RunOutput) -> RunError | UserError | None:
     """Turn a failed write to the output folder into an error with a remedy.
 
+    The cause is determined from the error number. An error that indicates a full or a faulty
+    disk is always attributed to the output folder.
+
     Returns:
-        The error to raise. None if ``error`` did not come from a write to the output folder.
+        The error to raise. None if the error number has another meaning. Also None if the
+        number indicates a link, a folder or missing permissions, but the path is not in the
+        output folder.
     """
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         latest = open_checkpoints(output.place).find_latest()
@@ -314,7 +341,7 @@ def _explain_output_write_error(error: OSError, output: RunOutput) -> RunError |
             f"output_dir: cannot write to {output.work_folder} ({error.strerror}); check the file system "
             f"and run the same command to continue; last good checkpoint: {latest or 'none'}"
         )
-    # The path is not a regular file but a link, a folder or a device.
+    # The path is a link, a folder or a device instead of a regular file.
     path = str(error.filename or "")
     if error.errno in _WRONG_FILE_TYPE_ERRNOS and path.startswith(f"{output.work_folder}{os.sep}"):
         return UserError(
@@ -339,6 +366,10 @@ def _build_out_of_memory_error(
 ) -> UserError:
     """Build the error for a rank that ran out of device memory, with settings that would fit.
 
+    This function searches for a micro-batch size on the device. Before the call, the references to
+    the model and the engine must be deleted, and the backend must be disconnected from the other
+    ranks.
+
     Args:
         search: Search for a micro-batch that fits.
         failed_sequences: Number of sequences per micro-batch on each device when memory ran out.
@@ -351,7 +382,8 @@ def _build_out_of_memory_error(
     free_unreachable_objects()
     when = "at the start" if step is None else f"in step {step}"
     message = (
-        f"train.micro_batch_size: out of memory {when} with {failed_sequences} sequences at a time; "
+        f"train.micro_batch_size: out of memory {when} with micro-batches of "
+        f"{format_count(failed_sequences, 'sequence')}; "
         f"{micro_batch.describe_fitting_settings(search, failed_sequences)}"
     )
     latest = open_checkpoints(output.place).find_latest()

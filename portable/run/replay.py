@@ -16,10 +16,10 @@ import torch
 
 from portable.checkpoint.store import open_checkpoints
 from portable.converters.console import print_line
-from portable.data.samples.order import EpochIndex
+from portable.data.samples.order import EpochIndex, compute_first_sample_of_rank
 from portable.data.tokens.bounded_tokenizer import decode
 from portable.errors import UserError, to_one_line
-from portable.formatting import format_table
+from portable.formatting import format_count, format_table
 from portable.loop import iter_steps
 from portable.paths import parse_place_setting
 from portable.ranks.collectives import check_ranks_agree
@@ -43,19 +43,21 @@ _MAX_SAMPLE_CHARACTERS = 160  # length to which the text of a sample is cut
 
 @dataclass(frozen=True)
 class ReplayedMicroBatch:
-    """Result of one micro-batch of the replayed step.
+    """Result of one micro-batch in the step that ``--replay`` runs again.
 
     Attributes:
         rank: Rank that processed the micro-batch.
         number: Number of the micro-batch on its rank, counted from 1.
         first_sample: Index of the first sample, in the order of the run.
         samples: Number of consecutive samples.
-        tokens: Number of tokens that count in the loss.
+        tokens: Number of tokens that count in the loss. If a custom loss has weights, the sum of
+            the weights, rounded down. On XLA, the tokens of all ranks are counted.
         loss: Mean loss of these tokens.
-        module: Name and class of the first module with a non-finite output. None if all outputs were
-            finite.
-        bad_sample: Index of the first sample for which this output is not finite. None if all outputs
-            were finite, or if the output has no row per sample.
+        module: Name and class of the first module with a non-finite output. None if all outputs
+            were finite.
+        bad_sample: Index, in the order of the run, of the first sample whose row in the output of
+            ``module`` is not finite. None if ``module`` is None, or if its output does not have one
+            row per sample.
     """
 
     rank: int
@@ -71,17 +73,19 @@ class ReplayedMicroBatch:
 def replay_and_print_step(run: PreparedRun, step: int) -> int:
     """Replay a step, and print which of its losses, outputs and gradients are not finite.
 
-    A collective call. Starts from the last checkpoint before the step.
+    The replay starts from the last checkpoint before the step. If there is none, it starts from
+    ``checkpoint.resume`` or from the initial weights. All ranks must call this function.
 
     Args:
         run: The run.
-        step: Step, counted from 1.
+        step: Number of the step, counted from 1.
 
     Returns:
         The exit code 0, regardless of the result.
 
     Raises:
-        UserError: If the run has no such step, or if a previous step is not finite.
+        UserError: If the run has no such step, if ``checkpoint.resume`` is a checkpoint of this
+            step or a later step, or if non-finite losses or gradients end the run before the step.
     """
     backend = run.backend
     if not 1 <= step <= run.steps:
@@ -93,10 +97,13 @@ def replay_and_print_step(run: PreparedRun, step: int) -> int:
     restored = restore_run(run, source)
     engine, progress = restored.engine, restored.progress
     if progress.step >= step:
-        raise UserError(f"--replay: the run begins at {source}, after step {progress.step}; use a later step")
+        raise UserError(
+            f"--replay: the run starts from {source}, after step {progress.step}; use a step after "
+            f"{progress.step}"
+        )
     if backend.rank == 0:
         start = "the start" if source is None else str(source)
-        print_status(f"running the steps from {start} to step {step}, {step - progress.step} in total")
+        print_status(f"running {format_count(step - progress.step, 'step')}, from {start} to step {step}")
     batches = iter(build_train_loader(run, progress.samples))
     try:
         _take_steps_before(step, run, engine, batches, progress)
@@ -122,10 +129,11 @@ def replay_and_print_step(run: PreparedRun, step: int) -> int:
 
 
 def _find_checkpoint_before(run: PreparedRun, step: int) -> AnyPath | None:
-    """Return the checkpoint to replay ``step`` from, or None to start at the beginning of the run.
+    """Return the checkpoint to replay ``step`` from. None to start with the initial weights.
 
-    This is the run's newest checkpoint before ``step``. If there is none, it is the checkpoint that
-    ``checkpoint.resume`` names, if any.
+    This is the run's newest checkpoint before ``step``. If there is none, the result is the
+    checkpoint that ``checkpoint.resume`` names, if it exists. The caller must check that this
+    checkpoint is before ``step``.
     """
     complete = open_checkpoints(run.resolved.output_place).list_complete()
     before: list[AnyPath] = [folder for done_steps, folder in complete if done_steps < step]
@@ -140,10 +148,12 @@ def _find_checkpoint_before(run: PreparedRun, step: int) -> AnyPath | None:
 def _take_steps_before(
     step: int, run: PreparedRun, engine: Engine, batches: Iterator[Batch], progress: RunProgress
 ) -> None:
-    """Train up to the step before ``step``.
+    """Take all training steps before ``step``, so that ``step`` is the next one.
 
     Raises:
-        UserError: If one of these steps is not finite. The message recommends replaying that step.
+        UserError: If losses or gradients are not finite in so many consecutive steps that
+            ``train.on_non_finite`` ends the run. With ``stop``, one step is sufficient. The message
+            names the first of these steps and recommends replaying it.
     """
     start = progress.step
     for _ in iter_steps(run, engine, batches, progress, step - 1):
@@ -152,7 +162,10 @@ def _take_steps_before(
     if health.halted:
         assert health.first_bad_update is not None
         earlier = start + health.first_bad_update + 1
-        raise UserError(f"--replay: the earlier step {earlier} is not finite; use --replay {earlier}")
+        raise UserError(
+            f"--replay: the loss or a gradient of an earlier step, {earlier}, is not finite; use --replay "
+            f"{earlier}"
+        )
 
 
 class HookedStep(NamedTuple):
@@ -175,9 +188,10 @@ def _run_step_with_hooks(
     step_batches = [next(batches) for _ in range(plan.accumulation_steps)]
     valid = backend.sum_host_numbers(sum(engine.objective.compute_weight(batch) for batch in step_batches))
     (all_tokens,) = backend.read_to_host([valid])
-    # Index of the first sample in this rank's share of the global batch.
-    share = plan.global_batch_size // plan.world_size
-    first_sample = progress.samples + plan.rank * share
+    first_sample, end_sample = (
+        progress.samples + compute_first_sample_of_rank(plan.global_batch_size, rank, plan.world_size)
+        for rank in (plan.rank, plan.rank + 1)
+    )
     results, losses = [], []
     for index, batch in enumerate(step_batches):
         backend.seed_device_generator(plan.compute_dropout_seed(progress.samples, index))
@@ -194,12 +208,16 @@ def _run_step_with_hooks(
         value, *firsts = backend.read_to_host([losses[-1], *outputs.first_bad_rows])
         bad_index = next((number for number, row in enumerate(firsts) if row < rows), None)
         row = None if bad_index is None else int(firsts[bad_index])
+        # The last rows of a rank with fewer samples than other ranks are filler rows.
+        num_samples = min(rows, end_sample - first_sample - index * rows)
+        if num_samples <= 0:
+            continue
         results.append(
             ReplayedMicroBatch(
                 rank=backend.rank,
                 number=index + 1,
                 first_sample=first_sample + index * rows,
-                samples=rows,
+                samples=num_samples,
                 tokens=int(tokens),
                 loss=value * all_tokens / max(tokens, 1),
                 module=None if bad_index is None else outputs.names[bad_index],
@@ -225,17 +243,19 @@ def drop_tensor_parallel_duplicates(micro_batches: Sequence[ReplayedMicroBatch])
 
 
 class _NonFiniteOutputRecorder:
-    """Context that checks the output of each module for non-finite values.
+    """Context manager that checks the outputs of all modules for non-finite values.
 
     Args:
         model: Model whose modules get forward hooks.
         rows: Number of samples in the micro-batch.
 
     Attributes:
-        names: Names and classes of the modules, in the order in which their forward passes completed.
-        first_bad_rows: Scalar on the device for each output. It is the first row (sample) with a
-            non-finite value, or ``rows`` if all values are finite. It is -1 if a value is not finite in
-            an output that has no row per sample.
+        names: Name and class of the module for each floating-point tensor in an output, in the
+            order in which the forward passes completed. A module comes after the modules inside it.
+        first_bad_rows: One scalar on the device for each entry of ``names``. The scalar is the
+            index of the first row (sample) with a non-finite value, or ``rows`` if all values are
+            finite. If the tensor does not have one row per sample and contains a non-finite value,
+            the scalar is -1.
     """
 
     def __init__(self, model: nn.Module, rows: int) -> None:
@@ -265,7 +285,18 @@ class _NonFiniteOutputRecorder:
         return record_output
 
     def _find_first_bad_row(self, tensor: Tensor) -> Tensor:
-        """Compute the entry of :attr:`first_bad_rows` for an output, without a host-device sync."""
+        """Find the first row of an output with a non-finite value, without a host-device sync.
+
+        Args:
+            tensor: Output of a module. Usually, it has one row per sample.
+
+        Returns:
+            Scalar on the device, as described in :attr:`first_bad_rows`:
+
+            - The number of samples if all values are finite.
+            - The index of the row if a value is not finite and the output has one row per sample.
+            - -1 if a value is not finite and the output does not have one row per sample.
+        """
         if tensor.dim() == 0 or tensor.shape[0] != self._rows:
             return torch.where(torch.isfinite(tensor).all(), float(self._rows), -1.0)
         finite = (
@@ -276,7 +307,10 @@ class _NonFiniteOutputRecorder:
 
 
 def _iter_floating_tensors(output: Any) -> Iterator[Tensor]:
-    """Yield the floating-point tensors in nested outputs of a module."""
+    """Yield the non-empty floating-point tensors in the output of a module.
+
+    The output may consist of nested dicts, lists and tuples. Other objects are ignored.
+    """
     if isinstance(output, torch.Tensor):
         if output.is_floating_point() and output.numel():
             yield output
@@ -340,10 +374,10 @@ def _format_replay_report(
         lines.append(
             "every loss and gradient is finite this time"
             + (
-                f" (gradient norm {norm:.6g}); if they were not in the run, a device computes differently "
-                "from one time to the next"
+                f" (gradient norm {norm:.6g}); if a value was not finite in the run, the results of a device "
+                "are not reproducible"
                 if math.isfinite(norm)
-                else ", but the gradients are so large that their norm is beyond fp32"
+                else ", but the gradients are so large that their norm overflows fp32"
             )
         )
     return lines
@@ -375,4 +409,4 @@ def _format_sample(run: PreparedRun, position: int) -> str:
     tokens = samples.build_batch([EpochIndex(epoch, index)])["input_ids"][0]
     text = to_one_line(decode(run.data.tokenizer, tokens.tolist()))
     source = samples.get_source_name(index) or "the source"
-    return f"sample {position}, of {document_numbers} of {source}: {text[:_MAX_SAMPLE_CHARACTERS]!r}"
+    return f"sample {position}, from {document_numbers} of {source}: {text[:_MAX_SAMPLE_CHARACTERS]!r}"

@@ -1,8 +1,9 @@
 """Resolve and check the user's config before any rank starts.
 
-This is the first stage of a launch. Every file that the config names is read and checked here,
-once. The launcher then sends the result to its ranks. Under another launcher such as torchrun, each
-rank resolves the config itself, so the ranks compare a digest of the result.
+This is the first stage of a launch. It reads the files that determine settings, such as a
+DeepSpeed JSON or the config of the model. The launcher then sends the result to its ranks.
+Under another launcher such as torchrun, each rank resolves the config itself. The ranks
+later compare digests of the settings that must be equal on all ranks.
 """
 
 from __future__ import annotations
@@ -41,21 +42,24 @@ def resolve_run(
 ) -> ResolvedRun:
     """Resolve and check a config without opening a device.
 
-    If the launch writes output, also check that the output folder is writable and that the hub can be
-    accessed.
+    Custom code in the settings is imported. Records of the data are read to detect ``data.format``.
+    If the launch writes output, also check that the output folder is writable, and on rank 0 that
+    the hub can be accessed.
 
     Args:
         config: Config as the user wrote it.
         backend_name: Name of the backend, such as ``cuda``.
         ranks: Number of ranks that this process will start, or 1 if this process is a rank itself.
         writes_output: Whether the launch writes into ``output_dir``.
-        may_download: Whether data may be downloaded. None to download data only if the launch writes.
+        may_download: Whether data may be downloaded. None to download data only if the launch
+            writes.
 
     Returns:
         The resolved run.
 
     Raises:
-        UserError: If a setting is not valid, or if settings do not work together or on this machine.
+        UserError: If a setting is not valid, or if settings do not work together or on this
+            machine.
     """
     package = load_backend_package(backend_name)
     world = package.get_world(ranks)
@@ -94,7 +98,10 @@ def resolve_run(
 
 
 def resolve_precision(resolved: ResolvedRun) -> ResolvedRun:
-    """Replace ``precision: auto`` with the precision for this rank's device."""
+    """Replace ``precision: auto`` with the precision for this rank's device.
+
+    Must be called in a rank, because it may open the device.
+    """
     config = resolved.config
     if config.precision != "auto":
         return resolved
@@ -120,9 +127,13 @@ def plan_batches_of_rank_0(config: RunConfig, world: World) -> BatchPlan:
 
 
 def _find_resumed_precision(config: RunConfig, existing: ExistingRun) -> str | None:
-    """Return the precision of the run or checkpoint to resume, because a run must keep its precision.
+    """Return the precision of the run or checkpoint to resume.
 
-    None if the run is new, or if the checkpoint was not written by this trainer.
+    ``precision: auto`` resolves to this value, because a run must keep its precision.
+
+    Returns:
+        The precision, for example ``bf16``. None if the run is new, or if the checkpoint was not
+        written by this trainer.
     """
     if existing.config is not None:
         return existing.config.precision

@@ -1,4 +1,7 @@
-"""Train a run: open the output folder, restore the run, build its callbacks, and take the steps."""
+"""Training of a prepared run, from opening the output folder to writing the final model.
+
+This module restores the state of the run, builds its callbacks, and runs the training loop.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,11 @@ from portable.config import dump_yaml
 from portable.converters.storage.path_or_url import is_in_store
 from portable.data.preview import REPORT_SAMPLES, build_preview
 from portable.data.samples.loader import build_worker_death_error
-from portable.errors import UserError
+from portable.errors import RunError, UserError
 from portable.loop import StopSignals, run_training_loop
 from portable.output.existing_run import DATA_SAMPLES_FILE, check_config_unchanged
 from portable.output.export import recover_export
-from portable.paths import CONFIG_FILE, FINAL_FOLDER, convert_storage_errors, write_durably
+from portable.paths import CONFIG_FILE, FINAL_FOLDER, write_durably
 from portable.ranks import launch
 from portable.ranks.collectives import check_ranks_agree, raise_if_any_rank_failed
 from portable.ranks.watchdog import Watchdog
@@ -60,7 +63,11 @@ class DeviceMemoryError(Exception):
 def train_in_output(
     prepared: PreparedRun, output: RunOutput, log: RunLogHandler, peers: PeerWatch, *, profile: bool = False
 ) -> int:
-    """Train in ``output``, starting from its latest checkpoint. Must be called on all ranks.
+    """Train in ``output``, and export the final model. Must be called on all ranks.
+
+    The run starts from the latest checkpoint in ``output``. If there is none, it starts from
+    ``checkpoint.resume`` or from the initial weights. See :func:`portable.run.finish.finish_run`
+    for the export.
 
     Args:
         prepared: The run.
@@ -70,13 +77,20 @@ def train_in_output(
         profile: Whether to write a trace of a few steps.
 
     Returns:
-        The exit code: 0 if the schedule or ``train.stop_after`` is reached, 75 if a signal stopped the
-        run.
+        The exit code: 75 if a signal stopped the run. 0 if the schedule or ``train.stop_after``
+        is reached, or if a callback or an evaluation has ended the run.
 
     Raises:
         DeviceMemoryError: If a step runs out of device memory.
+        UserError: If another run holds the lock, or if a checkpoint or the storage of
+            ``output`` cannot be used.
+        RunError: If a data worker has died, if training ends because of non-finite losses,
+            gradients or weights, or if all retries of a storage request have failed.
+        NotExportedError: If training is complete, but the model cannot be exported.
+        ReportedElsewhereError: If rank 0 cannot lock the folder or create the hub repository, or if
+            the export fails. Only raised on ranks other than 0.
     """
-    with convert_storage_errors("output_dir"), ExitStack() as stack:
+    with ExitStack() as stack:
         hub = _lock_output_and_create_hub(prepared, output, stack)
         signals = StopSignals()
         stack.callback(signals.restore_handlers)
@@ -128,19 +142,22 @@ def train_in_output(
 def _lock_output_and_create_hub(
     prepared: PreparedRun, output: RunOutput, stack: ExitStack
 ) -> HubRepository | None:
-    """Lock the output folder, and create the hub repository if ``hub.push`` is set. A collective call.
+    """Lock the output folder, and create the hub repository if ``hub.push`` is set.
 
-    Only rank 0 locks the folder and creates the repository. The lock is released when ``stack`` is
-    closed.
+    Must be called on all ranks, but only rank 0 locks the folder and creates the repository. The
+    lock is released when ``stack`` is closed.
 
     Returns:
-        The repository. None on ranks other than 0, or if nothing is pushed.
+        The repository. None on ranks other than 0, or if ``hub.push`` is not set.
 
     Raises:
-        UserError: If another run holds the lock, the run in the folder has changed since its config was
-            read, or the repository cannot be created.
+        UserError: If another run holds the lock, if the run in the folder has changed since its
+            config was read, or if the repository cannot be created. Only rank 0 raises this error.
+        RunError: If the object store is unavailable. Only rank 0 raises this
+            error.
+        ReportedElsewhereError: On all other ranks, if rank 0 raises a UserError or RunError.
     """
-    error: UserError | None = None
+    error: UserError | RunError | None = None
     hub: HubRepository | None = None
     try:
         if prepared.backend.rank == 0:
@@ -151,7 +168,7 @@ def _lock_output_and_create_hub(
 
                 hub = HubRepository(prepared.config)
                 hub.create_repository()
-    except UserError as lock_error:
+    except (UserError, RunError) as lock_error:
         error = lock_error
     raise_if_any_rank_failed(error)
     return hub
@@ -160,7 +177,10 @@ def _lock_output_and_create_hub(
 def _open_output_and_restore(
     prepared: PreparedRun, output: RunOutput, log: RunLogHandler
 ) -> tuple[Run, RestoredRun]:
-    """Open the output folder, and restore the run from its latest checkpoint. A collective call.
+    """Open the output folder, and restore the run. A collective call.
+
+    The run continues from its latest checkpoint. If there is none, it starts from
+    ``checkpoint.resume`` or from the initial weights.
 
     Also opens the log file. Rank 0 removes leftovers of interrupted saves and exports, and writes
     ``config.yaml`` and the data preview.
@@ -205,7 +225,7 @@ def _write_data_preview(prepared: PreparedRun, output: RunOutput) -> None:
     """Write a preview of the data into the output folder, so that the report does not need the data.
 
     Does nothing if there already is a preview. Only runs that train a causal language model on
-    tokenized sources have one.
+    tokenized sources have a preview.
     """
     has_preview = prepared.config.model.task == "causal-lm" and bool(prepared.data.tokenized_sources)
     if has_preview and not (output.work_folder / DATA_SAMPLES_FILE).exists():
@@ -239,7 +259,11 @@ def _build_profiler(run: Run, output: RunOutput) -> Profiler:
 
 
 def _build_hub_uploads(run: Run, output: RunOutput, hub: HubRepository) -> HubUploadCallback:
-    """Build the upload callback. Checkpoints are protected from deletion until they have been exported."""
+    """Build the callback that uploads exports to the hub.
+
+    If ``hub.push`` is ``checkpoints``, the callback also protects each checkpoint from deletion
+    until the checkpoint has been exported.
+    """
     from portable.run.uploads import HubUploadCallback
 
     export, uploads_checkpoints = (
@@ -254,7 +278,10 @@ def _build_hub_uploads(run: Run, output: RunOutput, hub: HubRepository) -> HubUp
 
 @contextmanager
 def _identify_step_errors(run: Run) -> Iterator[None]:
-    """Convert errors that training steps raise within this context. Others propagate unchanged.
+    """Replace errors of training steps within this context with errors that name the cause.
+
+    There are two known causes: the device is out of memory, or a data worker has died. All other
+    errors propagate unchanged.
 
     Raises:
         DeviceMemoryError: If the device is out of memory.

@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 
 class UploadOutcome(NamedTuple):
-    """Repository address and problems after all uploads of a launch."""
+    """Result of all uploads of a launch: the repository's address, and the uploads that went wrong."""
 
     url: str | None
-    """Address of the repository. None if it does not have the final model."""
+    """Address of the repository. None if the final model was not uploaded."""
     problems: list[str]
     """Descriptions of failed or skipped uploads, one line each."""
 
@@ -36,15 +36,18 @@ class UploadOutcome(NamedTuple):
 class HubUploadCallback(Callback):
     """Callback that uploads exports to the hub, one at a time.
 
-    A checkpoint that is completed during an upload has to wait. It is skipped if a newer one is
-    completed first, so that uploads do not fall behind when saves are faster. The first failed upload
-    prints a warning. :meth:`finish_uploads` reports how many checkpoints were not uploaded.
+    Checkpoints are exported and uploaded in a background thread. A checkpoint that is completed
+    during an upload waits until the upload ends. The waiting checkpoint is skipped if a newer
+    checkpoint is completed first, so that uploads do not fall behind when saves are faster. The
+    first failed upload prints a warning. :meth:`finish_uploads` reports how many checkpoints were
+    not uploaded.
 
     Args:
         hub: Repository on the hub.
         export_checkpoint: Function that writes the export of a checkpoint into a folder.
-        scratch_folder: Local folder for the exports.
-        uploads_checkpoints: Whether to upload every checkpoint, or only the final model.
+        scratch_folder: Local folder for the exports. The constructor deletes it if it exists. It is
+            also deleted after each upload of an export in this folder.
+        uploads_checkpoints: Whether to upload checkpoints in addition to the final model.
     """
 
     def __init__(
@@ -76,7 +79,8 @@ class HubUploadCallback(Callback):
     def request_upload(self, checkpoint: AnyPath) -> None:
         """Export and upload a complete checkpoint in the background.
 
-        If another checkpoint is still waiting, it is dropped and counted as replaced.
+        If an earlier checkpoint is still waiting, the new one replaces it, and the number of
+        replaced checkpoints increases by one.
         """
         with self._lock:
             if self._waiting_checkpoint is not None:
@@ -86,7 +90,7 @@ class HubUploadCallback(Callback):
                 self._worker = start_background_call(self._upload_waiting, name="hub")
 
     def get_steps_in_use(self) -> set[int]:
-        """Return the steps of checkpoints that are being exported or wait for it.
+        """Return the steps of the checkpoints that are being exported or are waiting to be exported.
 
         These checkpoints must not be deleted.
         """
@@ -99,14 +103,18 @@ class HubUploadCallback(Callback):
         return {step for step in steps if step is not None}
 
     def finish_uploads(self, final: AnyPath | None, checkpoint: AnyPath | None) -> UploadOutcome:
-        """Wait for the upload in progress, then upload the final model.
+        """Wait for the uploads of checkpoints, then upload the final model.
+
+        If there is a final model, a checkpoint that is still waiting is not uploaded.
 
         Args:
             final: Folder or URL of the final model. None if the run is not complete.
-            checkpoint: Checkpoint that the final model was exported from.
+            checkpoint: Checkpoint that the final model was exported from. If None, the final model
+                is not uploaded.
 
         Returns:
-            The address of the repository, and descriptions of failed uploads.
+            The address of the repository, and descriptions of failed or skipped uploads. The
+            address is None if the final model was not uploaded.
         """
         if final is not None:
             with self._lock:
@@ -117,9 +125,8 @@ class HubUploadCallback(Callback):
         if num_missed := self._num_failed + self._num_replaced:
             reasons = [self._last_failure] * bool(self._num_failed)
             if self._num_replaced:
-                reasons.append(
-                    "a newer one came" + (f" for {self._num_replaced}" if self._num_failed else "")
-                )
+                number = f"{self._num_replaced} " if self._num_failed else ""
+                reasons.append(f"{number}replaced by newer checkpoints before the upload")
             missed = format_count(num_missed, "checkpoint")
             problems.append(f"hub.push: {missed} not uploaded to {self._hub.name} ({'; '.join(reasons)})")
         if final is not None and checkpoint is not None:
@@ -155,9 +162,13 @@ class HubUploadCallback(Callback):
                 self._record_failure(error)
 
     def _export_and_upload(self, checkpoint: AnyPath, message: str) -> str:
-        """Export a checkpoint to the scratch folder, upload it, and return the URL of the repository.
+        """Export a checkpoint to the scratch folder, and upload the export.
 
+        Once the export is written, the checkpoint no longer counts as in use and may be deleted.
         The scratch folder is always deleted afterwards, even if the upload fails.
+
+        Returns:
+            The URL of the repository.
         """
         folder = self._scratch / checkpoint.name
         try:
