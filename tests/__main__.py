@@ -63,7 +63,7 @@ class Result(NamedTuple):
         return f"{self.name} {'passed' if self.passed else 'FAILED'}"
 
 
-TIMES = {"full": "10 minutes", "fast": "1 minute", "xla": "3 minutes"}
+TIMES = {"full": "half an hour", "fast": "1 minute", "xla": "4 minutes"}
 XLA_NOTE = (
     "Tests that need torch_xla are skipped. Run them with `python -m tests --xla` in the environment of "
     "constraints-xla.txt."

@@ -475,13 +475,14 @@ If the model is not supported, the command prints an error with the reason. To l
 ## Checks of each model
 
 `python -m tests.architectures` trains a tiny model of each type with random weights, exports it, and
-compares it with transformers {version}. It has compared {looked_at} of {known} pairs of a model type and a
-task. The task is the value of [`model.task`](train.md#classifiers-and-encoder-decoders). The additional
-task "composite" is a checkpoint whose class also takes images or audio. It is trained as a causal language
-model on text (see [multimodal models](train.md#multimodal-models)). [Images](images.md) are tested
-separately.
+compares it with transformers {version}. It has tested {looked_at} of {known} pairs of a model type and a
+task. The task is the value of [`model.task`](train.md#classifiers-and-encoder-decoders), or "composite".
+Composite models also accept images or audio. In these tests, they are trained as causal language models on
+text (see [multimodal models](train.md#multimodal-models)). [Images](images.md) are tested separately.
 
-| check | comparison | pairs with a result |
+The tables on this page contain one column for each check:
+
+| check | compared values | pairs with a result |
 | --- | --- | --- |
 {checks}
 
@@ -497,28 +498,48 @@ COLUMNS = {
 }
 """Columns of the table, and the checks that each consists of."""
 DESCRIPTIONS = {
-    "loss": f"{STEPS} steps in fp32 with a loop of `forward(labels=)`, within {TOLERANCE:.0e}",
-    "bf16": f"the losses in bf16 with the losses in fp32, within {BF16_TOLERANCE:.0%}",
-    "ranks": f"two ranks of `full_shard` and of `zero3` with one rank, within {TOLERANCE:.0e}",
-    "reload": "the export as `from_pretrained` reads it, and weights of `save_pretrained` as the run reads "
-    "them, bit for bit",
-    "names": "`final/` with the checkpoint that the run started from: names and shapes; dtypes and bytes of "
-    "the tensors that are not trained; every tensor is exported, or the model card names it",
-    "adapter": f"logits of peft on the published class with the logits of training, within {TOLERANCE:.0e}",
-    "merge": "the merged model with its base (names, shapes, dtypes) and with training (logits)",
+    "loss": f"the losses of {STEPS} fp32 steps in a run and in a plain training loop that calls "
+    f"`forward(labels=)`, within {TOLERANCE:.0e}",
+    "bf16": f"the losses in bf16 and in fp32, within {BF16_TOLERANCE:.0%}",
+    "ranks": "the losses on two ranks (with `full_shard` and `zero3`) and on one rank, within "
+    f"{TOLERANCE:.0e}",
+    "reload": "weights before and after loading, bit for bit: exported weights that `from_pretrained` loads, "
+    "and a `save_pretrained` checkpoint that a run loads",
+    "names": "`final/` and the checkpoint that the run started from: the names and shapes of all tensors, "
+    "and the dtypes and bytes of tensors that are not trained. A tensor that is not exported must be named "
+    "in the model card",
+    "adapter": "the logits during training, and those after peft loads the adapter on the published class, "
+    f"within {TOLERANCE:.0e}",
+    "merge": "the merged model and its base (names, shapes, dtypes), and the merged and the trained model "
+    "(logits)",
 }
 TABLE = """\
-"✓": the check has passed. "✗": it has failed. "○": the model is not supported, or peft fails (see below).
-"–": the check was not run. Types with equal results share a row.
+| mark | meaning |
+| --- | --- |
+| ✓ | the check passed |
+| ✗ | the check failed |
+| ○ | the model is not supported, or peft fails (see [Known failures](#known-failures)) |
+| – | the check was not run |
+
+Model types with the same results share a row:
 
 """
 NOTES = """\
-"Refused" means that the run ends with an error before training, because the type is not a model of the
-task, although transformers lists it, or because its class does not run on text without other inputs. "Not
-tried" means that no model of the type is small enough for the test. In some cases, transformers itself
-fails: `deberta` and `xmod` fail under bf16 autocast, `git` fails with labels and no picture, and the auto
-class cannot open its own files of `emu3` and `mllama` (the class in `config.json` can). ProphetNet is
-trained only on the next token, and the run prints a note."""
+Each item in this list contains the model types and tasks, the check that failed, and the error message.
+Two words replace the name of the check:
+
+- "refused": the run ends with an error before training. Either the model cannot be trained for the task,
+  although transformers lists it, or its class requires inputs other than text.
+- "not tried": the test could not build a small model of this type.
+
+In some cases, transformers itself fails:
+
+- `deberta` and `xmod` fail under bf16 autocast.
+- `git` fails if there are labels but no images.
+- For `emu3` and `mllama`, the auto class cannot load files that it has saved. The class in `config.json` can.
+
+ProphetNet is trained only on the next token, and the run prints a note.
+"""
 FAMILIES = {
     "Llama 3, SmolLM, Yi": "llama causal-lm",
     "Llama 4": "llama4 composite",
@@ -571,11 +592,12 @@ FAMILIES = {
 }
 """Pair of each popular family: the one of its published class."""
 _REFUSED = re.compile(
-    r"UserError: model\.task|not run on only text|requires inputs other|cannot build .* for model\.task|"
-    "does not predict the next token|does not generate text|attends in both directions"
+    r"UserError: model\.task|not run on only text|not run without inputs other|requires inputs other|"
+    r"cannot build .* for model\.task|does not predict the next token|does not generate text|"
+    "attends in both directions"
 )
 _EXPLAINED = re.compile(
-    f"{PEFT}|.* changes, but contains '|UserError: adapter.target_modules: all-linear matches no|"
+    f"{PEFT}|.* changes.*; if the layers|UserError: adapter.target_modules: all-linear matches no|"
     ".*zero3 does not support"
 )
 """Results that are not a failure of the run: a fault of peft, or a refusal with its reason."""
@@ -617,7 +639,7 @@ def page(everything: Mapping[str, Findings]) -> str:
     order = [*TASKS, COMPOSITE]
     for row in sorted(rows, key=lambda row: (order.index(row[0]), -len(rows[row]), row)):
         lines.append(f"| {' | '.join(row)} | {', '.join(rows[row])} |")
-    lines += ["", "## Known failures", "", NOTES, ""]
+    lines += ["", "## Known failures", "", NOTES]
     lines += [f"- {', '.join(names)}: {line}" for line, names in sorted(notes.items())]
     trained = [results for results in everything.values() if _describe_refusal(results) is None]
     descriptions = []

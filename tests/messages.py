@@ -1,7 +1,8 @@
 """List the messages that users read: ``python -m tests.messages [--package NAME] [--kind KIND] [PATH ...]``.
 
 The messages are read from the syntax trees of the product, so none of its modules is imported. An inserted
-value is shown as the expression in braces. ``--check`` prints only the messages that break a rule of
+value is shown as the expression in braces. The beginning or the remedy that a class adds is shown in square
+brackets. ``--check`` prints only the messages that break a rule of
 ``find_problems``, with the rule. ``tests/test_messages.py`` holds the rules.
 """
 
@@ -12,10 +13,11 @@ import ast
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from types import MappingProxyType
 
 from tests.language.marks import MARKS
 from tests.language.names import begins_with_verb
@@ -37,6 +39,12 @@ PROBLEM_CALLABLES = frozenset({"SettingProblem"})
 
 STATUS_CALLABLES = frozenset({"print_status", "print_on_rank0", "print_error", "print_line"})
 ADVICE_CALLABLES = frozenset({"RefusedKey", "IgnoredKey", "NeverFalseKey", "NoEffect", "NoCounterpart"})
+ADVICE_BEGINNINGS = {
+    "RefusedKey": "KEY: VALUE is not supported",
+    "IgnoredKey": "KEY: VALUE has no effect",
+    "NeverFalseKey": "KEY: cannot be false",
+}
+"""Beginning of the message that a class of table entries makes of its advice."""
 HELP_KEYWORDS = frozenset({"help", "description", "epilog"})
 MIN_TEXT_WORDS = 3
 """Number of words from which a string of unknown use is taken for a part of a message."""
@@ -72,6 +80,7 @@ class Message:
         kind: Kind of the message.
         text: Text with each inserted value as an expression in braces.
         callable: Name of the function or class that gets the text as an argument. Empty if there is none.
+        suffix: Text that the class of the exception appends. Empty if there is none.
     """
 
     path: str
@@ -80,6 +89,7 @@ class Message:
     kind: Kind
     text: str
     callable: str = ""
+    suffix: str = ""
 
     @property
     def package(self) -> str:
@@ -87,15 +97,21 @@ class Message:
         return "/".join(Path(self.path).parent.parts[:2])
 
     def __str__(self) -> str:
-        return f"{self.path}:{self.line}: {self.kind}: {self.text}"
+        prefix = ""
+        if beginning := ADVICE_BEGINNINGS.get(self.callable):
+            is_remedy = "; " not in self.text and self.callable != "NeverFalseKey"
+            prefix = f"[{beginning}{';' if is_remedy else ':'}] "
+        suffix = f" [{self.suffix}]" if self.suffix else ""
+        return f"{self.path}:{self.line}: {self.kind}: {prefix}{self.text}{suffix}"
 
 
 class _Collector(ast.NodeVisitor):
     """Visitor that collects the messages of a module."""
 
-    def __init__(self, path: str, error_callables: frozenset[str]) -> None:
+    def __init__(self, path: str, error_callables: frozenset[str], suffixes: Mapping[str, str]) -> None:
         self.messages: list[Message] = []
         self._path = path
+        self._suffixes = suffixes
         self._error_callables = error_callables | PROBLEM_CALLABLES
         self._error_names: frozenset[str] = frozenset()
 
@@ -167,7 +183,10 @@ class _Collector(ast.NodeVisitor):
             kind = Kind.TEXT
         if kind and " " in text:
             last_line = node.end_lineno or node.lineno
-            self.messages.append(Message(self._path, node.lineno, last_line, kind, text, callable_name))
+            suffix = self._suffixes.get(callable_name, "") if kind is Kind.ERROR else ""
+            self.messages.append(
+                Message(self._path, node.lineno, last_line, kind, text, callable_name, suffix)
+            )
 
 
 def _find_error_names(function: ast.AST, error_callables: frozenset[str]) -> frozenset[str]:
@@ -241,20 +260,98 @@ def load_product(root: Path) -> list[Source]:
 def find_messages(sources: Sequence[Source]) -> list[Message]:
     """Find all messages in the files, sorted by path and line."""
     error_callables = find_error_callables(sources)
+    suffixes = find_suffixes(sources)
+    for source in sources:
+        suffixes |= find_converted_suffixes(source, suffixes)
     return sorted(
-        message for source in sources for message in iter_messages(source.path, source.text, error_callables)
+        message
+        for source in sources
+        for message in iter_messages(
+            source.path, source.text, error_callables, {**suffixes, **find_factory_suffixes(source, suffixes)}
+        )
     )
 
 
-def iter_messages(path: str, text: str, error_callables: frozenset[str]) -> Iterator[Message]:
+def find_suffixes(sources: Sequence[Source]) -> dict[str, str]:
+    """Find the texts that exception classes append to their reason in `__str__`, by the name of the class."""
+    suffixes = {}
+    for source in sources:
+        for node in source.nodes.classes if source.nodes else ():
+            for method in node.body:
+                if isinstance(method, ast.FunctionDef) and method.name == "__str__":
+                    last_statement = method.body[-1]
+                    value = last_statement.value if isinstance(last_statement, ast.Return) else None
+                    text = render_text(value) if value else None
+                    if text and text.startswith("{self.reason}"):
+                        suffixes[node.name] = text.removeprefix("{self.reason}")
+    return suffixes
+
+
+def find_converted_suffixes(source: Source, suffixes: Mapping[str, str]) -> dict[str, str]:
+    """Find the suffixes of classes whose exceptions the module that defines them converts to another class.
+
+    The message of the first exception must be the end of the reason of the second exception.
+
+    Args:
+        source: The module.
+        suffixes: Text that an exception class appends, by the name of the class.
+
+    Returns:
+        Text that is appended after the conversion, by the name of the first class.
+    """
+    if source.nodes is None:
+        return {}
+    classes = {node.name for node in source.nodes.classes}
+    converted = {}
+    for node in ast.walk(ast.parse(source.text)):
+        if isinstance(node, ast.ExceptHandler) and node.name and node.type:
+            name, last_statement = get_last_name(node.type), node.body[-1]
+            if name in classes and isinstance(last_statement, ast.Raise):
+                converted[name] = _find_wrapped_suffix(last_statement.exc, {node.name}, suffixes)
+    return {name: suffix for name, suffix in converted.items() if suffix}
+
+
+def find_factory_suffixes(source: Source, suffixes: Mapping[str, str]) -> dict[str, str]:
+    """Find the suffixes of functions that return an exception whose reason ends with an argument.
+
+    Args:
+        source: The module of the functions and of their calls.
+        suffixes: Text that an exception class appends, by the name of the class.
+
+    Returns:
+        Text that is appended, by the name of the function.
+    """
+    factory_suffixes = {}
+    for function in source.nodes.functions if source.nodes else ():
+        last_statement = function.body[-1]
+        if isinstance(last_statement, ast.Return):
+            names = {argument.arg for argument in function.args.args}
+            if suffix := _find_wrapped_suffix(last_statement.value, names, suffixes):
+                factory_suffixes[function.name] = suffix
+    return factory_suffixes
+
+
+def _find_wrapped_suffix(value: ast.expr | None, names: set[str], suffixes: Mapping[str, str]) -> str:
+    """Return the suffix of an exception whose reason ends with one of the variables, otherwise `""`."""
+    if not isinstance(value, ast.Call) or len(value.args) != 1:
+        return ""
+    text = render_text(value.args[0]) or ""
+    ends_with_variable = any(text.endswith(f"{{{name}}}") for name in names)
+    return suffixes.get(get_last_name(value.func), "") if ends_with_variable else ""
+
+
+def iter_messages(
+    path: str, text: str, error_callables: frozenset[str], suffixes: Mapping[str, str] = MappingProxyType({})
+) -> Iterator[Message]:
     """Yield the messages of a module.
 
     Args:
         path: Path of the module, relative to the root of the project.
         text: Content of the module.
         error_callables: Names of the callables whose string arguments are error messages.
+        suffixes: Text that an exception class appends, by the name of the class.
     """
-    collector = _Collector(path, error_callables)
+    collector = _Collector(path, error_callables, suffixes)
     collector.visit(ast.parse(text))
     yield from collector.messages
 
@@ -354,7 +451,7 @@ def print_messages(messages: Sequence[Message]) -> None:
         if message.package != package:
             package = message.package
             print(f"\n{package}\n")
-        print(f"{message.path}:{message.line}: {message.kind}: {message.text}")
+        print(message)
     print()
     for package in sorted({package for package, _ in counts}):
         cells = [f"{counts[package, kind]:>8}" for kind in Kind]

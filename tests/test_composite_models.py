@@ -85,7 +85,10 @@ def test_composite_checkpoint_of_other_architectures_builds_class_of_type(
         ("blip", r"BlipFor\w+ requires inputs other than text \(.*'pixel_values'\); choose"),
         ("kosmos-2", r"Kosmos2For\w+ requires inputs other than text \(.*`pixel_values`"),
         ("shieldgemma2", r"ShieldGemma2For\w+ does not generate text; choose"),
-        ("kyutai_speech_to_text", r"KyutaiSpeechToTextFor\w+ does not run on only text \(.*33"),
+        (
+            "kyutai_speech_to_text",
+            r"KyutaiSpeechToTextFor\w+ does not run without inputs other than text \(.*33",
+        ),
         ("t5gemma2", r"cannot build T5Gemma2ForConditionalGeneration .*; set model.task to seq2seq-lm"),
     ],
 )
@@ -152,7 +155,11 @@ def test_find_unreached_names_uses_graph(model_type: str, parts: list[str], tmp_
         settings = {"model.config": tiny_config(model_type, task), "model.task": task, "data.seq_len": 32}
         config = checked(None, {**settings, "data.source": "text.jsonl"})
     model = build_composite(config)
-    assert sorted(summarize_as_outermost_modules(model, get_unreached_names(model))) == sorted(parts)
+    names = get_unreached_names(model)
+    summary = summarize_as_outermost_modules(model, names)
+    assert sorted(summary) == sorted(parts)
+    # The order does not depend on the order of the set, because a resumed adapter run compares it.
+    assert summary == summarize_as_outermost_modules(model, sorted(names, reverse=True))
     assert set(list_frozen_names(model)) == get_unreached_names(model)
 
 
@@ -323,7 +330,7 @@ def test_checkpoint_of_text_part_continues_by_advice_of_error(
     file.write_text(json.dumps(config), "utf-8")
     with pytest.raises(
         UserError,
-        match=r"convert the checkpoint with portable-convert to OUT, and set model\.name_or_path to OUT",
+        match=r"convert it with portable-convert \S+ OUT, and set model\.name_or_path to OUT",
     ):
         run_rank("cpu", run)
     out = tmp_path / "out"
@@ -377,7 +384,7 @@ def test_adapter_of_composite_model_loads_into_published_class(
 
 _PEFT_REFUSES = "out_proj, because peft does not support these modules in models of type"
 _NOT_LINEAR = "router, because LoRA cannot adapt these modules"
-_PEFT_RENAMES = "shared_experts.up_proj, because peft does not load adapters of these modules"
+_PEFT_RENAMES = "shared_experts.up_proj, because peft cannot load adapters of these modules"
 
 
 @pytest.mark.parametrize(
@@ -405,6 +412,26 @@ def test_all_linear_excludes_unsupported_modules(
     module = reason.split(",")[0]
     trained = [name for name, parameter in run.model.named_parameters() if parameter.requires_grad]
     assert trained and not any(f".{module}." in name for name in trained)
+
+
+def test_all_linear_keeps_modules_if_peft_renames_all_of_them(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from portable.private import peft_internals
+    from portable.run.prepare import prepare_run
+    from portable.run.resolve import resolve_run
+    from tests.tiny_models import tiny_config
+
+    monkeypatch.setattr(
+        peft_internals,
+        "find_renamed_tensors",
+        lambda settings, model, names: [name for name in names if ".router." not in name],
+    )
+    settings = {"adapter__type": "lora", "model__config": tiny_config("llama4_text"), "data__packing": False}
+    run = prepare_run(resolve_run(configured(tmp_path, corpus, **settings), "cpu"), create_backend("cpu"))
+    assert any("set checkpoint.export: merged" in note for note in run.notes)
+    trained = [name for name, parameter in run.model.named_parameters() if parameter.requires_grad]
+    assert any(".q_proj." in name for name in trained) and not any(".router." in name for name in trained)
 
 
 def test_longformer_global_attention_is_unchanged_under_zero(
@@ -455,7 +482,7 @@ def test_adapter_of_text_part_merges_by_advice_of_error(corpus: Path, tmp_path: 
     assert run_rank("cpu", run.replaced({"train.stop_after": 1})) == 0
     file.write_text(json.dumps(config), "utf-8")
     with pytest.raises(
-        UserError, match=r"an adapter with other settings \(target_modules, exclude_modules\)"
+        UserError, match=r"different values of these adapter settings: target_modules, exclude_modules; "
     ) as refused:
         run_rank("cpu", run)
     (command,) = re.findall("portable-convert ([^,]+),", str(refused.value))

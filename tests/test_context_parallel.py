@@ -18,8 +18,10 @@ from portable.errors import UserError
 from portable.model.document_attention import DOCUMENT_SEPARATING_TYPES
 from portable.planner.memory_model import Cluster
 from portable.planner.meta_model import MetaModel
+from portable.reporting.metrics import read_metrics
 from tests.alone import change_rope
-from tests.parity import Beside, loss_and_gradients, off
+from tests.engines import Engines
+from tests.parity import Beside, launched, loss_and_gradients, off
 from tests.promises import record
 from tests.ranks import RankPool
 from tests.runs import TINY_MODEL, configured
@@ -74,10 +76,53 @@ def test_context_parallel_losses_equal_one_rank(
     record(found, expected, within)
 
 
+@pytest.mark.parametrize("packing", ["documents", False])
+def test_context_parallel_losses_by_source_equal_one_rank(
+    packing: Any, engines: Engines, corpus: Path, tmp_path: Path
+) -> None:
+    lines = corpus.read_text().splitlines(keepends=True)
+    sources = [{"name": name, "source": str(tmp_path / f"{name}.jsonl"), "weight": 1} for name in ("a", "b")]
+    for number, source in enumerate(sources):
+        Path(str(source["source"])).write_text("".join(lines[number::2]))
+    logged = []
+    for size in (1, 2):
+        config = configured(
+            tmp_path / str(size),
+            corpus,
+            strategy="no_shard",
+            context_parallel_size=size,
+            data__source=None,
+            data__sources=sources,
+            data__packing=packing,
+            train__steps=2,
+            train__global_batch_size=4,
+            train__micro_batch_size=2,
+        )
+        assert engines.run("no_shard", size, launched, config) == 0
+        names = ("loss", *(f"{kind}/{name}" for kind in ("loss", "share") for name in ("a", "b")))
+        rows = [row for row in read_metrics(tmp_path / str(size)) if "loss" in row]
+        logged.append([row[name] for row in rows for name in names])
+    assert len(logged[0]) == 10 and logged[1] == pytest.approx(logged[0], rel=2e-6)
+
+
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "length": ({"data__seq_len": 63}, "data.seq_len: 63 is not divisible"),
-    "task": ({"model__task": "masked-lm"}, "model.task: masked-lm needs complete sequences"),
-    "noise": ({"train__neftune_noise_alpha": 5.0}, "train.neftune_noise_alpha: 5 needs complete sequences"),
+    "task": ({"model__task": "masked-lm"}, "model.task: masked-lm does not work with context parallelism"),
+    "noise": ({"train__neftune_noise_alpha": 5.0}, "train.neftune_noise_alpha: 5 does not work with context"),
+    "custom samples": ({"data__format": "samples"}, "data.format: samples does not work with context"),
+    "labels": (
+        {"model__task": "sequence-classification"},
+        "model.task: sequence-classification does not work",
+    ),
+    "preferences": ({"data__format": "preference", "train__loss": "dpo"}, "train.loss: dpo does not work"),
+    "columns": (
+        {"data__columns": ["score"], "data__packing": False, "train__loss": "my_code:loss"},
+        "train.loss: my_code:loss does not work with context",
+    ),
+    "images": (
+        {"data__images": True, "data__packing": False},
+        "context_parallel_size: does not work with images",
+    ),
 }
 
 
@@ -100,9 +145,9 @@ def test_context_parallel_rejects_settings_that_need_full_sequences(
         ({"model_type": "gpt_oss", "num_local_experts": 2}, "uses eager"),
         ({"model_type": "afmoe", "output_router_logits": True}, "the router loss .* needs complete"),
         ({"model_type": "mixtral", "output_router_logits": True}, "the router loss .* without padding"),
-        ({"model_type": "falcon", "num_kv_heads": 4}, "attention that cannot be divided among ranks"),
+        ({"model_type": "falcon", "num_kv_heads": 4}, "the attention of .* cannot be divided among"),
         ({"model_type": "mamba"}, "uses eager"),
-        ({"model_type": "bert", "is_decoder": False}, "attends in both directions|not known to keep"),
+        ({"model_type": "bert", "is_decoder": False}, "attends in both directions|not been tested to keep"),
     ],
 )
 def test_context_parallel_rejects_unsupported_attention(changed: dict[str, Any], told: str) -> None:

@@ -638,7 +638,7 @@ def test_bad_records_are_skipped_and_counted(
     assert len(data.train) == 2 and read_cache(data).num_images == 3
     error = capsys.readouterr().err
     assert error.count("warning: skipped: data.") == 5
-    assert f"{source}: {len(records)} records were skipped (data.on_bad_record)" in error
+    assert f"{source}: {len(records)} bad records were skipped (data.on_bad_record: skip)" in error
 
 
 @pytest.fixture(scope="module")
@@ -788,7 +788,7 @@ def test_images_are_downloaded_if_allowed(
     missing, leak, slow, _ = refused.value.lines
     assert f"cannot read the image '{server}/none.png' (HTTP Error 404: File not found)" in missing
     assert f"cannot read the image '{server}/leak' (" in leak and "file" in leak
-    assert "/slow' (the download takes more than 0 seconds)" in slow
+    assert "/slow' (the download took longer than the limit of 0 seconds)" in slow
     data = build(qwen, source, tmp_path, image_urls="private", on_bad_record="skip")
     (image_file,) = read_cache(data).read_image_files(0, 256)
     assert image_file.data == (bad_files / "good.png").read_bytes()
@@ -812,7 +812,7 @@ def test_private_addresses_need_a_setting(
     monkeypatch.setattr(http.client.HTTPResponse, "read1", lambda *_: requests.append(url))
     source = write_jsonl(tmp_path / "records.jsonl", [ask({"type": "image", "url": url})])
     with pytest.raises(
-        UserError, match=r"\(127\.0\.0\.1 is a private address, which data\.image_urls: private would allow\)"
+        UserError, match=r"\(127\.0\.0\.1 is a private address, but only data\.image_urls: private allows"
     ):
         build(qwen, source, tmp_path, image_urls=True)
     assert not requests
@@ -1235,7 +1235,7 @@ def test_changed_image_is_tokenized_again(
             assert read_files(after) == expected and after.fingerprint == before.fingerprint
             assert (folder / "meta.json").stat().st_mtime_ns == written
     error = capsys.readouterr().err
-    note = f"warning: data.cache_dir: {folder}: the image 'a.png' has changed; creating the folder again"
+    note = f"warning: data.cache_dir: {folder}: the image 'a.png' has changed; recreating the folder"
     assert error.count(note) == is_noticed
 
 
@@ -1294,7 +1294,7 @@ def test_damaged_images_are_detected(
         TokenCache.open(path.parent)
     after = build(qwen, source, tmp_path / "cache")
     assert read_files(after) == expected and after.fingerprint == before.fingerprint
-    assert f"{path.parent}: is damaged; creating the folder again" in capsys.readouterr().err
+    assert f"{path.parent}: is damaged; recreating the folder" in capsys.readouterr().err
 
 
 def test_damage_while_training_ends_the_run(

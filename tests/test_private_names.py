@@ -267,5 +267,6 @@ def test_missing_or_old_extra_suggests_install(
     with pytest.raises(UserError) as raised:
         run_invocation(Invocation(config, dry_run=True))
     told = str(raised.value)
-    assert f"needs {package}>=" in told and f"but {version or 'none'} is installed" in told
+    reason = "which is not installed" if version is None else f"but version {version} is installed"
+    assert f"requires {package}>=" in told and reason in told
     assert f"pip install 'portable-trainer[{extra}]'" in told and not (tmp_path / "run").exists()

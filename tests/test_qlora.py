@@ -144,7 +144,7 @@ def refused(settings: dict[str, Any], folder: Path, corpus: Path) -> str:
         ({"compile": True}, "compile: does not work with adapter.base: nf4"),
         (
             {"model__config": {"model_type": "gpt2", "n_embd": 48, "n_layer": 1, "n_head": 4}},
-            "adapter.base: GPT2LMHeadModel has no linear layers to store in nf4",
+            "adapter.base: GPT2LMHeadModel has no frozen linear layer that could be quantized to nf4",
         ),
     ],
 )

@@ -189,7 +189,7 @@ def test_like_base_export_with_additional_parameter_is_rejected(
         model__function="tests.test_quantized_bases:add_a_bias",
         checkpoint__export="like_base",
     )
-    with pytest.raises(UserError, match=r"like_base: .* does not contain lm_head\.bias, which the model has"):
+    with pytest.raises(UserError, match=r"like_base: .* does not contain the tensor lm_head\.bias of"):
         prepare_run(resolve_run(config, "cpu"), create_backend("cpu"))
 
 

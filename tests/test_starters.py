@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from portable.cli import main
+from portable.commands import recipe
 from portable.commands.init import read_starter_configs
 from portable.commands.recipe import DatasetEstimate, RecipeSearch
-from portable.config import load_config
+from portable.config import RunConfig, load_config
+from portable.config.sections import DataConfig
 from portable.planner.cli import main as plan
 from portable.planner.device_lookup import find_device, parse_devices
 from portable.reporting.metrics import read_metrics
@@ -161,6 +166,44 @@ def test_starter_trains_on_small_data_and_its_model_loads(
     check_final(task, run / "final", base)
 
 
+@pytest.mark.parametrize("task", read_starter_configs())
+def test_starter_comments_recommend_working_commands(
+    task: str, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The dry run replaces the training command, which another test runs."""
+    monkeypatch.chdir(tmp_path)
+    if task == "qlora":
+        pytest.importorskip("bitsandbytes")
+    if task == "images":
+        pytest.importorskip("torchvision")
+        base = write_image_model(tmp_path / "base", "smolvlm")
+    else:
+        base = write_pretrained(tmp_path / "base", corpus)
+    flags = [] if task == "pretrain" else ["--model", str(base)]
+    assert main(["init", "mine.yaml", "--task", task, *flags]) == 0
+    comments = "\n".join(line.partition("#")[2] for line in Path("mine.yaml").read_text().splitlines())
+    commands = re.findall(r"(portable-train|portable-plan)((?: (?:--)?[\w-]+(?:\.\w+)*)+)", comments)
+    commands += [("portable-train", words) for words in re.findall(r"[:,] (--help \w+)", comments)]
+    assert ("portable-train", " --config mine.yaml") in commands
+    settings = write_data(task, tmp_path, corpus)
+    length = 128 if task == "images" else 64
+    settings |= {"backend": "cpu", "data.seq_len": length, "train.micro_batch_size": 2}
+    overrides = [f"--{key}={value}" for key, value in settings.items()]
+    for program, words in commands:
+        arguments = words.split()
+        if "--config" in arguments:
+            arguments += overrides
+        if words == " --config mine.yaml" and program == "portable-train":
+            arguments.append("--dry-run")
+        try:
+            code: object = (main if program == "portable-train" else plan)(arguments)
+        except SystemExit as finished:  # after --help
+            code = finished.code
+        assert code == 0, words
+    for page in re.findall(r"docs/\S+?\.md", comments):
+        assert (Path(__file__).parents[1] / page).is_file()
+
+
 def write_wide(folder: Path, corpus: Path) -> str:
     """Write a tokenizer and the config of a model without its weights. Plans need no weights."""
     write_pretrained(folder, corpus)
@@ -176,6 +219,7 @@ def write_wide(folder: Path, corpus: Path) -> str:
         ("lora", "t4", "nf4"),
         ("qlora", "4090", "nf4"),
         ("chat", "NVIDIA A100-SXM4-80GB:8", "auto"),
+        ("chat", "a100-80", "auto"),
         ("pretrain", "v5p:4", "auto"),
     ],
 )
@@ -199,6 +243,9 @@ def test_init_for_device_matches_planner(
     assert config.model.name_or_path == model
     assert config.adapter.base == base
     assert ("With a 16-bit base" in text) == ((task, base) == ("lora", "nf4"))
+    rounds = (task, device) == ("chat", "a100-80")
+    assert ("train.master_dtype bf16 changes the result" in text) == ("With fp32 weights" in text) == rounds
+    assert config.train.master_dtype == ("bf16" if rounds else "fp32")
     target = ["--device", sized[2], "--devices", sized[1]]
     assert plan(["--config", "run.yaml", *target, "--data.source", "org/texts", "--json"]) == 0
     best = json.loads(capsys.readouterr().out)["best"]
@@ -233,6 +280,47 @@ def test_recipe_search_batch_depends_on_conversations(
     assert batch == expected
     shared = RecipeSearch(load_config(file), records).build_candidates(find_device("h100"), 8)[0]
     assert shared["train.global_batch_size"] % 8 == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "max_samples", "expected"),
+    [
+        ("texts.jsonl", None, 6_000),
+        ("texts.jsonl", 5_500, 5_500),
+        ("texts.jsonl.gz", None, 6_000),
+        ("texts.parquet", None, 6_000),
+    ],
+)
+@pytest.mark.parametrize("large", [False, True])
+def test_dataset_estimate_includes_records_that_are_not_read(
+    large: bool,
+    name: str,
+    max_samples: int | None,
+    expected: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The size of a compressed file does not indicate the length of its text."""
+    monkeypatch.setattr(recipe, "_LARGE_SOURCE_BYTES", 0 if large else 1 << 30)
+    rows = [{"text": f"text {number:5} " * 20} for number in range(6_000)]
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    if name.endswith(".parquet"):
+        parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / name)
+    elif name.endswith(".gz"):
+        (tmp_path / name).write_bytes(gzip.compress(lines.encode()))
+    else:
+        (tmp_path / name).write_text(lines)
+    config = RunConfig(data=DataConfig(source=str(tmp_path / name), max_samples=max_samples))
+    estimate = recipe.estimate_dataset_size(config)
+    assert estimate.is_measured
+    assert estimate.num_records == pytest.approx(expected, rel=0.1 if large else 0)
+    assert estimate.num_tokens == pytest.approx(expected * 55, rel=0.1 if large else 0)
+
+
+def test_dataset_estimate_assumes_size_of_token_files(tmp_path: Path) -> None:
+    (tmp_path / "tokens.bin").write_bytes(bytes(64))
+    config = RunConfig(data=DataConfig(source=str(tmp_path / "tokens.bin")))
+    assert not recipe.estimate_dataset_size(config).is_measured
 
 
 @pytest.mark.parametrize(

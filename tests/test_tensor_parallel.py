@@ -15,8 +15,9 @@ from portable.commands.convert import main as convert
 from portable.config import RunConfig
 from portable.engines.engine_interface import RankInfo
 from portable.engines.experts import register_zero_gradient_hooks
+from portable.engines.fsdp.footprint import compute_shard_group_size
 from portable.engines.fsdp.optimizer_state import fill_local_shard
-from portable.engines.fsdp.sharding import compute_shard_group_size, shard_model
+from portable.engines.fsdp.sharding import shard_model
 from portable.errors import UserError, to_one_line
 from portable.model.parameters import get_state_tensors, replace_tensors
 from portable.model.regularization import remove_dropout
@@ -102,7 +103,7 @@ def test_tensor_parallel_checkpoint_equals_one_rank(
 def test_shard_group_size_with_tensor_parallelism_across_nodes() -> None:
     config = RunConfig(strategy="hybrid_shard", tensor_parallel_size=4)
     assert compute_shard_group_size(config, 8, 2) == 1
-    with pytest.raises(UserError, match="2 groups of 4 tensor-parallel ranks are not divisible"):
+    with pytest.raises(UserError, match="2 groups of 4 tensor-parallel ranks cannot be divided"):
         compute_shard_group_size(config.replaced({"fsdp.shard_group_size": 8}), 8, 2)
 
 
@@ -122,19 +123,19 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_tensor_parallel_rejects_untested_settings(case: str, corpus: Path, tmp_path: Path) -> None:
     settings, told = REFUSED[case]
-    with pytest.raises(UserError, match=f"{told} does not work with tensor-parallel ranks"):
+    with pytest.raises(UserError, match=f"{told} does not work with tensor parallelism"):
         configured(tmp_path, corpus, **{"tensor_parallel_size": 2, **settings})
 
 
 @pytest.mark.parametrize(
     ("changed", "told"),
     [
-        ({"num_attention_heads": 3, "num_key_value_heads": 3}, "the 3 heads"),
-        ({"num_key_value_heads": 1}, "the 1 heads of keys"),
+        ({"num_attention_heads": 3, "num_key_value_heads": 3}, "the 3 attention heads in"),
+        ({"num_key_value_heads": 1}, "the 1 key-value heads"),
         ({"intermediate_size": 81}, "the 81 rows or columns of model.layers.0.mlp.gate_proj.weight"),
         ({"model_type": "mixtral", "num_local_experts": 3}, "the 3 rows or columns of .*experts"),
         ({"model_type": "cohere", "use_qk_norm": True}, "a norm for each head"),
-        ({"model_type": "apertus"}, "is not among the models"),
+        ({"model_type": "apertus"}, "has not been tested with tensor parallelism"),
     ],
 )
 def test_tensor_parallel_rejects_unsupported_models(changed: dict[str, Any], told: str) -> None:

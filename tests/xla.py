@@ -23,7 +23,7 @@ from tests.ranks import RankError, serve
 
 NEEDS_XLA = "needs torch_xla: run the tests of the XLA environment (python -m tests --xla)"
 """Why a test marked ``xla`` is skipped."""
-MOST_WORKERS = 12
+MOST_WORKERS = 32
 QUICK = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
 """XLA_FLAGS with which XLA optimizes a graph as ever, and LLVM does not optimize the code for it. Compiling,
 which is most of a test, takes a sixth of the time."""

@@ -106,14 +106,14 @@ def repeat_experts(source: int, target: int) -> Damage:
     return apply
 
 
-_SHAPE, _LAYERS, _ZERO = "contradicts config.json", "layers are missing", "only zeros"
+_SHAPE, _LAYERS, _ZERO = "contradict config.json", "layers are missing", "only zeros"
 _ROWS: tuple[tuple[str, str, Damage, str], ...] = (
     ("first layer", "llama", lose("layers.0."), _LAYERS),
     ("last layer", "llama", lose("layers.3."), _LAYERS),
     ("two middle layers", "llama", lose("layers.1.", "layers.2."), _LAYERS),
     ("projection of the last layer", "llama", lose("layers.3.self_attn.q_proj"), "layers.3.self_attn.q_proj"),
     ("norms of the first layer", "llama", lose("layers.0.input_layernorm", "layers.0.post_att"), "2 tensors"),
-    ("projection of all layers", "llama", lose("up_proj"), "4 tensors missing"),
+    ("projection of all layers", "llama", lose("up_proj"), "4 tensors are missing"),
     ("embedding", "llama", lose("embed_tokens"), "model.embed_tokens.weight"),
     ("last norm", "llama", lose("model.norm"), "model.norm.weight"),
     ("head", "llama", lose("lm_head"), "lm_head.weight"),
@@ -133,7 +133,7 @@ _ROWS: tuple[tuple[str, str, Damage, str], ...] = (
         "8 experts, but",
     ),
     ("zero experts", "qwen3_moe", change("layers.1.mlp.experts", clear(6, 7)), _ZERO),
-    ("repeated expert", "qwen3_moe", change("layers.0.mlp.experts", repeat(1, 3)), "equal to another"),
+    ("repeated expert", "qwen3_moe", change("layers.0.mlp.experts", repeat(1, 3)), "of another expert"),
     ("zero projection of one expert", "qwen3_moe", change("layers.0.mlp.experts.down_proj", clear(0)), _ZERO),
     ("half of a router", "qwen3_moe", change("layers.1.mlp.gate.weight", halve), _SHAPE),
     (
@@ -168,12 +168,12 @@ _ROWS: tuple[tuple[str, str, Damage, str], ...] = (
         "only one tensor has this number of rows",
     ),
     ("head of an unknown type", "custom", lose("lm_head"), "only one tensor has this number of rows"),
-    ("half of a projection of an unknown type", "custom", change("s.1.mlp.down", halve), "differs from"),
+    ("half of a projection of an unknown type", "custom", change("s.1.mlp.down", halve), "a different shape"),
     (
         "projection of two layers",
         "llama",
         lose("layers.1.mlp.down_proj", "layers.2.mlp.down_proj"),
-        "2 tensors missing",
+        "2 tensors are missing",
     ),
     (
         "norm of the last two layers",
@@ -186,7 +186,7 @@ _ROWS: tuple[tuple[str, str, Damage, str], ...] = (
     ("config with fewer experts", "qwen3_moe", configure(num_local_experts=4), "4 experts, but"),
     ("config with more experts", "qwen3_moe", configure(num_local_experts=16), "16 experts, but"),
     ("query norms of one layer", "qwen3_moe", lose("layers.0.self_attn.q_norm"), "layers.0.self_attn.q_norm"),
-    ("repeated experts of a published layout", "mixtral", repeat_experts(0, 2), "equal to another"),
+    ("repeated experts of a published layout", "mixtral", repeat_experts(0, 2), "of another expert"),
     ("encoder", "t5", lose("encoder."), "encoder."),
     ("all layers", "llama", lose("layers."), "all layers are missing: model.layers"),
     ("all layers of a decoder", "t5", lose("decoder.block."), "all layers are missing: decoder.block"),

@@ -32,7 +32,7 @@ def test_converted_adapter_equals_peft_folder(
         assert ours[key].tobytes() == value.tobytes(), key
     assert (tmp_path / "out" / "adapter_config.json").exists()
     assert not (tmp_path / "out" / "model.safetensors").exists()
-    noted = "tensors of the base model are not converted; --merge-into" in capsys.readouterr().err
+    noted = "tensors of the base model are not converted; add --merge-into" in capsys.readouterr().err
     assert noted == (name in WHOLE)
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
+import logging
 import os
 import shutil
 import signal
@@ -21,8 +23,10 @@ import torch
 
 from benchmarks.convert import sparse_checkpoint
 from portable.converters.cli import main
+from portable.converters.console import print_line
 from portable.converters.errors import CheckpointError
 from portable.converters.storage.path_or_url import expand_user_and_variables, parse_path_or_url
+from portable.terminal import TerminalHandler, shows_progress_bars
 from tests.converters.compare import bits, error_of, load, tree
 
 
@@ -76,6 +80,33 @@ def test_convert_dry_run_writes_nothing(
     for what in ("step 2", "lm_head.weight", "F32 -> BF16", "model-00001-of-", "peak buffer", "config.json"):
         assert what in said
     assert tree(tmp_path) == before
+
+
+def test_convert_works_without_stderr(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stderr", None)  # closed at start-up
+    assert main([str(tmp_path / "missing"), str(tmp_path / "out"), "--json"]) == 2
+    assert json.loads(capsys.readouterr().out)["error"]
+    assert main([str(run), str(tmp_path / "out"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["written"]
+    TerminalHandler().emit(logging.makeLogRecord({"msg": "a status line"}))
+    assert not shows_progress_bars()
+    assert capsys.readouterr().out == ""
+
+
+def test_print_line_escapes_characters_outside_of_encoding(monkeypatch: pytest.MonkeyPatch) -> None:
+    for encoding, expected in (("latin-1", b"a \\u2192 b\n"), ("utf-8", "a → b\n".encode())):
+        stream = io.BytesIO()
+        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(stream, encoding))
+        print_line("a → b")
+        assert stream.getvalue() == expected
+
+
+@pytest.mark.parametrize("size", ["9" * 400, "9" * 300 + "TB", "0", "5XB"], ids=len)
+def test_convert_rejects_shard_size(size: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    error = error_of(capsys, tmp_path, tmp_path / "out", "--max-shard-size", size)
+    assert "is not a size such as 5GB, 500MB or 2GiB" in error
 
 
 def test_convert_errors_are_one_line(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -142,7 +173,7 @@ def test_convert_damaged_config_error_suggests_remedy(
     shutil.copytree(step / "model", intact)
     (step / "model" / "config.json").write_text(content)
     error = error_of(capsys, step, tmp_path / "out", code=65)
-    assert "config.json: is not valid JSON; restore the file, or remove the file and specify" in error
+    assert "config.json: is not valid JSON; restore the file, or remove the file and add" in error
     (step / "model" / "config.json").unlink()
     assert main([str(step), str(tmp_path / "out"), "--config-from", str(intact), "--quiet"]) == 0
 
@@ -187,7 +218,7 @@ def test_convert_rejects_ambiguous_steps(
     assert main([str(run), str(tmp_path / "out"), "--quiet"]) == 0
     shutil.copytree(steps / "step-000002", run / "checkpoint-500")
     said = error_of(capsys, run, tmp_path / "two")
-    assert "steps of 2 kinds, such as checkpoint-500 and step-000002; choose a step with --tag" in said
+    assert "steps with 2 kinds of names, such as checkpoint-500 and step-000002; choose a step" in said
     assert main([str(run), str(tmp_path / "two"), "--tag", "step-000001", "--quiet"]) == 0
 
 
@@ -206,7 +237,7 @@ def test_convert_overwrite_replaces_only_model_files(
         (out / other).write_text("dear")
         before = tree(out)
         found = other.partition("/")
-        assert f"contains {found[0]}{found[1]}, which no conversion has written" in error_of(
+        assert f"contains files that no conversion has written ({found[0]}{found[1]})" in error_of(
             capsys, run, out, "--overwrite"
         )
         assert tree(out) == before

@@ -66,7 +66,7 @@ def test_convert_copies_small_files(model: Path, tmp_path: Path, capsys: pytest.
     excluded = {**EXCLUDED, "model.safetensors": "weights", "speech_decoder/": "a folder"}
     assert files.find_excluded_files(model) == excluded
     (note,) = [line for line in messages.splitlines() if line.startswith("note: not copied: ")]
-    assert note.endswith("; --trust-remote-code copies the code")
+    assert note.endswith("; add --trust-remote-code to copy the code")
     for name, reason in excluded.items():
         assert (f"{name} ({reason})" in note) == (
             reason in (files.CUSTOM_CODE, files.OTHER_WEIGHTS, "a folder")
@@ -78,7 +78,7 @@ def test_convert_copies_small_files(model: Path, tmp_path: Path, capsys: pytest.
     }
     tiny_model("llama").save_pretrained(tmp_path / "plain")
     assert main([str(tmp_path / "plain"), str(tmp_path / "out"), "--overwrite", "--quiet"]) == 2
-    assert "which no conversion has written" in capsys.readouterr().err
+    assert "that no conversion has written" in capsys.readouterr().err
 
 
 def test_config_from_copies_small_files(model: Path, tmp_path: Path) -> None:
@@ -124,7 +124,9 @@ def test_convert_does_not_copy_external_links_and_large_files(
     assert main([str(base), str(tmp_path / "out")]) == 0
     assert list_written_files(tmp_path / "out") == {"config.json", "generation_config.json"}
     messages = capsys.readouterr().err
-    assert "notes.txt (a link outside the folder)" in messages and "table.dat (larger than" in messages
+    assert (
+        "notes.txt (a link to a path outside the folder)" in messages and "table.dat (larger than" in messages
+    )
 
 
 def test_merge_copies_small_files_of_base(model: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from functools import partial
@@ -13,6 +14,8 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from portable.converters import CheckpointError, open_checkpoint
+from portable.converters.cli import main
+from portable.converters.formats.deepspeed.expert_files import ExpertFiles
 from tests.converters.compare import assert_model, assert_optimizer, everything, load, refused, rewrite
 
 deepspeed: Any = pytest.importorskip("deepspeed")
@@ -23,7 +26,9 @@ def reference(written: Path, name: str, step: int = 2) -> dict[str, Any]:
     return values
 
 
-def test_deepspeed_checkpoint_opens_by_folder_tag_or_file(deepspeed_written: Path, tmp_path: Path) -> None:
+def test_deepspeed_checkpoint_opens_by_folder_tag_or_file(
+    deepspeed_written: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     root = deepspeed_written / "zero3-bf16-3"
     file = "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
     for path, tag, step in (
@@ -36,6 +41,10 @@ def test_deepspeed_checkpoint_opens_by_folder_tag_or_file(deepspeed_written: Pat
         assert open_checkpoint(path, tag).metadata["step"] == step
     with pytest.raises(CheckpointError, match="the tag '9'"):
         open_checkpoint(root, "9")
+    file_of_tag, out = root / "global_step3" / file, tmp_path / "out"
+    for source, tag in ((root, "global_step3"), (root / "global_step3", None), (file_of_tag, None)):
+        assert main([str(source), str(out), "--dry-run", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["tag"] == tag
     # Any tag may name a folder.
     shutil.copytree(root / "global_step2", tmp_path / "best")
     (tmp_path / "latest").write_text("best\n")
@@ -115,8 +124,17 @@ def test_deepspeed_tensor_parallel_patterns_of_old_versions_are_read(
         if told is None:
             assert_model(open_checkpoint(folder), reference(deepspeed_parallel, name)["model"])
         else:
-            with pytest.raises(CheckpointError, match=f"'qkv_proj.weight': tensor parallel parts of {told}"):
+            with pytest.raises(CheckpointError, match=f"'qkv_proj.weight': tensor-parallel shards of {told}"):
                 open_checkpoint(folder)
+
+
+def test_expert_numbers_do_not_depend_on_split_of_groups() -> None:
+    """DeepSpeed splits groups of more than 179 million elements, so a group may lack the last expert."""
+    files = object.__new__(ExpertFiles)
+    prefix = "layers.0.deepspeed_moe.experts.deepspeed_experts."
+    groups = [[f"{prefix}0.w"], [f"{prefix}1.w"]]
+    names = [files.map_to_complete_names(group, 1, groups[0] + groups[1]) for group in groups]
+    assert names == [{f"{prefix}0.w": f"{prefix}2.w"}, {f"{prefix}1.w": f"{prefix}3.w"}]
 
 
 def test_deepspeed_swapped_expert_is_rejected(deepspeed_parallel: Path, tmp_path: Path) -> None:
@@ -128,7 +146,7 @@ def test_deepspeed_swapped_expert_is_rejected(deepspeed_parallel: Path, tmp_path
     one, two = torch.load(first), torch.load(second)
     torch.save(dict(zip(one, two.values(), strict=True)), first)
     torch.save(dict(zip(two, one.values(), strict=True)), second)
-    with pytest.raises(CheckpointError, match="differs from rank 0's optimizer states"):
+    with pytest.raises(CheckpointError, match=r"differs from its fp32 .* of rank 0,"):
         open_checkpoint(tmp_path / "step")
 
 
@@ -150,7 +168,9 @@ def test_deepspeed_mics_checkpoint_is_read_as_one_group(deepspeed_written: Path,
     assert_optimizer(checkpoint, expected, 2)
     for path in step.glob("*model_states.pt"):
         rewrite(path, lambda content: content.update(dp_world_size=5))
-    with pytest.raises(CheckpointError, match="world size of 5, but the optimizer states have 2"):
+    with pytest.raises(
+        CheckpointError, match="saved by 5 data-parallel ranks, but the optimizer states were saved by 2"
+    ):
         open_checkpoint(step)
 
 

@@ -70,6 +70,19 @@ def fp8_exponents() -> Case:
     return settings, {"up": weight, "up_scale_inv": scale}, {"up": weight.float() * wide}
 
 
+def fp4_experts(name: str, scale_name: str, *shape: int) -> Case:
+    """Return an FP8 weight and FP4 experts, dequantized by transformers as in DeepSeek V4."""
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+    settings, tensors, expected = fp8_blocks()
+    scale_shape = (*shape[:-1], 2 * shape[-1] // 32)
+    packed = torch.randint(-128, 128, shape, dtype=torch.int8)
+    scale = torch.randint(120, 134, scale_shape, dtype=torch.uint8).view(torch.float8_e8m0fnu)
+    floats = Fp8Dequantize(None).convert({"weight": packed, "weight_scale_inv": scale.float()})["weight"]
+    settings |= {"expert_dtype": "fp4", "scale_fmt": "ue8m0"}
+    return settings, {name: packed, scale_name: scale, **tensors}, {name: floats, **expected}
+
+
 def fp8_rows() -> Case:
     weight, scale = eight(33, 17), torch.rand(33, 1) + 0.1
     tensors = {"a.weight": weight, "a.weight_scale": scale, "a.input_scale_ub": torch.ones(1)}
@@ -183,6 +196,8 @@ def gptq(bits: int, form: str = "gptq", *, ordered: bool = False) -> Case:
     }
     whole = scales.float()[index] * (codes - zeros[index])
     settings = {"quant_method": "gptq", "bits": bits, "group_size": 32, "checkpoint_format": form}
+    if bits == 4 and form == "gptq":
+        settings["checkpoint_format"] = None  # means the default, like a missing key
     return settings, tensors, {"a.weight": whole.T, "a.bias": tensors["a.bias"]}
 
 
@@ -239,6 +254,9 @@ CASES: dict[str, Callable[[], Case]] = {
     "fp8 blocks of e5m2": lambda: fp8_blocks(torch.float8_e5m2),
     "fp8 blocks of compressed-tensors": fp8_blocks_of_compressed_tensors,
     "fp8 exponents": fp8_exponents,
+    "fp4 experts": lambda: fp4_experts("e.weight", "e.weight_scale_inv", 32, 64),
+    "fp4 experts, stacked": lambda: fp4_experts("e.gate_up_proj", "e.gate_up_proj_scale_inv", 3, 32, 64),
+    "fp4 experts of DeepSeek V4": lambda: fp4_experts("e.w1.weight", "e.w1.scale", 32, 64),
     "fp8 rows": fp8_rows,
     "fp8 whole": fp8_whole,
     "mxfp4": mxfp4,
@@ -330,23 +348,34 @@ def test_quantization_defaults_match_libraries() -> None:
 
 SCALE = "a.weight_scale_inv"
 nested_nf4 = partial(bitsandbytes, "nf4", nested=True)
+STATE = "a.weight.quant_state.bitsandbytes__nf4"
+
+
+def build_nested_state(**offset: int) -> dict[str, Tensor | None]:
+    """Return the state of a weight with quantized maxima, as JSON in a tensor."""
+    state = {"shape": [48, 64], "blocksize": 64, "nested_blocksize": 256, **offset}
+    return {STATE: torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)}
+
+
 # Tensors and settings that differ from the case, and the expected error.
 BAD: list[tuple[Callable[[], Case], dict[str, Tensor | None], dict[str, Any], str]] = [
-    (fp8_blocks, {SCALE: None}, {}, "a.weight does not belong to a known weight"),
-    (fp8_blocks, {"a.weight": None}, {}, f"{SCALE} does not belong to a known weight"),
-    (fp8_blocks, {SCALE: torch.ones(5, 3)}, {}, f"{SCALE}: F32 of shape [5, 3] does not belong to a weight"),
+    (fp8_blocks, {SCALE: None}, {}, "a.weight does not belong to any weight"),
+    (fp8_blocks, {"a.weight": None}, {}, f"{SCALE} does not belong to any weight"),
+    (fp8_blocks, {SCALE: torch.ones(5, 3)}, {}, f"{SCALE}: the F32 tensor of shape [5, 3] does not match"),
     (fp8_blocks, {SCALE: torch.full((5, 4), torch.nan)}, {}, f"{SCALE}: a scale is infinite or NaN"),
-    (fp8_blocks, {SCALE: torch.zeros(5, 4)}, {}, f"{SCALE}: the scale of values other than 0"),
-    (fp8_blocks, {"b.weight": eight(9)}, {}, "b.weight does not belong to a known weight"),
+    (fp8_blocks, {SCALE: torch.zeros(5, 4)}, {}, f"{SCALE}: a scale is 0, but its block contains"),
+    (fp8_blocks, {"b.weight": eight(9)}, {}, "b.weight does not belong to any weight"),
     (fp8_blocks, {}, {"rotate": True}, "rotate is an unknown setting"),
-    (fp8_blocks, {}, {"expert_dtype": "fp4"}, "expert_dtype is an unknown setting"),
+    (fp8_blocks, {}, {"expert_dtype": "int4"}, "expert_dtype 'int4' is not one of fp8, fp4"),
     (fp8_blocks, {}, {"quant_method": "hqq"}, "quant_method 'hqq' is not one of"),
-    (fp8_blocks, {}, {"weight_block_size": "x"}, "weight_block_size 'x' is not a pair of sizes"),
+    (fp8_blocks, {}, {"weight_block_size": "x"}, "weight_block_size 'x' is not a list of two"),
     # Tables that are too small.
     (nested_nf4, {"a.weight.nested_absmax": torch.zeros(0)}, {}, "a.weight.nested_absmax: "),
+    (nested_nf4, build_nested_state(), {}, f"{STATE}: does not contain a valid quantization state"),
+    (nested_nf4, build_nested_state(nested_offset=10**400), {}, f"{STATE}: does not contain a valid"),
     (nested_nf4, {"a.weight.quant_map": torch.zeros(3)}, {}, "a.weight.quant_map: "),
     (nested_nf4, {"a.weight.absmax": torch.zeros(48)}, {}, "a.weight.absmax: "),
-    (partial(gptq, 4), {}, {"bits": 8}, "I32 of shape [12, 64] does not contain 96 x 64 codes of 8 bits"),
+    (partial(gptq, 4), {}, {"bits": 8}, "tensor of shape [12, 64] does not contain 96 x 64 codes of 8 bits"),
 ]
 
 

@@ -236,8 +236,11 @@ LIES: dict[str, dict[tuple[str, str], list[tuple[Change, str]]]] = {
             (lambda m: chunk(m, WEIGHT).update(relative_path="../step/__0_0.distcp"), "points outside"),
             (lambda m: chunk(m, WEIGHT).update(relative_path="/etc/passwd"), "points outside"),
             (lambda m: chunk(m, WEIGHT).update(length=1 << 62), "truncated"),
-            (lambda m: described(m).__dict__.update(size=torch.Size((1 << 60, 1 << 60))), "impossible"),
-            (lambda m: chunk(m, WEIGHT).update(chunk(m, MOMENT)), "share bytes"),
+            (
+                lambda m: described(m).__dict__.update(size=torch.Size((1 << 60, 1 << 60))),
+                "would have more than",
+            ),
+            (lambda m: chunk(m, WEIGHT).update(chunk(m, MOMENT)), "overlap in a file"),
             (lambda m: described(m).chunks.pop(), "missing"),
             (lambda m: described(m).chunks.append(described(m).chunks[0]), "overlap"),
             (lambda m: m.planner_data.update({WEIGHT: ("model", "brain.bias")}), "does not match"),
@@ -247,7 +250,10 @@ LIES: dict[str, dict[tuple[str, str], list[tuple[Change, str]]]] = {
         # torch's consolidation writes zeros for a missing shard without an error
         ("safetensors/consolidated", f"sharded/{SHARDS[2]}"): [(None, "a shard is missing")],
         ("safetensors/consolidated", "sharded/shard-00001-model-00003-of-00001.safetensors"): [
-            (f"safetensors/consolidated/sharded/{SHARDS[0]}", "contains files whose numbers are not")
+            (
+                f"safetensors/consolidated/sharded/{SHARDS[0]}",
+                "contains shard files other than the files 1 to 1",
+            )
         ],
     },
     "deepspeed_written": {
@@ -258,15 +264,18 @@ LIES: dict[str, dict[tuple[str, str], list[tuple[Change, str]]]] = {
             (lambda c: optim(c)["param_slice_mappings"][0].popitem(), "param_slice_mappings"),
             (lambda c: state(c)["step"].add_(1), "step"),
             (lambda c: state(c).update(exp_avg=torch.zeros(7)), "lengths"),
-            (lambda c: state(c).update(exp_avg=state(c)["exp_avg_sq"]), "share bytes"),
+            (lambda c: state(c).update(exp_avg=state(c)["exp_avg_sq"]), "two parameter groups overlap"),
             (lambda c: optim(c)["base_optimizer_state"]["param_groups"][0].update(lr=1.0), "param_groups"),
             (lambda c: c.update(evil=Evil()), r"io\.open"),
         ],
         ("zero2-fp32-3", MP0): [
-            (lambda c: c.update(dp_world_size=4), "world size of 4"),
+            (
+                lambda c: c.update(dp_world_size=4),
+                "saved by 4 data-parallel ranks, but the optimizer states were saved by 3",
+            ),
             (
                 lambda c: reverse(c["param_shapes"]),
-                "the position of .* contradicts|param_slice_mappings contradicts",
+                "the position of .* contradicts|param_slice_mappings and param_shapes contradict",
             ),
             (lambda c: c["module"]["big.bias"].add_(1), "big.bias|is not"),
         ],
@@ -277,31 +286,40 @@ LIES: dict[str, dict[tuple[str, str], list[tuple[Change, str]]]] = {
             (lambda c: c["frozen_param_fragments"].popitem(), "frozen"),
         ],
         ("zero3-fp32-2", "*model_states.pt"): [
-            (lambda c: c.update(global_steps=9), "is at step 9, but the optimizer states are at step 2")
+            (lambda c: c.update(global_steps=9), "records step 9, but the optimizer states are at step 2")
         ],
         ("zero3-fp32-2", "*"): [
-            (lambda c: c["ds_config"]["zero_optimization"].update(mics_shard_size=4), "MiCS.* not supported")
+            (
+                lambda c: c["ds_config"]["zero_optimization"].update(mics_shard_size=4),
+                "MiCS.* only supported with ZeRO-3",
+            )
         ],
         ("zero2-fp32-3", "*optim_states.pt"): [
-            (lambda c: optim(c).update(partition_count=1 << 60), r"rank 3 are missing")
+            (
+                lambda c: optim(c).update(partition_count=1 << 60),
+                r"ranks are missing .the first missing rank is 3",
+            )
         ],
         ("zero2-4", "bf16_zero_pp_rank_3_mp_rank_00_optim_states.pt"): [
-            (None, r"rank 3 are missing \(1 of 4 ranks\)")
+            (None, "states of 1 of the 4 ranks are missing .the first missing rank is 3")
         ],
-        ("zero2-bf16-2", FOURTH): [(f"zero2-4/global_step2/{FOURTH}", "had 2 ranks")],
-        ("zero2-fp32-3", "mp_rank_01_model_states.pt"): [(b"", "tensor parallel")],
+        ("zero2-bf16-2", FOURTH): [(f"zero2-4/global_step2/{FOURTH}", "had only 2 ranks")],
+        ("zero2-fp32-3", "mp_rank_01_model_states.pt"): [(b"", "tensor-parallel rank 1")],
         ("zero2-fp32-3", "layer_00-model_00-model_states.pt"): [(b"", "pipeline parallel")],
-        ("zero2-fp32-3", "expert_0_mp_rank_00_model_states.pt"): [(b"", "expert parallel")],
+        ("zero2-fp32-3", "expert_0_mp_rank_00_model_states.pt"): [(b"", "records no experts")],
         ("zero2-fp32-3", "zero_pp_rank_1_mp_rank_00_model_states.pt"): [(b"", "two runs")],
         ("zero2-fp32-3", "zero_pp_rank_00_mp_rank_00_optim_states.pt"): [(b"", "both belong to rank")],
     },
     "deepspeed_parallel": {
         ("autotp-zero2-4", MP1): [
-            (lambda c: c["module"]["scale"].add_(1), "scale.*copies of the ranks differ"),
-            (lambda c: c.update(mp_world_size=3), "parallel degrees, 2 and 1, do not match 3"),
+            (lambda c: c["module"]["scale"].add_(1), "scale.*copies on different ranks differ"),
+            (
+                lambda c: c.update(mp_world_size=3),
+                r"parallelism \(2\) .* parallelism \(1\) do not match .* \(3\)",
+            ),
         ],
         ("autotp-zero2-4", MP0): [
-            (lambda c: c.pop("universal_checkpoint_info"), "only if their files record how"),
+            (lambda c: c.pop("universal_checkpoint_info"), "only supported if .* records how"),
             (lambda c: piece(c)["source"].__setitem__(0, 6), "odd_proj"),
         ],
         ("pipeline-fp32-4", "layer_01-model_states.pt"): [
@@ -311,51 +329,71 @@ LIES: dict[str, dict[tuple[str, str], list[tuple[Change, str]]]] = {
             (lambda c: c["weight"].add_(1), "words.weight' differs")
         ],
         ("pipeline-fp32-4", MP0): [
-            (lambda c: c.update(module={}), "is pipeline parallel, but"),
-            (lambda c: c.pop("param_shapes"), "bf16 pipelines without ZeRO are not supported"),
+            (lambda c: c.update(module={}), "belongs to a run with pipeline parallelism, but"),
+            (lambda c: c.pop("param_shapes"), "bf16 checkpoints without ZeRO are not supported"),
         ],
         ("experts-zero1-4", "layer_1_expert_2_mp_rank_00_model_states.pt"): [
             (
                 lambda c: [value.add_(1) for value in c.values()],
-                r"layers\.1.*experts\.2.*differs from rank 3's",
+                r"layers\.1.*experts\.2.*differs .* of rank 3,",
             ),
         ],
     },
     "written_xla": {
         ("each4", "*00000002-of*"): [
-            (lambda v: v["model"].pop(UP), "the same parameters"),
+            (lambda v: v["model"].pop(UP), "contains different parameters from"),
             (lambda v: v.pop("shard_metadata"), "no shard_metadata"),
-            (lambda v: v.pop("optimizer"), "states of rank 2 are missing"),
-            (lambda v: v["optimizer"]["state"].pop(0), "another run or step"),
+            (lambda v: v.pop("optimizer"), "states of 1 of the 4 ranks are missing .*rank is 2"),
+            (lambda v: v["optimizer"]["state"].pop(0), "different runs or steps"),
             (lambda v: v["optimizer"]["state"][0].pop("exp_avg"), "not a tensor"),
             (
                 lambda v: v["model"].update({"_fsdp_wrapped_module.tracked": torch.ones(3)}),
-                "differs from rank",
+                "dtype or shape than on rank",
             ),
             (lambda v: v["model"].update({"evil": Evil()}), r"io\.open"),
             (lambda v: v["shard_metadata"].update(world_size=5), "contains rank 2 of 5"),
-            (lambda v: v["optimizer"]["state"][0]["step"].fill_(2.0), "another run or step"),
-            (lambda v: v["optimizer"]["param_groups"][0].update(lr=0.5), "another run or step"),
+            (lambda v: v["optimizer"]["state"][0]["step"].fill_(2.0), "different runs or steps"),
+            (lambda v: v["optimizer"]["param_groups"][0].update(lr=0.5), "different runs or steps"),
         ],
         ("each4", "*"): [
-            (lambda v: v["model"].pop(UP), "shard_metadata and the model have different parameters"),
-            (lambda v: v["model"].update({UP: v["model"][UP][::2]}), "does not match|contiguous"),
-            (lambda v: shard(v).update(_orig_size=[1300, 6]), "does not match"),
+            (
+                lambda v: v["model"].pop(UP),
+                "the parameters in shard_metadata differ from the parameters of the model",
+            ),
+            (
+                lambda v: v["model"].update({UP: v["model"][UP][::2]}),
+                "does not match a tensor of|contiguous",
+            ),
+            (lambda v: shard(v).update(_orig_size=[1300, 6]), "does not match a tensor of"),
             (lambda v: v["shard_metadata"]["shard_info"].pop(HEAD), "does not describe"),
-            (lambda v: v["shard_metadata"].update(world_size=1 << 60), "which contradicts its name"),
-            (lambda v: v["optimizer"]["state"][0].update(exp_avg=torch.ones(3)), "does not match"),
+            (
+                lambda v: v["shard_metadata"].update(world_size=1 << 60),
+                "but the name of the file has another rank or world size",
+            ),
+            (
+                lambda v: v["optimizer"]["state"][0].update(exp_avg=torch.ones(3)),
+                "shapes do not match the model",
+            ),
             (lambda v: v["optimizer"]["param_groups"][0]["params"].pop(), "not in any group"),
         ],
-        ("each4", "*00000001-of*"): [(lambda v: shard(v).update(_orig_size=[13, 7]), "differently")],
-        ("each4", "ckpt_rank-00000001-of-00000004.pth"): [
-            ("each4/ckpt_rank-00000002-of-00000004.pth", "which contradicts its name"),
+        ("each4", "*00000001-of*"): [
+            (lambda v: shard(v).update(_orig_size=[13, 7]), "the shard_info of .* differs")
         ],
-        ("flat4", "piece.c.pt"): [(None, "states of rank 1 are missing")],
-        ("flat4", "copy.pt"): [("flat4/piece.b.pt", ", like")],
+        ("each4", "ckpt_rank-00000001-of-00000004.pth"): [
+            (
+                "each4/ckpt_rank-00000002-of-00000004.pth",
+                "but the name of the file has another rank or world size",
+            ),
+        ],
+        ("flat4", "piece.c.pt"): [(None, "states of 1 of the 4 ranks are missing .*rank is 1")],
+        ("flat4", "copy.pt"): [("flat4/piece.b.pt", "contains the same rank as")],
     },
     "written_ranks": {
         ("fsdp2-3", "model_world_size_3_rank_1.pt"): [
-            ("fsdp2-3/model_world_size_3_rank_0.pt", "saved as 'model_world_size_3_rank_0', so it is")
+            (
+                "fsdp2-3/model_world_size_3_rank_0.pt",
+                "saved under the name 'model_world_size_3_rank_0', so it",
+            )
         ],
         ("fsdp2-3", "model_world_size_2_rank_0.pt"): [
             ("fsdp2-2/model_world_size_2_rank_0.pt", "files of two runs")
@@ -370,19 +408,25 @@ LIES: dict[str, dict[tuple[str, str], list[tuple[Change, str]]]] = {
     "written_items": {
         ("fsdp2-3", "model_1.pt"): [
             (None, "No such file"),
-            (Swap("model_0.pt"), "was written by rank 1, not 0"),
-            ("fsdp2-1/model_0.pt", "was written by rank 0, not 1"),
+            (Swap("model_0.pt"), "is in the file of rank 0, but was written by rank 1"),
+            ("fsdp2-1/model_0.pt", "is in the file of rank 1, but was written by rank 0"),
         ],
         ("fsdp2-3", "metadata.pkl"): [
-            (lambda table: layout_of(table).update(dtype="torch.float16"), "metadata.pkl has F16"),
-            (lambda table: layout_of(table).update(global_shape=[1 << 60, 13]), "metadata.pkl has BF16"),
+            (
+                lambda table: layout_of(table).update(dtype="torch.float16"),
+                "metadata.pkl records the dtype F16",
+            ),
+            (
+                lambda table: layout_of(table).update(global_shape=[1 << 60, 13]),
+                "metadata.pkl records the dtype BF16",
+            ),
             (
                 lambda table: layout_of(table).update(dtype="torch.strange"),
                 "'torch.strange' is not supported",
             ),
             (lambda table: table.update(world_size=1 << 60), "world_size is 1152921504606846976"),
-            (lambda table: table.update(world_size=4), "does not list the files of 4 ranks"),
-            (lambda table: table.update(version="1.0"), "has version '1.0', not 2.0"),
+            (lambda table: table.update(world_size=4), "does not list one file for each of the 4 ranks"),
+            (lambda table: table.update(version="1.0"), "has version '1.0', but only version 2.0 is"),
             (lambda table: name_file(table, "../other.pt"), "points outside of the checkpoint folder"),
             (lambda table: name_file(table, "model_0.pt"), "lists the file .* twice"),
             (lambda table: tensors_of(table).pop('["brain.weight"]'), "metadata.pkl does not list"),
@@ -403,20 +447,20 @@ LIES: dict[str, dict[tuple[str, str], list[tuple[Change, str]]]] = {
     },
     "written_universal": {
         ("sub-groups-3", "zero_pp_rank_1_mp_rank_00_model_states.pt"): [
-            (None, "rank 1 are missing"),
+            (None, "ranks are missing .the first missing rank is 1"),
             (
                 f"sub-groups-3/{UNIVERSAL}/zero_pp_rank_2_mp_rank_00_model_states.pt",
-                "the file of another rank",
+                "belongs to another rank",
             ),
         ],
-        ("zero2-bf16-2", "zero/other/fp32.pt"): [(b"", "belongs to no parameter")],
+        ("zero2-bf16-2", "zero/other/fp32.pt"): [(b"", "does not belong to a parameter")],
         ("zero2-bf16-2", "zero/big.bias/fp32.pt"): [
-            (Swap("zero/big.bias/exp_avg.pt"), "was saved as"),
+            (Swap("zero/big.bias/exp_avg.pt"), "was saved under the name"),
             (f"zero1-fp32-2/{UNIVERSAL}/zero/big.bias/fp32.pt", "values differ from"),
             (lambda v: v["param"].detach().add_(1), "values differ from"),
         ],
         ("sub-groups-3", "zero/big.weight/exp_avg_sq.pt"): [
-            (lambda v: v.mul_(2), "values differ from zero/optimizer_state.pt")
+            (lambda v: v.mul_(2), "values differ from the copy in zero/optimizer_state.pt")
         ],
         ("zero2-bf16-2", "zero/big.weight/step.pt"): [(lambda v: v.add_(5), "big.weight")],
         ("zero2-bf16-2", "zero/big.weight/fp32.pt"): [
@@ -425,21 +469,30 @@ LIES: dict[str, dict[tuple[str, str], list[tuple[Change, str]]]] = {
         ("zero2-bf16-2", "zero/optimizer_state.pt"): [
             (lambda v: v.update(partition_count=[1 << 60]), "partition_count"),
             (lambda v: v.update(param_groups=None), "param_groups"),
-            (lambda v: v["param_groups"][0].update(params=[9]), "groups"),
+            (lambda v: v["param_groups"][0].update(params=[9]), "not a list of indices below"),
         ],
     },
     "written_megatron": {
         ("llama-2x2", "**/*.pt"): [
             (args(num_experts=8), "num_experts=8 is not supported"),
             (args(rotary_interleaved=True), "rotary_interleaved=True"),
-            (args(window_size=(4, 0)), "window_size=5, and there is no config.json to confirm it"),
-            (args(use_rope_scaling=True), "use_rope_scaling='llama3 of factor 8.0', and there is no config"),
+            (
+                args(window_size=(4, 0)),
+                r"window_size='\(4, 0\)', and there is no config.json that confirms this value",
+            ),
+            (
+                args(use_rope_scaling=True),
+                "use_rope_scaling='llama3 with factor 8.0', and there is no config",
+            ),
             (args(a_setting_of_tomorrow="on"), "a_setting_of_tomorrow='on' is not supported"),
-            (args(position_embedding_type="none"), "does not have the architecture of Llama or GPT-2"),
+            (args(position_embedding_type="none"), "is neither a Llama nor a GPT-2 model"),
             (args(num_layers=5), "layer 4 are missing"),
-            (args(num_query_groups=1), "does not match 4 heads of 8 rows in 1 groups"),
-            (args(tensor_model_parallel_size=4), "tensor rank 2, pipeline rank 0 is missing"),
-            (args(vocab_size=130), "has 128 rows for 130 tokens"),
+            (args(num_query_groups=1), "but 4 heads of size 8 in 1 query groups need 48 rows"),
+            (
+                args(tensor_model_parallel_size=4),
+                "tensor-parallel rank 2 and pipeline-parallel rank 0 is missing",
+            ),
+            (args(vocab_size=130), "has only 128 rows, but the vocabulary has 130 tokens"),
             (lambda content: content.update(optimizer={}), "has no parameter names"),
         ],
         ("llama-2x2", MEGATRON): [
@@ -449,17 +502,19 @@ LIES: dict[str, dict[tuple[str, str], list[tuple[Change, str]]]] = {
             (lambda content: content.update(iteration=6), "iteration differs"),
             (
                 lambda content: content["model"]["decoder.final_layernorm.weight"].mul_(2),
-                "differs between the tensor parallel ranks",
+                "differs between the tensor-parallel ranks",
             ),
         ],
-        ("core-llama-2x2", "iter_0000007/common.pt"): [(args(num_layers=1 << 39), "args has no num_layers")],
+        ("core-llama-2x2", "iter_0000007/common.pt"): [
+            (args(num_layers=1 << 39), "args have no valid num_layers")
+        ],
     },
     "orbax_samples": {
         ("ocdbt", "_METADATA"): [
             (None, "because _METADATA, the list of its tensors, is missing"),
             (
                 lambda content: content["tree_metadata"].pop(BOTH),
-                r"'layers\.0\.both' is not listed in _METADATA",
+                r"'layers\.0\.both' is stored, but is not listed in _METADATA",
             ),
         ],
     },

@@ -37,7 +37,9 @@ def test_fsdp_rank_files_open_by_folder_or_file(written_ranks: Path, tmp_path: P
         assert checkpoint.companions.keys() == {"config.json"}
         assert_model(checkpoint, load(written_ranks / "fsdp2-2.ref.pt")["model"])
     shutil.copytree(actor, actor.with_name("critic"))
-    with pytest.raises(CheckpointError, match="several models; specify one of 'actor', 'critic'"):
+    with pytest.raises(
+        CheckpointError, match="several models; specify one of these folders: 'actor', 'critic'"
+    ):
         open_checkpoint(actor.parent)
 
 

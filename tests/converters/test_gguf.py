@@ -26,6 +26,7 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 
 from portable.converters import open_checkpoint, write_checkpoint
 from portable.converters.cli import main
+from portable.converters.errors import CheckpointError
 from portable.converters.storage.byte_sources import InMemorySource
 from portable.converters.storage.object_store import RemotePath
 from portable.converters.tensors.ggml import GGML_KINDS, quantize_to_ggml
@@ -304,16 +305,19 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"new_switch": 1}, "new_switch 1, but --to gguf does not support"),
+        ({"new_switch": 1}, "new_switch=1, but --to gguf does not support"),
         ({"new_switch": None, "new_list": [], "new_flag": False}, ""),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
-        ({"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope_scaling differs"),
-        ({"rope_parameters": {**LLAMA3, "high_freq_factor": 1.0}}, "factor 1.0, but a value above"),
-        ({"rope_parameters": {**LINEAR, "factor": -4}}, "factor -4, but a positive number"),
-        ({"num_attention_heads": 0}, "num_attention_heads is 0 instead of a whole number from 1"),
-        ({"num_hidden_layers": 1 << 40}, "num_hidden_layers is 1099511627776 instead of a whole number"),
-        ({"max_position_embeddings": 1 << 40}, "1099511627776, but a count is"),
-        ({"rms_norm_eps": float("nan")}, "rms_norm_eps NaN"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope_scaling, another name of this setting"),
+        (
+            {"rope_parameters": {**LLAMA3, "high_freq_factor": 1.0}},
+            "factor=1.0, but the value must be greater than low_freq_factor",
+        ),
+        ({"rope_parameters": {**LINEAR, "factor": -4}}, "factor=-4, but --to gguf needs a positive number"),
+        ({"num_attention_heads": 0}, "num_attention_heads is 0, but must be a whole number from 1"),
+        ({"num_hidden_layers": 1 << 40}, "num_hidden_layers is 1099511627776, but must be a whole number"),
+        ({"max_position_embeddings": 1 << 40}, "1099511627776, but --to gguf needs a positive integer below"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps=NaN"),
         ({"vocab_size": 100}, "instead of [100, 64]"),
         ({"rope_scaling": None, "rope_theta": 5.0, "num_key_value_heads": 2}, ""),
         ({"unsloth_version": "1", "_name_or_path": "a/b"}, ""),
@@ -527,8 +531,8 @@ def test_gguf_file_as_source_is_rejected_in_one_line(
     folder = tmp_path / "out"
     assert main([str(llama), str(folder), "--to", "gguf", "--quiet"]) == 0
     file = folder / "model.gguf"
-    remedy = f"list its tensors with: portable-convert inspect {file}"
-    end = f"{file}: GGUF files are written, but not read; {remedy}"
+    remedy = f"list the tensors of this file with: portable-convert inspect {file}"
+    end = f"{file}: GGUF files can be written, but not read; {remedy}"
     for arguments in ([str(file), str(tmp_path / "b")], ["diff", str(file), str(llama)]):
         assert error_of(capsys, *arguments).endswith(end)
     for arguments in ([str(folder), str(tmp_path / "b")], ["inspect", str(folder)]):
@@ -623,3 +627,11 @@ def test_gguf_end_tokens_match_transformers(
     answers = asked(tmp_path / "x.gguf", *bodies)
     reasons = [answer["choices"][0]["finish_reason"] for answer in answers]
     assert reasons == ["stop"] * len(wanted) + ["length"] * len(others)
+
+
+def test_gguf_window_with_null_layer_types_is_rejected() -> None:
+    """Null means the same as a missing key, and llama.cpp has no sliding windows for this architecture."""
+    config = transformers.Qwen2Config(num_hidden_layers=2).to_dict()
+    config |= {"use_sliding_window": True, "sliding_window": 100, "layer_types": None}
+    with pytest.raises(CheckpointError, match="sliding_window"):
+        parse_gguf_settings(json.loads(json.dumps(config, default=str)), MODEL_TYPES["qwen2"], Path("model"))

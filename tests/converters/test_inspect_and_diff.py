@@ -68,6 +68,14 @@ def test_inspect_prints_statistics(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "3 tensors, " in capsys.readouterr().out
 
 
+def test_diff_tolerance_excludes_close_elements(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    left = saved(tmp_path / "a", weight=np.array([3.0, 4, 0, 0], np.float32))
+    right = saved(tmp_path / "b", weight=np.array([3.01, 4.01, 5, np.inf], np.float32))
+    _, document = run(capsys, "diff", left, right, "--tolerance", 0.1)
+    expected = {"elements": 2, "not_finite": 1, "largest": 5.0, "relative": 1.0}
+    assert document["values"]["weight"] == expected
+
+
 def test_diff_reports_differences(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rng = np.random.default_rng(0)
     weight = rng.standard_normal((300, 400)).astype(np.float32)
@@ -91,9 +99,12 @@ def test_diff_reports_differences(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert found["values"]["big"]["elements"] == 1
     norm = float(np.sqrt(np.square(weight.astype(np.float64)).sum()))
     assert found["values"]["moved"]["relative"] == pytest.approx(0.5 / norm, rel=1e-5)
+    assert found["values"]["big"]["largest"] == 1
+    _, document = run(capsys, "diff", left, right, "--tolerance", 0.5)
+    assert "big" in document["values"]
     _, found = run(capsys, "diff", left, right, "--tolerance", 1)
     assert found["values"].keys() == {"bad"}
     assert main(["diff", str(left), str(right)]) == 1
     out = capsys.readouterr().out
-    assert "moved: 1 elements differ, by 0.5 at most" in out
+    assert "moved: 1 element differs by at most 0.5" in out
     assert out.endswith("2 of 5 tensors have the same values\n")

@@ -59,7 +59,7 @@ def test_convert_checks_companions_against_manifest(
     text = (folder / name).read_text()
     (folder / name).write_text(text.replace("l", "m").replace("1", "2"))  # of the same length
     assert main([str(folder), str(tmp_path / "other")]) == 65
-    assert f"{name}: is damaged, or from another save" in capsys.readouterr().err
+    assert f"{name}: is damaged or from another save" in capsys.readouterr().err
     assert not (tmp_path / "other").exists()
 
 
@@ -73,6 +73,7 @@ def test_check_manifest_rejects_file_of_another_format(name: str, folder: Path) 
     (folder / name).parent.mkdir(parents=True, exist_ok=True)
     (folder / name).write_bytes(b"")
     with pytest.raises(
-        CheckpointError, match=f"{re.escape(name)}: was not written by this save; move the file out"
+        CheckpointError,
+        match=f"{re.escape(name)}: is not listed in checkpoint_manifest.json; move the file out",
     ):
         check_manifest(folder)

@@ -18,6 +18,9 @@ import torch
 import transformers
 
 from portable.converters import CheckpointError, open_checkpoint, write_checkpoint
+from portable.converters.formats.megatron.names import split_gate_and_up
+from portable.converters.storage.byte_sources import InMemorySource
+from portable.converters.tensors.tensor import Tensor
 from tests.converters.compare import everything, rewrite
 
 COMMON = {
@@ -152,11 +155,21 @@ ARGS: dict[str, Any] = {
         ({"rotary_base": 500000, "use_rope_scaling": True}, {"rope_parameters": LLAMA3}, None),
         ({"window_size": (3, 0)}, {"sliding_window": 4}, None),
         ({"rotary_base": 500000}, {}, "rotary_base=500000, .* has rope_theta=10000.0"),
-        ({}, {"rope_parameters": LLAMA3}, "use_rope_scaling='default', .*'llama3 of factor 8.0'"),
+        ({}, {"rope_parameters": LLAMA3}, "use_rope_scaling='default', .*'llama3 with factor 8.0'"),
         ({}, {"sliding_window": 4}, "window_size=None, .* has sliding_window=4"),
         ({}, {"num_key_value_heads": 4}, "num_query_groups=2, .* has num_key_value_heads=4"),
-        ({}, {"tie_word_embeddings": True}, "untie_embeddings_and_output_weights=True, .*=False"),
-        ({"vocab_size": 120}, {"vocab_size": 119}, "vocab_size=120 in args, but vocab_size=119"),
+        (
+            {},
+            {"tie_word_embeddings": True},
+            "untie_embeddings_and_output_weights=True, .* has tie_word_embeddings=True",
+        ),
+        ({"window_size": (3, 0)}, {"sliding_window": 5}, r"window_size='\(3, 0\)', .* has sliding_window=5"),
+        ({"swiglu": True}, {"hidden_act": "gelu"}, "swiglu=True, .* has hidden_act='gelu'"),
+        (
+            {"vocab_size": 120},
+            {"vocab_size": 119},
+            "vocab_size is 120 in the checkpoint's args, but only 119 in",
+        ),
     ],
 )
 def test_megatron_config_must_match_args(
@@ -173,6 +186,19 @@ def test_megatron_config_must_match_args(
         return
     with pytest.raises(CheckpointError, match=told):
         open_checkpoint(run, companions={"config.json": given})
+
+
+def test_megatron_rejects_odd_rows_of_gated_mlp(changed: Callable[..., Path]) -> None:
+    name = "decoder.layers.0.mlp.linear_fc1.weight"
+    run = changed(change=lambda content: content["model"].update({name: torch.ones(5, 32)}))
+    with pytest.raises(CheckpointError, match=r"has shape \[5, 32\], but a gated MLP needs an even number"):
+        open_checkpoint(run)
+
+
+def test_split_gate_and_up_rejects_scalar() -> None:
+    scalar = Tensor.from_source("fc1", "F32", (), InMemorySource(bytes(4)))
+    with pytest.raises(CheckpointError, match=r"run: fc1 has shape \[\], but a gated MLP needs an even"):
+        split_gate_and_up(scalar, "run")
 
 
 def test_megatron_default_settings_change_nothing(

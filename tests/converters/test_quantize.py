@@ -154,6 +154,12 @@ def exponents(tensors: dict[str, Tensor]) -> dict[str, Any]:
     return {"quant_method": "fp8", **settings}
 
 
+def deepseek_v4(tensors: dict[str, Tensor]) -> dict[str, Any]:
+    settings = exponents(tensors)
+    tensors[NAME.replace("weight", "scale")] = tensors.pop(f"{NAME}_scale_inv")
+    return settings
+
+
 def whole(tensors: dict[str, Tensor]) -> dict[str, Any]:
     """Quantize with one scale, and one scale of the activations, as ModelOpt does."""
     weight = tensors[NAME].float()
@@ -179,11 +185,14 @@ def experts(tensors: dict[str, Tensor]) -> dict[str, Any]:
     return {"quant_method": "mxfp4"}
 
 
-@pytest.mark.parametrize("form", [exponents, whole, experts])
+@pytest.mark.parametrize("form", [exponents, deepseek_v4, whole, experts])
 def test_quantize_like_base_matches_base(
     form: Callable[[dict[str, Tensor]], dict[str, Any]], tmp_path: Path
 ) -> None:
-    source, tensors = written(tmp_path / "in", weights(torch.float32)), weights(torch.float32)
+    buffers = {"position_ids": torch.arange(9), "causal_mask": torch.ones(3, 3, dtype=torch.bool)}
+    buffers |= {"bucket_ids": torch.arange(9, dtype=torch.int32)}
+    source = written(tmp_path / "in", weights(torch.float32) | buffers)
+    tensors = weights(torch.float32) | buffers
     settings = form(tensors)
     base = written(tmp_path / "base", {name: value.contiguous() for name, value in tensors.items()})
     config = json.loads((base / "config.json").read_text()) | {"quantization_config": settings}
@@ -195,6 +204,16 @@ def test_quantize_like_base_matches_base(
         assert torch.equal(raw(found[name]), raw(value)), name
 
 
+def test_quantize_like_rejects_fp4_experts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = written(tmp_path / "in", weights(torch.float32))
+    codes = {NAME: torch.ones(256, 192, dtype=torch.int8), f"{NAME}_scale_inv": torch.ones(256, 12)}
+    base = written(tmp_path / "base", weights(torch.float32) | codes)
+    settings = {"quant_method": "fp8", "expert_dtype": "fp4"}
+    (base / "config.json").write_text(json.dumps({"model_type": "llama", "quantization_config": settings}))
+    refusal = error_of(capsys, source, tmp_path / "out", "--quantize-like", str(base))
+    assert f"{NAME} contains FP4 codes, which --quantize-like cannot write" in refusal
+
+
 REFUSED: dict[str, tuple[list[str], str]] = {
     "an optimizer": (["--quantize", "fp8", "--optimizer"], "--optimizer"),
     "another format": (["--quantize", "fp8", "--to", "dcp"], "--to dcp"),
@@ -204,9 +223,9 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     "quantized": (["--quantize", "int8"], "--dequantize"),
     "small layers": (
         ["--quantize", "fp8-block"],
-        "blocks of 128 x 128, which do not divide any linear layer",
+        "blocks of 128 x 128 elements, but no linear layer has a shape that is divisible",
     ),
-    "short rows": (["--quantize", "int4"], "blocks of 128 columns, which do not divide any linear layer"),
+    "short rows": (["--quantize", "int4"], "blocks of 128 columns, but no linear layer has a shape"),
 }
 
 

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import obstore
 import pytest
 
+from portable.converters.config_and_tokenizer_files import _read_sentence_modules
 from portable.converters.errors import CheckpointError, redact_credentials
 from portable.converters.storage import completion_markers as completion
 from portable.converters.storage import credentials
@@ -21,6 +25,7 @@ from portable.converters.storage import object_store as remote
 from portable.converters.storage.credentials import OPTION_BUILDERS
 from portable.converters.storage.folder_operations import copy_folder, is_incomplete_folder, remove_folder
 from portable.converters.storage.object_store import RemotePath, find_matching_objects
+from portable.converters.storage.safe_open import header_contains
 from portable.converters.storage.store_errors import RemoteError, RetriesExhaustedError
 from portable.converters.writers.store_output import FileUpload
 from tests.object_store import ObjectStore, scale_down
@@ -91,6 +96,38 @@ def test_folder_markers_show_completeness(s3: ObjectStore, folder: RemotePath) -
     assert (folder / completion.COMPLETE_MARKER).is_file()
 
 
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda path: header_contains(path / "modules.json", b"[]"),
+        lambda path: _read_sentence_modules(path / "modules.json", path),
+    ],
+    ids=["header_contains", "_read_sentence_modules"],
+)
+def test_outage_is_not_mistaken_for_missing_content(
+    read: Callable[[RemotePath], object],
+    s3: ObjectStore,
+    folder: RemotePath,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PORTABLE_STORAGE_MINUTES", "0.002")
+    (folder / "modules.json").write_bytes(b"[]")
+    assert not read(folder / "missing")
+    s3.fail(drop=True, method="GET", key="modules.json")
+    with pytest.raises(RetriesExhaustedError):
+        read(folder)
+
+
+@pytest.mark.parametrize("find", ["integrity.find_model_problems", "inspect_and_diff._describe_adapter"])
+def test_outage_is_not_mistaken_for_damaged_adapter(find: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module_name, _, name = find.partition(".")
+    module = importlib.import_module(f"portable.converters.{module_name}")
+    outage = RetriesExhaustedError("s3://b/a: the store is away; run the command again")
+    monkeypatch.setattr(module, "find_adapter", Mock(side_effect=outage))
+    with pytest.raises(RetriesExhaustedError):
+        getattr(module, name)(Mock(tensors={}))
+
+
 def test_remote_read_times_out(s3: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PORTABLE_STORAGE_MINUTES", "0.01")
     monkeypatch.setenv("PORTABLE_STORAGE_TIMEOUT", "0.3")
@@ -105,11 +142,11 @@ def test_remote_read_times_out(s3: ObjectStore, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     ("url", "said"),
     [
-        ("s3://bucket/a\\b", "is refused"),
-        ("az://me@bucket/x", "credentials do not belong"),
+        ("s3://bucket/a\\b", "has an empty component"),
+        ("az://me@bucket/x", "credentials are not allowed"),
         ("memory://run", "not a supported object store"),
-        ("s3://key:hidden-password@bucket/run", "credentials do not belong"),
-        ("s3://bucket/run?X-Amz-Signature=hidden-password", "leave out the query"),
+        ("s3://key:hidden-password@bucket/run", "credentials are not allowed"),
+        ("s3://bucket/run?X-Amz-Signature=hidden-password", "remove the part after the question mark"),
         ("s3://", "contains no bucket"),
     ],
 )
@@ -220,6 +257,12 @@ def test_remote_rejects_invalid_environment_in_one_line(
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.parametrize("secret", ["~no-such-user-abcdef", "/" + "abcdef" * 1000])
+def test_redact_credentials_removes_secrets_like_paths(secret: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_PASSWORD", secret)
+    assert redact_credentials(f"said {secret} aloud") == "said *** aloud"
+
+
 def test_redact_credentials_removes_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_STORAGE_TOKEN", "abcdef123456")
     for text in (
@@ -303,7 +346,7 @@ def test_remote_uses_aws_profile(
     assert not RemotePath.from_url(s3.url("x")).exists()
     assert "AKIAOFTHEPROFILE0001" in signed[-1] and "/eu-central-1/s3/" in signed[-1]
     monkeypatch.setenv("AWS_PROFILE", "nobody")
-    assert "AWS_PROFILE and ~/.aws" in (line := said(s3.url("x"))) and "nobody" in line
+    assert "AWS_PROFILE, ~/.aws and" in (line := said(s3.url("x"))) and "nobody" in line
     monkeypatch.setenv("AWS_PROFILE", "empty")
     assert "no credentials found (looked for AWS_ACCESS_KEY_ID" in said(s3.url("x"))
     monkeypatch.setitem(sys.modules, "boto3", None)
@@ -322,7 +365,7 @@ def test_remote_finds_google_default_credentials(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("CLOUDSDK_CONFIG", str(tmp_path))
     monkeypatch.delenv("GOOGLE_APPLICATION_CREDENTIALS", raising=False)
     monkeypatch.setattr(credentials, "_is_metadata_host_reachable", lambda protocol: False)
-    assert "looked for GOOGLE_APPLICATION_CREDENTIALS, gcloud auth" in said("gs://bucket/x")
+    assert "looked for GOOGLE_APPLICATION_CREDENTIALS, credentials from gcloud auth" in said("gs://bucket/x")
     file = tmp_path / "application_default_credentials.json"
     for kind in ("authorized_user", "service_account"):
         file.write_text(json.dumps({"type": kind}))
@@ -334,7 +377,9 @@ def test_remote_finds_google_default_credentials(monkeypatch: pytest.MonkeyPatch
 def test_remote_finds_azure_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT", "AZURE_STORAGE_CONNECTION_STRING"):
         monkeypatch.delenv(name, raising=False)
-    assert "does not contain a storage account; set AZURE_STORAGE_ACCOUNT_NAME" in said("az://container/x")
+    assert "the name of the storage account is not set; set AZURE_STORAGE_ACCOUNT_NAME" in said(
+        "az://container/x"
+    )
     url = "abfss://container@someone.dfs.core.windows.net/x"
     assert str(RemotePath.from_url(url)) == url
     text = "DefaultEndpointsProtocol=https;AccountName=me;AccountKey=a2V5a2V5==;EndpointSuffix=a.b"

@@ -306,7 +306,7 @@ def test_remote_convert_overwrite_replaces_only_model_files(
     assert s3.names("out-2/") == ["stays"]
     s3.put("out/thesis.tex", b"dear")
     capsys.readouterr()
-    assert "contains thesis.tex, which no conversion has written" in refused(
+    assert "contains files that no conversion has written (thesis.tex)" in refused(
         capsys, s3.url("src"), s3.url("out"), "--overwrite"
     )
     assert s3.get("out/thesis.tex") == b"dear"

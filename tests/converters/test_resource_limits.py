@@ -56,7 +56,7 @@ def test_unpickling_rejects_many_keys_with_one_hash(shape: str) -> None:
     pairs = b"".join(numbers[i : i + 13] + b"N" for i in range(0, len(numbers), 13))
     data = {"dict": b"}(" + pairs + b"u.", "set": b"\x8f(" + numbers + b"\x90.",
             "instance": b"cm\nC\n)\x81(" + pairs + b"u."}[shape]  # fmt: skip
-    with quick(), pytest.raises(CheckpointError, match="a number that is too large"):
+    with quick(), pytest.raises(CheckpointError, match="as a dict key or set item, but only integers from"):
         unpickle_without_code(b"\x80\x04" + data, location="f", standins={"m.C": None})
 
 
@@ -64,7 +64,7 @@ def test_optimizer_params_with_one_hash_are_rejected(tmp_path: Path) -> None:
     torch.save({"a": torch.zeros(2)}, tmp_path / "pytorch_model.bin")
     groups = [{"params": [7 + i * SAME_HASH for i in range(60_000)]}]
     torch.save({"state": {}, "param_groups": groups}, tmp_path / "optimizer.bin")
-    with quick(), pytest.raises(CheckpointError, match="not names or numbers"):
+    with quick(), pytest.raises(CheckpointError, match="neither names nor indices"):
         _ = open_checkpoint(tmp_path).optimizer
 
 
@@ -79,7 +79,7 @@ def test_many_possibly_tied_names_are_read_fast(tmp_path: Path) -> None:
     with quick():
         assert len(open_checkpoint(tmp_path).tensors) == 2 * count
     safetensors(tmp_path / "model.safetensors", {name: [0] for name in shapes})
-    with quick(), pytest.raises(CheckpointError, match=r"/.*: damaged: 8,000 tensors have names like"):
+    with quick(), pytest.raises(CheckpointError, match=r"/.*: damaged: 8,000 tensors have names that end"):
         _ = open_checkpoint(tmp_path).tensors
 
 
@@ -110,9 +110,12 @@ def nested(depth: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("state", "why"),
     [
-        ({"optim": {"param_groups": {10**12: {"lr": 0.1}}}}, "param_groups 0 of the optimizer is missing"),
+        (
+            {"optim": {"param_groups": {10**12: {"lr": 0.1}}}},
+            "parameter group 0 of the optimizer is missing",
+        ),
         (nested(300), "the path of"),
-        ({"optimizer": {"a" * 5000: 0.1}}, "too long for a parameter"),
+        ({"optimizer": {"a" * 5000: 0.1}}, r"is too long \(5,010 characters"),
     ],
 )
 def test_state_dict_paths_are_limited(state: dict[str, Any], why: str, tmp_path: Path) -> None:

@@ -225,5 +225,7 @@ def test_cast_keeps_dtype_of_scales_and_reports_losses(
     for name, value in {**kept, **beside}.items():
         assert found[name].dtype == value.dtype, name
     assert all(found[name].dtype == torch.float16 for name in cast)
-    told = "note: 2 values became infinite and 1 values became 0 in --dtype float16, some of them in"
+    told = (
+        "note: 2 values became infinite and 1 value became 0 in the cast to float16 (--dtype), for example in"
+    )
     assert capsys.readouterr().err.count(f"{told} 'attn.table'") == 1

@@ -17,7 +17,8 @@ import pytest
 import safetensors.torch
 import torch
 
-from portable.converters import CheckpointError, open_checkpoint, write_safetensors
+from portable.converters import CheckpointError, compute_fingerprint, open_checkpoint, write_safetensors
+from portable.converters.adapters.adapter import find_adapter
 from portable.converters.cli import main
 from portable.converters.names.canonical import strip_common_prefixes
 from portable.converters.storage.path_or_url import parse_path_or_url
@@ -44,6 +45,27 @@ def secret(tmp_path: Path) -> Path:
     path.parent.mkdir()
     path.write_text("the password")
     return path
+
+
+@pytest.mark.parametrize(
+    "name", ["a\ud800.weight", "base_model.model.a\ud800.lora_A.weight"], ids=["model", "adapter"]
+)
+def test_digest_accepts_surrogates_in_tensor_names(name: str, tmp_path: Path) -> None:
+    names = [name, name.replace("lora_A", "lora_B")]
+    header = {
+        key: {"dtype": "F32", "shape": [1, 1], "data_offsets": [4 * i, 4 * i + 4]}
+        for i, key in enumerate(dict.fromkeys(names))
+    }
+    text = json.dumps(header).encode()
+    (tmp_path / "model.safetensors").write_bytes(
+        len(text).to_bytes(8, "little") + text + bytes(4 * len(header))
+    )
+    settings = {"peft_type": "LORA", "r": 1, "lora_alpha": 1}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
+    checkpoint = open_checkpoint(tmp_path)
+    assert compute_fingerprint(checkpoint)
+    adapter = find_adapter(checkpoint)
+    assert adapter is None or adapter.digest
 
 
 def test_convert_does_not_copy_companions_through_links(

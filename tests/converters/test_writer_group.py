@@ -187,5 +187,7 @@ def test_writer_group_detects_truncated_file(
 
     monkeypatch.setattr(atomic_output.FolderOutput, "check_sizes", cut_file)
     leader, _ = write_together([source, source], tmp_path / "out")
-    assert isinstance(leader, CheckpointError) and "although another process has written it" in str(leader)
+    assert isinstance(leader, CheckpointError) and "although another process has written the file" in str(
+        leader
+    )
     assert not list(tmp_path.iterdir())

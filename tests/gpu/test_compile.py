@@ -108,8 +108,8 @@ def test_compile_layers_compiles_all_different_layers(fresh: None) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"compile_backend": "inductr"}, "compile_backend: inductr is unknown; use one of "),
-        ({"compile_backend": "cpu"}, "compile_backend: cpu is unknown; use one of "),
+        ({"compile_backend": "inductr"}, "compile_backend: unknown backend inductr; use one of "),
+        ({"compile_backend": "cpu"}, "compile_backend: unknown backend cpu; use one of "),
         (
             {"compile_mode": "reduce-overhead", "strategy": "zero2"},
             "compile_mode: reduce-overhead captures CUDA graphs",

@@ -27,7 +27,9 @@ def test_choose_gpu_index_gives_each_rank_one_gpu(monkeypatch: pytest.MonkeyPatc
     for name in devices.SRUN_BINDING_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     assert devices.choose_gpu_index(7, 8) == 7
-    with pytest.raises(UserError, match="local rank 3 has no GPU, because this process sees only 1"):
+    with pytest.raises(
+        UserError, match="local rank 3 has no GPU, because the number of GPUs that this process sees is 1"
+    ):
         devices.choose_gpu_index(3, 1)
     monkeypatch.setenv("SLURM_GPUS_PER_TASK", "1")  # each task sees one, and calls it 0
     assert devices.choose_gpu_index(3, 1) == 0

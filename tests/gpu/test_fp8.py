@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import DeepseekV2Config, DeepseekV2ForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from portable.converters import open_checkpoint
 from portable.model.fp8_layers import find_fp8_layers, install_fp8_layers
@@ -36,6 +36,26 @@ def test_fp8_layers_keep_names_and_parameters() -> None:
     attention = [f"self_attn.{name}_proj" for name in "qkvo"]
     expected = {f"model.layers.{index}.{name}" for index in (0, 1) for name in attention}
     assert set(names) == expected - {"model.layers.1.self_attn.q_proj"}  # 136 is not a multiple of 16
+
+
+def test_fp8_layers_include_shared_experts() -> None:
+    """A routed expert may receive no token, but a shared expert receives all tokens."""
+    model = DeepseekV2ForCausalLM(
+        DeepseekV2Config(
+            vocab_size=64,
+            hidden_size=32,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            first_k_dense_replace=0,
+            n_routed_experts=4,
+            n_shared_experts=1,
+            num_experts_per_tok=2,
+            moe_intermediate_size=32,
+        )
+    )
+    model.model.layers[0].mlp.experts.up_proj = nn.Linear(32, 32)
+    names = [name for name in find_fp8_layers(model) if ".mlp." in name]
+    assert names == [f"model.layers.0.mlp.shared_experts.{name}_proj" for name in ("gate", "up", "down")]
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])

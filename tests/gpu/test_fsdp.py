@@ -59,8 +59,8 @@ def test_fsdp_settings_select_units(
     [
         (
             {"fsdp__transformer_layer_cls_to_wrap": "BertLayer", "memory__offload_params": "cpu"},
-            "fsdp.transformer_layer_cls_to_wrap: LlamaForCausalLM has no BertLayer; use one of "
-            "LlamaDecoderLayer",
+            "fsdp.transformer_layer_cls_to_wrap: LlamaForCausalLM has no module of the class BertLayer; "
+            "use one of LlamaDecoderLayer",
         ),
         (
             {"strategy": "no_shard", "fsdp__forward_prefetch": True},

@@ -168,14 +168,14 @@ def test_out_of_memory_at_start_suggests_micro_batch_size(
     tmp_path: Path, corpus: Path, ranks: RankPool
 ) -> None:
     told = ranks.run(2, refusal_of_a_gpu, tmp_path, corpus)
-    fitting = int(told.split(";")[1].split()[0])
-    assert 1 < fitting < 16
-    assert told.startswith("train.micro_batch_size: out of memory in step 1 with 16 sequences at a time; ")
-    assert (
-        "set train.micro_batch_size to this number, or use memory.activation_checkpointing full, "
-        "strategy full_shard" in told
+    start = "train.micro_batch_size: out of memory in step 1 with micro-batches of 16 sequences; "
+    assert told.startswith(start)
+    size, _, remedies = told.removeprefix(f"{start}set train.micro_batch_size to ").partition(
+        ", which fits, or "
     )
-    assert "train.micro_batch_size" in told.split("by plan, this fits: ")[1]
+    assert 1 < int(size) < 16
+    assert remedies.startswith("use memory.activation_checkpointing full, strategy full_shard")
+    assert "train.micro_batch_size" in told.split("by the plan, this fits: ")[1]
 
 
 def refusal_of_a_gpu(folder: Path, corpus: Path) -> str:
@@ -196,7 +196,7 @@ def test_out_of_memory_later_names_last_checkpoint(tmp_path: Path, corpus: Path,
         "memory__activation_checkpointing": "full",
     }
     told = ranks.run(1, refusal, tmp_path, corpus, settings, [500], 1)
-    assert "out of memory in step 2 with 1 sequences at a time; no smaller number is known to fit; " in told
+    assert "out of memory in step 2 with micro-batches of 1 sequence; no smaller micro-batch is known" in told
     assert "activation_checkpointing" not in told
     assert told.endswith("last good checkpoint: " + str(tmp_path / "checkpoints" / "step-000001"))
 

@@ -130,5 +130,8 @@ def test_muon_state_moves_between_engines(
 
 
 def test_muon_without_matrices_is_rejected(corpus: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"train\.optimizer: muon is for the matrices .* use adamw"):
+    with pytest.raises(
+        UserError,
+        match=r"train\.optimizer: muon needs a trained weight matrix .* set train\.optimizer to adamw",
+    ):
         our_losses(configured(tmp_path, corpus, **MUON, train__trainable="embed_tokens"))

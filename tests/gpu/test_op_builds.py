@@ -55,7 +55,7 @@ def test_op_build_removes_lock_of_killed_process(lock: Path, capsys: pytest.Capt
     op_builds.wait_for_op_build("cpu_adam")
     assert not lock.exists()
     assert (
-        f"removed {lock}, which an interrupted build of DeepSpeed's cpu_adam had left"
+        f"removed the lock file {lock}, which an interrupted build of DeepSpeed's cpu_adam left"
         in capsys.readouterr().err
     )
     op_builds.wait_for_op_build("cpu_adam")

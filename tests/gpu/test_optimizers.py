@@ -49,7 +49,10 @@ def test_restore_optimizer_state_rejects_other_shape(tmp_path: Path) -> None:
         state={}, build_initial_state=lambda weight: {"exp_avg": torch.zeros_like(weight)}
     )
     weight = nn.Parameter(torch.zeros(2, 2))
-    with pytest.raises(CheckpointError, match=r"exp_avg of w is missing or does not have shape \[2, 2\]"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"exp_avg of w: has the shape \[4\] in the checkpoint, but \[2, 2\] in this run",
+    ):
         restore_optimizer_state(optimizer, {"w": weight}, stored, None)
     restore_optimizer_state(optimizer, {"w": (vector := nn.Parameter(torch.zeros(4)))}, stored, None)
     assert (optimizer.state[vector]["exp_avg"] == 1).all()

@@ -233,5 +233,5 @@ def test_settings_losses_match_one_rank(
 @pytest.mark.exhaustive
 def test_zero2_rejects_experts_with_different_orders(tmp_path: Path, corpus: Path, ranks: RankPool) -> None:
     pytest.importorskip("deepspeed")
-    with pytest.raises(RankError, match=r"strategy: zero2 [^\n]* use strategy zero1, zero3 or full_shard"):
+    with pytest.raises(RankError, match=r"strategy: zero2 [^\n]* set strategy to zero1, zero3 or full_shard"):
         ranks.run(2, our_losses, configured(tmp_path, corpus, strategy="zero2", **SWITCH))

@@ -67,7 +67,7 @@ def test_missing_flash_attention_suggests_sdpa(
     cuda = load_backend_package("cuda")
     with pytest.raises(
         UserError,
-        match=rf"model\.attention: {kernel} .*package {package}, .* installed; .*to sdpa",
+        match=rf"model\.attention: {kernel} .*package {package}; run: .*to sdpa",
     ):
         cuda.check_config(config, World(1))
     if package != "kernels":
@@ -95,7 +95,7 @@ def test_kernel_without_dropout_rejects_dropout(
     config = configured(tmp_path, corpus, model__attention=kernel, **settings)
     model_config = load_model_config(config.model)
     with pytest.raises(
-        UserError, match=rf"model\.attention: {kernel} has no dropout.*train\.dropout to false"
+        UserError, match=rf"model\.attention: {kernel} does not support dropout.*train\.dropout to false"
     ):
         build_and_freeze_model(model_config, config)
     build_and_freeze_model(model_config, config.replaced({"train.dropout": False}))

@@ -93,7 +93,7 @@ def test_zero_nvme_rejects_unusable_disk(tmp_path: Path, corpus: Path) -> None:
 )
 def test_zero_nvme_rejects_unsupported_state(key: str, value: Any, tmp_path: Path, corpus: Path) -> None:
     disk = {"memory__offload_optimizer": "nvme", "memory__nvme_path": str(tmp_path)}
-    with pytest.raises(UserError, match=f"train.{key}: .*does not work with memory.offload_optimizer"):
+    with pytest.raises(UserError, match=f"train.{key}: .*does not work with offloading to nvme"):
         check_config(
             configured(tmp_path, corpus, strategy="zero3", **disk, **{f"train__{key}": value}),
             is_resolved=True,

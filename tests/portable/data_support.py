@@ -13,7 +13,10 @@ from unittest.mock import patch
 
 import numpy as np
 
+from portable.batch import Batch
 from portable.config.sections import DataConfig
+from portable.data.samples.base import Samples
+from portable.data.samples.order import EpochIndex
 from portable.data.sources.source import DataSource, SourceSettings
 from portable.data.sources.source_kinds import open_source
 from portable.data.tokens import tokenizer as tokenizer_module
@@ -35,6 +38,11 @@ class Settings(DataConfig):
 def replace(settings: Settings, **values: Any) -> Settings:
     """Return a copy with other values."""
     return settings.model_copy(update=values)
+
+
+def read_sample(samples: Samples, index: int) -> Batch:
+    """Read a sample of the first epoch, without a batch dimension."""
+    return {name: values[0] for name, values in samples.build_batch([EpochIndex(0, index)]).items()}
 
 
 def settings_of(name: Any = None, task: str = "causal-lm", **data: Any) -> SourceSettings:

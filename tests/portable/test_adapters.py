@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import textwrap
 import warnings
 from pathlib import Path
 from typing import Any
@@ -10,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from portable.adapters.adapter import Adapter, inject_adapter
+from portable.adapters.adapter import Adapter, find_outermost_module, inject_adapter
 from portable.adapters.settings import resolve_adapter_config, to_peft_document
 from portable.checks import check_config
+from portable.config import load_config
 from portable.converters.adapters import patterns
 from portable.errors import UserError
 from portable.model import build as models
@@ -42,9 +45,24 @@ def test_adapter_target_pattern_without_full_match_suggests_list(tmp_path: Path)
     """See ``command_line_refused.yaml`` for other targets that do not exist in the model."""
     with pytest.raises(
         UserError,
-        match=r"adapter\.target_modules: 'q_proj' matches no complete .*; write them as a list: \[q_proj\]",
+        match=r"target_modules: .* 'q_proj' matches no complete .*; write the names as a list: \[q_proj\]",
     ):
         adapted(tmp_path, adapter__target_modules="q_proj")
+
+
+@pytest.mark.parametrize(
+    ("name", "other_names", "module"),
+    [
+        ("score.weight", ["model.norm.weight"], "score"),
+        ("model.norm.weight", ["model.layers.0.mlp.weight"], "model.norm"),
+        ("classifier.dense.weight", ["model.norm.weight"], "classifier"),
+        ("classifier.dense.weight", ["classifier.out.weight"], "classifier.dense"),
+        ("classifier.dense.weight", ["classifier.dense.bias"], ""),
+        ("scale", ["model.norm.weight"], ""),
+    ],
+)
+def test_module_to_save_contains_no_weight_of_base(name: str, other_names: list[str], module: str) -> None:
+    assert find_outermost_module(name, other_names) == module
 
 
 KINDS: list[dict[str, Any]] = [
@@ -109,7 +127,7 @@ def test_adapter_patterns_time_out(
     monkeypatch.setattr(patterns, "_TIMEOUT_SECONDS", 0.2)
     path = tmp_path / "adapter_config.json"
     path.write_text(json.dumps({"peft_type": "LORA", "r": 3, "lora_alpha": 5, **values}))
-    with pytest.raises(UserError, match=r"adapter.* takes too long to match; use names, or a simpler"):
+    with pytest.raises(UserError, match=r"adapter.* takes too long to match; use a simpler pattern"):
         adapted(tmp_path, adapter__type=None, adapter__config=str(path))
 
 
@@ -131,7 +149,9 @@ def test_adapter_config_file_of_peft_is_used(tmp_path: Path) -> None:
         adapted(tmp_path, adapter__config=str(path), adapter__r=4)
     document = json.loads(path.read_text())
     path.write_text(json.dumps({**document, "peft_type": "VERA"}))
-    with pytest.raises(UserError, match="VERA are not supported, only adapters of type LORA and IA3"):
+    with pytest.raises(
+        UserError, match="peft_type 'VERA' is not supported; use an adapter with peft_type LORA or IA3"
+    ):
         adapted(tmp_path, adapter__config=str(path))
     for lacking, wanted in (
         ({"r": None, "lora_alpha": None, "rank_pattern": None}, {"r": 8, "lora_alpha": 8}),
@@ -155,3 +175,20 @@ def test_adapter_trains_classifier_head(tmp_path: Path) -> None:
     model, adapter = adapted(tmp_path, **given)
     assert any(name.startswith("classifier.modules_to_save.") for name in get_checkpointed_tensors(model))
     assert to_peft_document(adapter.config)["task_type"] == "SEQ_CLS"
+
+
+def test_check_source_adapter_reads_headers_without_asserts() -> None:
+    """With ``python -O``, which removes asserts, the check still runs before memory is allocated."""
+
+    class Unreadable:
+        _run = load_config(None, {"adapter.name_or_path": "missing"})
+
+        @property
+        def _source_adapter(self) -> None:
+            raise UserError("adapter.name_or_path: cannot be read")
+
+    namespace: dict[str, Any] = {}
+    source = textwrap.dedent(inspect.getsource(Adapter.check_source_adapter))
+    exec(compile(source, "adapter.py", "exec", optimize=1), namespace)
+    with pytest.raises(UserError, match="cannot be read"):
+        namespace["check_source_adapter"](Unreadable())

@@ -11,8 +11,10 @@ import pytest
 
 from portable.config import load_config
 from portable.config.derived_defaults import DEFAULTS_BY_TRAINING_KIND
-from portable.errors import UserError
+from portable.converters.storage.store_errors import RetriesExhaustedError
+from portable.errors import RunError, UserError
 from portable.optim.schedule import build_schedule
+from portable.output import existing_run
 from portable.reporting.html_report import write_report
 from portable.reporting.metrics import EVENTS_FILE, read_metrics
 from portable.run.rank import LaunchMode, run_rank
@@ -116,21 +118,24 @@ def test_changed_schedule_is_followed_and_unset_settings_are_kept(
     [
         (
             {"train__learning_rate": 1e-3},
-            r"^output_dir: .*run contains a run with other settings \(train\.learning_rate: 0\.003 and "
-            r"0\.001\); "
-            r"add --allow-changes .*--checkpoint\.resume .*step-000008$",
+            r"^output_dir: .*run contains a run with other settings \(train\.learning_rate: 0\.003 "
+            r"there, 0\.001 here\); "
+            r"add --allow-changes .*--checkpoint\.resume .*step-000008 to start .*$",
         ),
-        ({"train__steps": 6}, r"train\.steps: 8 and 6.*--allow-changes"),
+        ({"train__steps": 6}, r"train\.steps: 8 there, 6 here.*--allow-changes"),
         (
             {"train__steps": 6, "checkpoint__allow_changes": True},
             r"^train\.steps: .* is at step 8.*; set train.steps to 8",
         ),
-        ({"seed": 5, "checkpoint__allow_changes": True}, r"\(seed: 0 and 5\).*--checkpoint\.resume"),
+        ({"seed": 5, "checkpoint__allow_changes": True}, r"\(seed: 0 there, 5 here\).*--checkpoint\.resume"),
         (
             {"model__config": {**TINY_MODEL, "hidden_size": 64}, "checkpoint__allow_changes": True},
-            r"\(model\.config\.hidden_size: 48 and 64\); choose another output_dir$",
+            r"\(model\.config\.hidden_size: 48 there, 64 here\); choose another output_dir$",
         ),
-        ({"train__optimizer": "sgd"}, r"\(train\.optimizer: 'adamw' and 'sgd'\); choose another output_dir$"),
+        (
+            {"train__optimizer": "sgd"},
+            r"\(train\.optimizer: 'adamw' there, 'sgd' here\); choose another output_dir$",
+        ),
         (
             {
                 "train__steps": None,
@@ -138,7 +143,7 @@ def test_changed_schedule_is_followed_and_unset_settings_are_kept(
                 "train__global_batch_size": 3,
                 "checkpoint__allow_changes": True,
             },
-            r"^train\.epochs: steps of different train\.global_batch_size .*set train\.steps",
+            r"^train\.epochs: train\.global_batch_size has changed, .*set train\.steps",
         ),
     ],
 )
@@ -159,7 +164,7 @@ def test_eval_only_and_replay_reject_other_data(tmp_path: Path, corpus: Path, fi
     config = configured(finished, corpus, **CONSTANT, data__source=str(other))
     modes = (LaunchMode(eval_only=True), LaunchMode(replay=6))
     for mode in modes:
-        with pytest.raises(UserError, match="was trained on other tokens"):
+        with pytest.raises(UserError, match="the tokens, or the proportions of the sources, have changed"):
             run_rank("cpu", config, mode)
 
 
@@ -210,12 +215,15 @@ def test_new_folder_continues_from_a_checkpoint_with_other_settings(
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"model__config": {**TINY_MODEL, "rope_theta": 5e4}}, r"another run \(model\.config\.rope_theta"),
+        (
+            {"model__config": {**TINY_MODEL, "rope_theta": 5e4}},
+            r"model\.config\.rope_theta is not set in .*, but 50000\.0 in",
+        ),
         (
             {"train__optimizer": "sgd"},
-            r"another run \(train\.optimizer: 'adamw' and 'sgd'\); set train\.optimizer",
+            r"train\.optimizer is 'adamw' in .*, but 'sgd' in this run; set train\.optimizer",
         ),
-        ({"data__vocab_size": 300}, r"another tokenizer.*; set data\.tokenizer: .*step-000004"),
+        ({"data__vocab_size": 300}, r"a different tokenizer.*; set data\.tokenizer: .*step-000004"),
         ({"train__learning_rate": 1e-3, "train__steps": 4}, r"is at step 4, but this run ends after step 4"),
     ],
 )
@@ -322,3 +330,19 @@ def test_run_keeps_defaults_of_version_that_began_it(
     assert load_config(tmp_path / "run" / "config.yaml") == earlier
     assert read_rates(tmp_path / "run") == read_rates(tmp_path / "uninterrupted")
     assert losses(tmp_path / "run") == losses(tmp_path / "uninterrupted")
+
+
+def test_outage_while_changes_are_checked_is_run_error(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An outage is converted like in all other accesses to the output folder, instead of a traceback."""
+    config = configured(tmp_path, corpus)
+
+    class UnavailableCheckpoints:
+        def find_latest(self) -> None:
+            raise RetriesExhaustedError("s3://b/run: timeout after 60 s")
+
+    monkeypatch.setattr(existing_run, "open_checkpoints", lambda _: UnavailableCheckpoints())
+    existing = existing_run.ExistingRun(config.replaced({"train.steps": 3}), None)
+    with pytest.raises(RunError, match="output_dir: s3://b/run: timeout"):
+        existing_run.check_may_continue_run(tmp_path, existing, config)

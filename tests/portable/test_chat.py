@@ -118,7 +118,7 @@ def test_chat_errors_suggest_fix(trained: Path, tmp_path: Path, capsys: pytest.C
     assert "portable-convert" in read_error(str(tmp_path / "run"))
     (trained / "base").rename(trained / "moved")
     try:
-        assert "which does not exist; run the command in the folder" in read_error(str(trained / "lora"))
+        assert "does not exist; run the command in the folder" in read_error(str(trained / "lora"))
     finally:
         (trained / "moved").rename(trained / "base")
     assert "--max-tokens: 0 is out of range" in read_error(str(trained / "whole"), "--max-tokens", "0")
@@ -164,12 +164,12 @@ def test_chat_answer_about_images_equals_transformers(
 @pytest.mark.parametrize(
     ("typed", "error"),
     [
-        ("/image nothing.png\nWhy?", "/image: cannot read 'nothing.png' (no such file)"),
-        ("/image /dev/zero", "/image: cannot read '/dev/zero' (no such file)"),
+        ("/image nothing.png\nWhy?", "/image: cannot read 'nothing.png' (the file does not exist)"),
+        ("/image /dev/zero", "/image: cannot read '/dev/zero' (the file does not exist)"),
         ("/image text.png", "/image: cannot read 'text.png' (not a JPEG, "),
         (
             "/image a.png\n<image> or <image>?",
-            "contains the image placeholder '<image>' 3 times, but has 1 image;",
+            "contains the image placeholder '<image>' 3 times, but the conversation has 1 image;",
         ),
     ],
 )

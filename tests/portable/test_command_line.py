@@ -128,7 +128,7 @@ REFUSED += [
     {"settings": {"output_dir": "a/" * 2100}, "words": ["output_dir", "is too long: the path has"]},
     {
         "flags": f"--eval-only --json {__file__}",
-        "words": ["--json", "does not contain an evaluation; specify another file"],
+        "words": ["--json", "does not contain evaluation results; specify another file"],
     },
 ]
 
@@ -164,7 +164,7 @@ def test_command_line_rejects_folder_of_another_run(
     capsys.readouterr()
     before = snapshot(tmp_path)
     line = refusal(capsys, flags(tiny(tmp_path, corpus, train__steps=3, seed=1)))
-    assert str(tmp_path) in line and "seed: 0 and 1" in line
+    assert str(tmp_path) in line and "seed: 0 there, 1 here" in line
     assert snapshot(tmp_path) == before
     assert main(flags(tiny(tmp_path, corpus, train__steps=3, train__stop_after=1))) == 0  # has been passed
     assert "stopped at step 2 of 3, as train.stop_after requires" in capsys.readouterr().err
@@ -196,10 +196,10 @@ def test_command_line_rejects_partial_launcher_environment(
         (
             "",
             "4",
-            "WORLD_SIZE is set, as in a process that a launcher has started, but RANK is not set; `unset ",
+            "the environment contains WORLD_SIZE, but not RANK; run `unset ",
         ),
         ("4", "4", "but ranks go from 0 to WORLD_SIZE - 1; "),
-        ("0", "2", "but MASTER_ADDR and MASTER_PORT are not set; `unset RANK WORLD_SIZE`"),
+        ("0", "2", "but not MASTER_ADDR or MASTER_PORT; run `unset RANK WORLD_SIZE`"),
     ):
         monkeypatch.setenv("WORLD_SIZE", size)
         if rank:

@@ -19,6 +19,7 @@ from portable.command_line import TrainOptions, parse_train_args
 from portable.config import RunConfig, dump_yaml, find_changes, keys, load_config
 from portable.config.changed_settings import ADJUSTABLE_SETTINGS
 from portable.config.number_types import BoundsReason
+from portable.config.sources import list_evaluation_source_names
 from portable.config.yaml_text import parse_yaml
 from portable.errors import UserError
 from portable.optim.schedule import build_schedule
@@ -167,7 +168,7 @@ LARGE: list[tuple[bytes, str]] = [
     (b"seed: " + b"9" * 5000, "run.yaml:1: '99999"),
     (b"[" * 5000, "run.yaml"),
     (b"\xff\xfe\x00", "run.yaml: is not UTF-8 text; specify a config file"),
-    (b"# " + b"x" * (1 << 20), "run.yaml: is too large for a config (more than 1 MB)"),
+    (b"# " + b"x" * (1 << 20), "run.yaml: is larger than 1 MB, the maximum for a config"),
 ]
 
 
@@ -196,6 +197,47 @@ def test_setting_problems_name_existing_keys(text: str, file: Path) -> None:
         assert problem.keys[0] in problem.reason
         for key in problem.keys:
             assert any(key == name or key.startswith(f"{name}.") for name in (*TABLE, "data")), key
+
+
+def test_weight_schedule_without_sources_is_one_problem() -> None:
+    config = load_config({"data": {"weight_schedule": [{"step": 5, "weights": {"web": 1}}]}})
+    (problem,) = iter_setting_problems(config)
+    assert problem.reason.startswith("data.weight_schedule: has no effect without data.sources")
+
+
+@pytest.mark.parametrize("name", ["qlora", "QLoRA"])
+def test_section_error_translates_word_in_any_case(name: str, file: Path) -> None:
+    line = refusal(file, lambda: loaded(file, f"adapter: {name}"))
+    assert "; write adapter: {type: lora, base: nf4};" in line
+
+
+@pytest.mark.parametrize(
+    ("data", "names"),
+    [
+        ({}, [""]),
+        ({"eval_fraction": 0}, []),
+        ({"stream": True}, []),
+        ({"eval": {"source": "x"}, "eval_fraction": 0.1}, ["", "held_out"]),
+        ({"sources": [{"name": "a"}, {"name": "b"}]}, ["a", "b"]),
+        ({"sources": [{"name": "a", "stream": True}, {"name": "b"}]}, ["b"]),
+        ({"sources": [{"name": "a"}, {"name": "b", "stream": False}], "stream": True}, ["b"]),
+    ],
+)
+def test_list_evaluation_source_names_excludes_streams(data: dict[str, Any], names: list[str]) -> None:
+    assert list_evaluation_source_names(load_config({"data": data}).data) == names
+
+
+@pytest.mark.parametrize(
+    ("settings", "saves"),
+    [
+        ({"checkpoint.every_steps": 5}, True),
+        ({"checkpoint.every_steps": None}, False),
+        ({"checkpoint.every_steps": None, "checkpoint.keep_best": 1}, True),
+        ({"checkpoint.every_steps": None, "checkpoint.keep_best": 1, "train.eval_every": None}, False),
+    ],
+)
+def test_saves_during_training_includes_best_checkpoints(settings: dict[str, Any], saves: bool) -> None:
+    assert load_config(None, settings).saves_during_training is saves
 
 
 def test_setting_problem_names_flag_before_line(file: Path) -> None:
@@ -267,7 +309,7 @@ def test_find_changes_reads_fingerprints_back_from_json() -> None:
     assert find_changes(stored, RunConfig()) == []
     stored["train.optimizer"] = "sgd"
     assert [str(change) for change in find_changes(stored, RunConfig())] == [
-        "train.optimizer: 'sgd' and 'adamw'"
+        "train.optimizer: 'sgd' there, 'adamw' here"
     ]
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from itertools import chain, permutations
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -105,6 +107,35 @@ def test_config_files_do_not_mix_model_types(files: tuple[str, str], tmp_path: P
     config = load_config([files[0], tmp_path / "gpt.yaml"])
     assert config.model.config == {"model_type": "gpt2"}
     assert "model.config.hidden_size" not in config.came_from
+
+
+def test_config_files_replace_data_source_with_its_origins(tmp_path: Path) -> None:
+    mixed, single = tmp_path / "mixed.yaml", tmp_path / "single.yaml"
+    mixed.write_text("data:\n  sources:\n    - {name: a, source: x}\n    - {name: b, source: y}\n")
+    single.write_text("data:\n  source: z\n")
+    replaced = load_config([mixed, single])
+    assert (replaced.data.source, replaced.data.sources) == ("z", ())
+    assert replaced.came_from == {"data.source": f"{single}:2"}
+    assert load_config([mixed, {"data": {"source": "z"}}]).came_from == {}
+    assert "data.source" not in load_config([single, mixed]).came_from
+
+
+@pytest.mark.parametrize(
+    ("name", "default_keys"),
+    [(None, RunConfig().model.config), ("gpt2", {})],
+)
+def test_override_of_model_config_key_does_not_depend_on_order(
+    name: str | None, default_keys: dict[str, Any]
+) -> None:
+    """The other keys come from the pretrained model or, without one, from the default model."""
+    file = {} if name else {"model": {"name_or_path": "other"}}
+    flags = {"--model.name_or_path": name or "null", "--model.config.hidden_size": "512"}
+    for pairs in permutations(flags.items()):
+        config = load_config(file, [*chain(*pairs)])
+        assert config.model.config == {**default_keys, "hidden_size": 512}
+    sections: dict[str, Any] = {"model.config.hidden_size": 512, "model": {"name_or_path": name}}
+    for items in permutations(sections.items()):
+        assert load_config(file, dict(items)).model.config == config.model.config
 
 
 def test_config_error_names_file_of_setting(files: tuple[str, str], tmp_path: Path) -> None:

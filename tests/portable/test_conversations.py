@@ -36,7 +36,7 @@ from portable.run.rank import run_rank
 from tests.converters.compare import tree
 from tests.image_models import write_image_model, write_squares
 from tests.portable.chat_support import GREETING, SYSTEM, TALK, template, tokenizer
-from tests.portable.data_support import Settings, kill_build, replace, write_jsonl
+from tests.portable.data_support import Settings, kill_build, read_sample, replace, write_jsonl
 from tests.portable.parallel_work import work
 from tests.runs import TINY_MODEL, configured, flags, tiny
 
@@ -74,7 +74,7 @@ def texts(settings: Settings) -> list[tuple[str, str]]:
     data = build_data(settings)
     found = []
     for index in range(len(data.train)):
-        row = data.train[index]
+        row = read_sample(data.train, index)
         inputs, labels = row["input_ids"], row["labels"]
         whole = inputs[row["attention_mask"].bool()]
         found.append((data.tokenizer.decode(whole), data.tokenizer.decode(labels[labels != IGNORED_LABEL])))
@@ -124,7 +124,7 @@ def test_json_list_and_lines_are_read_in_pieces(
         assert texts(replace(settings, source=str(path)))[0][1] == "It is 5.<|eot_id|>"
         assert len(build_data(replace(settings, source=str(path))).train) == 6
     path.write_text(json.dumps(rows)[:-1])
-    with pytest.raises(UserError, match="the list of records is incomplete"):
+    with pytest.raises(UserError, match="the file ends in the middle of the list of records"):
         build_data(replace(settings, source=str(path)))
 
 
@@ -175,20 +175,21 @@ def test_conversation_errors_are_listed_by_kind(
         *map(str, (11, 12)),
     ]
     assert (
-        "14 bad records (8 x the assistant has no text, or only context, 4 x messages is missing" in lines[10]
+        "14 bad records (8 x no message with role assistant has text to train on, "
+        "4 x there is no field messages" in lines[10]
     )
     assert lines[10].endswith("correct or remove these records, or set data.on_bad_record to skip")
     skipping = replace(source_settings, on_bad_record="skip")
     data = build_data(skipping)
-    assert len(data.train) == 4 and "14 records were skipped" in capsys.readouterr().err
+    assert len(data.train) == 4 and "14 bad records were skipped" in capsys.readouterr().err
     (line,) = data.sizes.warnings
     assert line.startswith("data.source: 1 answers are empty, so the model is trained to end its turn")
     # Records that the template cannot render.
     source_settings = written(settings, good, lost, good, lost)
     with pytest.raises(MultipleMistakesError) as error:
         build_data(source_settings)
-    assert [line.count("leaves out the call of 'look'") for line in error.value.lines[:2]] == [1, 1]
-    assert "2 bad records (2 x the template leaves out the call of '...')" in error.value.lines[2]
+    assert [line.count("leaves out the call of the tool 'look'") for line in error.value.lines[:2]] == [1, 1]
+    assert "2 bad records (2 x the template leaves out the call of the tool '...')" in error.value.lines[2]
     assert len(build_data(replace(source_settings, on_bad_record="skip")).train) == 2
     with pytest.raises(
         UserError, match=r"chat.jsonl:2: .*leaves out the call .*or set data.on_bad_record to skip"
@@ -215,11 +216,13 @@ def test_skipping_remedy_is_given_if_bad_records_are_not_skipped(
     texts = pa.array([b"good", b"\xff", b"also good"], pa.binary()).view(pa.string())
     pq.write_table(pa.table({"text": texts}), path.with_suffix(".parquet"))
     parquet_settings = replace(settings, source=str(path.with_suffix(".parquet")))
-    with pytest.raises(UserError, match=f"not UTF-8; correct or remove the row, {remedy}"):
+    with pytest.raises(
+        UserError, match=rf"cannot be read \(not UTF-8\); correct or remove the row, {remedy}"
+    ):
         build_data(parquet_settings)
     build_data(replace(parquet_settings, on_bad_record="skip"))
     warned = capsys.readouterr().err
-    assert "not UTF-8; correct or remove the row\n" in warned and remedy not in warned
+    assert "(not UTF-8); correct or remove the row\n" in warned and remedy not in warned
 
 
 def test_first_record_that_cannot_be_read_is_skipped(
@@ -260,7 +263,7 @@ def test_tokenizer_without_chat_template_is_rejected(settings: Settings, tmp_pat
         ):
             opening(given)
     # ChatML's tokens are not this tokenizer's, so that none of them would end an answer.
-    with pytest.raises(UserError, match="never include the token that ends an answer"):
+    with pytest.raises(UserError, match="no trained token ends an answer"):
         build_data(replace(given, chat_template="chatml"))
 
 
@@ -271,7 +274,9 @@ def test_answers_with_untrained_end_are_rejected(settings: Settings, tmp_path: P
     text = text.replace("{%- endgeneration %}", "{%- endgeneration %}{{ '<|eot_id|>' }}")
     (tmp_path / "endless.jinja").write_text(text)
     given = written(settings, {"messages": GREETING}, chat_template=str(tmp_path / "endless.jinja"))
-    with pytest.raises(UserError, match=r"they end in 'It is 5.', and then comes '<\|eot_id\|>'"):
+    with pytest.raises(
+        UserError, match=r"the trained tokens end in 'It is 5.', and then comes '<\|eot_id\|>'"
+    ):
         build_data(given)
     assert build_data(replace(given, train_on="all")).end_of_turn_token is not None
 
@@ -285,7 +290,7 @@ def test_split_answers_keep_columns_of_record(settings: Settings, tmp_path: Path
     rows = [{"messages": TALK, "n": 5}, {"messages": GREETING, "n": 6}]
     given = written(settings, *rows, tokenizer=str(tmp_path / "qwen3"), columns=("n",), seq_len=256)
     data = build_data(given)
-    assert sorted(data.train[at]["n"].item() for at in range(4)) == [5, 5, 5, 6]
+    assert sorted(read_sample(data.train, at)["n"].item() for at in range(4)) == [5, 5, 5, 6]
     (line,) = data.sizes.warnings
     assert "1 of 2 conv" in line and inspect_data_sizes(given).warnings == [line]
 
@@ -314,9 +319,13 @@ def test_named_chat_template_is_saved_with_tokenizer(settings: Settings, tmp_pat
 @pytest.mark.parametrize(
     ("mode", "kept", "warning"),
     [
-        ("end", [0, 2, 3], "1 of 4 lose their end, .* tokens; 1 are left out: no trained token remains"),
-        ("start", [0, 1, 2, 3], "2 of 4 lose their beginning, .* tokens"),
-        ("drop", [0, 3], "2 are left out as too long"),
+        (
+            "end",
+            [0, 2, 3],
+            r"1 of 4 samples is truncated at the end \(.* tokens? .*\); 1 of 4 samples is left out because",
+        ),
+        ("start", [0, 1, 2, 3], r"2 of 4 samples are truncated at the beginning \(.* tokens"),
+        ("drop", [0, 3], "2 of 4 samples are left out because of their length"),
     ],
 )
 def test_truncation_warning_counts_samples(
@@ -328,13 +337,27 @@ def test_truncation_warning_counts_samples(
     given = written(settings, *rows, truncation=mode)
     data = build_data(given)
     (line,) = data.sizes.warnings
-    assert re.search(f"^data.truncation: of the samples, {warning}", line)
+    assert re.search(f"^data.truncation: {warning}", line)
     assert inspect_data_sizes(given).warnings == [line]
     numbers = [data.train.list_document_numbers(index)[0] for index in range(len(data.train))]
     assert sorted(numbers) == kept
     answers = dict(zip(numbers, (answer for _, answer in texts(given)), strict=True))
     assert all(answers.values())
     assert mode != "start" or answers[1] == "It is 5.<|eot_id|>"
+
+
+def test_truncation_that_leaves_out_every_pair_is_rejected(settings: Settings) -> None:
+    """One answer of each pair is too long, so half of all answers would fit."""
+    short, long = ([{"role": "assistant", "content": text}] for text in ("It is 5.", "and more " * 60))
+    rows = [
+        {"prompt": [QUESTION], "chosen": chosen, "rejected": rejected}
+        for chosen, rejected in ((short, long), (long, short))
+    ]
+    pair_settings = replace(written(settings, *rows, truncation="drop"), format="preference")
+    with pytest.raises(
+        UserError, match=r"^data.truncation: no preference pair is left, .*raise data.seq_len"
+    ):
+        build_data(pair_settings)
 
 
 def test_truncation_of_every_answer_end_is_rejected(settings: Settings) -> None:
@@ -344,7 +367,7 @@ def test_truncation_of_every_answer_end_is_rejected(settings: Settings) -> None:
     with pytest.raises(UserError, match=r"all samples are cut before '<\|eot_id\|>'.*raise data.seq_len"):
         build_data(given)
     assert len(build_data(replace(given, truncation="start")).train) == 2
-    with pytest.raises(UserError, match="would never stop"):
+    with pytest.raises(UserError, match="would not learn to stop"):
         inspect_data_sizes(given)
     assert len(build_data(written(settings, {"messages": long}, {"messages": GREETING})).train) == 2
 
@@ -367,10 +390,11 @@ def test_packed_conversations_follow_masks(settings: Settings) -> None:
     ]
     answered = [number for number, row in enumerate(expected) if (row != IGNORED_LABEL).any()]
     assert 0 < len(answered) < len(expected)
-    assert [data.train[index]["labels"].tolist() for index in range(len(data.train))] == [
+    assert [read_sample(data.train, index)["labels"].tolist() for index in range(len(data.train))] == [
         expected[number].tolist() for number in answered
     ]
-    assert f"{len(expected) - len(answered):,} are left out" in data.sizes.warnings[0]
+    left_out = f"{len(expected) - len(answered):,} of {len(expected):,} samples are left out"
+    assert left_out in data.sizes.warnings[0]
     sizes = inspect_data_sizes(given)
     assert (sizes.train_samples, sizes.warnings) == (len(answered), data.sizes.warnings)
 
@@ -431,9 +455,9 @@ def test_map_in_order_reports_errors_and_deaths() -> None:
     found = map_in_order(work, [*range(5), -1, 7], num_processes=2, num_local_items=1)
     with pytest.raises(UserError, match="refused"):
         assert [next(found) for _ in range(5)] == [0, 1, 4, 9, 16] and next(found)
-    with pytest.raises(RunError, match="a process that tokenizes ended with code -9"):
+    with pytest.raises(RunError, match="a tokenization process ended with exit code -9"):
         list(map_in_order(work, [1, -2, 3], num_processes=2))
-    with pytest.raises(RunError, match=r"a process that tokenizes failed \(OSError: no room\)"):
+    with pytest.raises(RunError, match=r"a tokenization process failed \(OSError: no room\)"):
         list(map_in_order(work, [1, -3], num_processes=2))
 
 
@@ -537,7 +561,7 @@ def test_show_data_marks_trained_text(
     assert main([*flags(given), "--show-data", "2"]) == 0
     shown = capsys.readouterr().out
     # Packed conversations are shown one by one, with a line between them.
-    assert sorted(re.findall(r"--- sample \d, of document (\d):", shown)) == ["0", "1"]
+    assert sorted(re.findall(r"--- sample \d, from document (\d):", shown)) == ["0", "1"]
     assert "[[It is 5.<|eot_id|>]]<|start_header_id|>user" in shown
     assert "[[\\x1b[2J<|eot_id|>]]" in shown and "\x1b" not in shown
     assert "Be brief.<|eot_id|>" in shown
@@ -573,3 +597,15 @@ def test_show_data_and_report_show_images(
     for url in urls:
         picture = Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2])))
         assert picture.format == "JPEG" and max(picture.size) <= 96
+
+
+def raise_run_error(reason: str) -> None:
+    raise RunError(reason)
+
+
+def test_worker_process_keeps_message_of_run_error() -> None:
+    reason = "data.source: s3://b/a.jsonl: the store is away; run the command again"
+    with parallel_map.WorkerProcess(raise_run_error) as worker:
+        worker.send_item(reason)
+        with pytest.raises(RunError, match=f"^{reason}$"):
+            worker.receive_result()

@@ -11,6 +11,7 @@ import sys
 import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -25,6 +26,9 @@ from portable.api import replace_settings_with_objects
 from portable.batch import Batch
 from portable.callbacks import Run
 from portable.config import RunConfig
+from portable.config.sections import DataConfig
+from portable.data.dataset import build_data, inspect_data_sizes
+from portable.data.sources.custom_records import CustomRecords, write_records_file
 from portable.errors import ReportedElsewhereError
 from portable.model import build as models
 from portable.model.training_loss import Outputs
@@ -62,17 +66,17 @@ def no_model(model: Any) -> Any:
     ("key", "name", "told"),
     [
         ("data.source", "nothing", "returns a NoneType, not an iterable; return an iterable"),
-        ("data.source", "failing", "fails (ValueError: no more; test_custom_code.py, line"),
+        ("data.source", "failing", "raises an error (ValueError: no more; test_custom_code.py, line"),
         (
             "data.source",
             "Rows(wrong='shape')",
-            "labels of sample 30 is int64 [31], but labels of the first sample is",
+            "labels is int64 [31] in sample 30, but int64 [",
         ),
-        ("data.source", "Rows(wrong='tokens')", "sample 30 has tokens from 5 to 1000000, but the"),
+        ("data.source", "Rows(wrong='tokens')", "sample 30 has token ids from 5 to 1000000, but the"),
         (
             "data.source",
             "NoFingerprint",
-            "has no attribute fingerprint; define fingerprint as a string that identifies the content",
+            "the attribute fingerprint is missing or not a string; set fingerprint to a string that",
         ),
         ("model.function", "no_model", "no_model: returns a str, not a transformers model or None"),
     ],
@@ -97,6 +101,31 @@ def test_custom_records_in_memory_are_read(tmp_path: Path, corpus: Path) -> None
     assert [document.text for document in found.iter_documents()] == [row["text"] for row in rows]
     with pytest.raises(UserError, match="data: record 2 is a str"):
         replace_settings_with_objects(config, data=[{"text": "a"}, "b"])
+
+
+@pytest.mark.parametrize("name", ["mappings", "unreadable"])
+def test_custom_records_may_be_mappings_other_than_dicts(name: str, tmp_path: Path) -> None:
+    """The cache key equals the key of the same records as dicts."""
+    records_source = CustomRecords(f"{HERE}:{name}", source(f"{HERE}:{name}").settings)
+    if name == "unreadable":
+        with pytest.raises(UserError, match="record 1 cannot be converted to JSON"):
+            records_source.cache_key  # noqa: B018
+        return
+    assert [document.text for document in records_source.iter_documents()] == ["a", "b"]
+    dicts = CustomRecords(f"{HERE}:mappings", records_source.settings)
+    dicts.records = [{"text": "a", "more": {"n": 1}}, {"text": "b"}]
+    assert records_source.cache_key == dicts.cache_key
+    written = [write_records_file(data.records, tmp_path) for data in (records_source, dicts)]
+    assert written[0] == written[1]
+
+
+def mappings() -> list[MappingProxyType[str, Any]]:
+    first = {"text": "a", "more": MappingProxyType({"n": 1})}
+    return [MappingProxyType(first), MappingProxyType({"text": "b"})]
+
+
+def unreadable() -> list[dict[str, Any]]:
+    return [{"text": object()}]
 
 
 # -- finished samples --------------------------------------------------------------------------------------
@@ -126,6 +155,12 @@ class Rows:
         if self.wrong == "tokens" and number == 30:
             found["input_ids"] = [5] * 31 + [1_000_000]
         return found
+
+
+@pytest.mark.parametrize("function", [build_data, inspect_data_sizes])
+def test_finished_samples_require_tokenizer(function: Callable[[DataConfig], object]) -> None:
+    with pytest.raises(UserError, match=r"data\.tokenizer: is required for finished samples"):
+        function(DataConfig(source=f"{HERE}:Rows", format="samples", seq_len=32))
 
 
 class NoFingerprint(Rows):
@@ -283,7 +318,7 @@ WHERE = (
 @pytest.mark.parametrize(
     ("strategy", "remedy"),
     [
-        ("full_shard", "call full_tensor() first, on all ranks"),
+        ("full_shard", "call full_tensor() on the parameter first, on all ranks"),
         ("zero3", "read the parameter within deepspeed.zero.GatheredParameters, on all ranks"),
     ],
 )

@@ -18,7 +18,7 @@ from portable.batch import IGNORED_LABEL, Batch
 from portable.config import RunConfig
 from portable.evaluation.metrics import evaluate
 from portable.model.regularization import install_embedding_noise
-from portable.model.training_loss import Outputs
+from portable.model.training_loss import Outputs, TrainingLoss
 from portable.run.batches import build_eval_loader
 from tests.engines import ENGINES, Engines
 from tests.gpu.test_parity import STEPS, plain_losses
@@ -220,13 +220,13 @@ class Odd:
 
 ODD = {
     "mean": r"returns \S+ for a micro-batch, but \S+ in total for its two halves; .*return a sum",
-    "fails": r"fails \(KeyError: 'no such.*column'; test_custom_loss.py, line \d+\)",
-    "shapes": r"fails \(RuntimeError: The size of tensor.*; test_custom_loss.py, line \d+\)",
-    "helper": r"fails \(ValueError: Expected input batch_size.*; test_custom_loss.py, line \d+\)",
-    "undone": r"the backward pass fails \(RuntimeError: .*inplace.*; test_custom_loss.py, line \d+\)",
+    "fails": r"raises an error \(KeyError: 'no such.*column'; test_custom_loss.py, line \d+\)",
+    "shapes": r"raises an error \(RuntimeError: The size of tensor.*; test_custom_loss.py, line \d+\)",
+    "helper": r"raises an error \(ValueError: Expected input batch_size.*; test_custom_loss.py, line \d+\)",
+    "undone": r"backward pass raises an error \(RuntimeError: .*inplace.*; test_custom_loss.py, line \d+\)",
     "detached": "the sum has no gradient",
     "in place": r"changes batch\['labels'\] in place; change a copy",
-    "of rows": "the returned weights are ",
+    "of rows": "the weights that the loss returns are ",
     "negative": r"weight\(\) returns -1; return a finite number of at least 0",
 }
 
@@ -265,11 +265,19 @@ def test_custom_loss_that_is_mean_is_detected_without_halves(
 @pytest.mark.parametrize(
     ("more", "told"),
     [
-        ({"data__packing": True}, r"data\.packing: true joins records"),
-        ({"train__loss": None}, r"data\.columns: a column of numbers is only for a custom loss"),
+        (
+            {"data__packing": True},
+            r"data\.columns: \w+ has one number.*data\.packing: true joins several records",
+        ),
+        ({"train__loss": None}, r"data\.columns: \w+ is a column of numbers, which only a custom loss"),
         ({"train__z_loss": 0.1}, r"train\.z_loss: 0\.1 changes the cross-entropy"),
         ({"data__columns": "labels"}, "labels is reserved for model inputs; rename the column"),
-        ({"data__columns": "txet"}, r"data\.columns: .*: no field 'txet'.*did you mean 'text'"),
+        ({"data__columns": "part_positions"}, "part_positions is reserved for model inputs"),
+        (
+            {"data__columns": [], "data__eval": {"source": "a.jsonl", "columns": ["labels"]}},
+            r"data\.eval\.columns: labels is reserved for model inputs; rename the column",
+        ),
+        ({"data__columns": "txet"}, r"data\.columns: .* no field 'txet' .*did you mean 'text'"),
         ({"data__columns": "text"}, r"data\.columns: .*: 'text' is of type str, not a number"),
     ],
 )
@@ -279,6 +287,36 @@ def test_custom_loss_rejects_incompatible_settings(
     settings = {**PADDED, "data__columns": "share", "train__loss": f"{HERE}:by_column", **more}
     with pytest.raises(UserError, match=told), opened(configured(tmp_path, corpus, **settings)):
         pass
+
+
+def test_mixture_rejects_number_columns_without_custom_loss(corpus: Path, tmp_path: Path) -> None:
+    sources = [{"name": "web", "source": str(corpus), "weight": 1, "columns": ["share"]}]
+    message = r"data\.sources\.web\.columns: share is a column of numbers, which only a custom loss"
+    with pytest.raises(UserError, match=message):
+        configured(tmp_path, corpus, **PADDED, data__source=None, data__sources=sources)
+
+
+class PairedScores:
+    """Loss of pairs that only reads the scores that a custom head adds to the model output."""
+
+    whole = True
+    sequences = 2
+    needs = ()
+
+    def __call__(self, outputs: Outputs, batch: Any) -> tuple[Tensor, int]:
+        assert outputs.model is not None
+        scores = outputs.model["scores"].unflatten(0, batch["labels"].shape[:2])
+        return -functional.logsigmoid(scores[:, 0] - scores[:, 1]).sum(), len(batch["labels"])
+
+
+def test_custom_loss_may_only_read_model_output() -> None:
+    """The entries of the model output have one row per sequence, and the logits have no gradient."""
+    scores = torch.randn(8, requires_grad=True)
+    batch = {"labels": torch.zeros(4, 2, 3, dtype=torch.long)}
+    loss = TrainingLoss("train.loss: scores", PairedScores())
+    total = loss(Outputs(logits=torch.randn(4, 2, 3, 5), model={"scores": scores}), batch)[0]
+    pairs = scores.detach().view(4, 2)
+    assert float(total) == pytest.approx(float(-functional.logsigmoid(pairs[:, 0] - pairs[:, 1]).sum()))
 
 
 def test_embedding_noise_depends_on_step_seed(corpus: Path, tmp_path: Path) -> None:

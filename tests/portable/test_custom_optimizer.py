@@ -196,9 +196,15 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"train__betas": [0.9, 0.999]},
         r"train\.betas: has no effect .* NAdam\(betas=\.\.\.\)",
     ),
-    "torch.optim:Adafactor": ({"strategy": "zero2"}, r"ZeRO's flat partitions; use strategy full_shard"),
-    f"{HERE}:Odd": ({"train__weight_decay": 0.1}, r"takes no weight_decay; set train.weight_decay to 0"),
-    f"{HERE}:Fails": ({}, r"fails \(ZeroDivisionError: one by none; test_custom_optimizer\.py, line \d+\)"),
+    "torch.optim:Adafactor": ({"strategy": "zero2"}, r"ZeRO's flat partitions; set strategy to full_shard"),
+    f"{HERE}:Odd": (
+        {"train__weight_decay": 0.1},
+        r"which has no argument weight_decay; set train.weight_decay to 0",
+    ),
+    f"{HERE}:Fails": (
+        {},
+        r"raises an error \(ZeroDivisionError: one by none; test_custom_optimizer\.py, line \d+\)",
+    ),
 }
 
 

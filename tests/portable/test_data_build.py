@@ -11,7 +11,7 @@ from portable.data.dataset import build_data, inspect_data_sizes
 from portable.data.samples.classes import ModelClasses
 from portable.data.sources.hub_dataset import HubDataset
 from portable.errors import UserError
-from tests.portable.data_support import Settings, corpus, replace, texts, write_jsonl
+from tests.portable.data_support import Settings, corpus, read_sample, replace, texts, write_jsonl
 
 
 @pytest.fixture
@@ -28,8 +28,8 @@ def test_build_data_packs_causal_text(settings: Settings) -> None:
     decoded = data.tokenizer.decode
     stream = "".join(text + data.tokenizer.eos_token for text in texts(60))
     assert data.first_eval is not None
-    parts = [data.train[i]["input_ids"] for i in range(len(data.train))]
-    parts += [data.first_eval[i]["input_ids"] for i in range(len(data.first_eval))]
+    parts = [read_sample(data.train, i)["input_ids"] for i in range(len(data.train))]
+    parts += [read_sample(data.first_eval, i)["input_ids"] for i in range(len(data.first_eval))]
     assert stream.startswith("".join(decoded(part) for part in parts))
     assert data.vocab_size == len(data.tokenizer) == 300
     assert data.sizes.documents == 60 and data.sizes.tokens is not None
@@ -41,7 +41,7 @@ def test_end_token_is_not_added_twice(settings: Settings, tmp_path: Path) -> Non
     said = ["the dog", "the dog<|endoftext|>", "the<|endoftext|> dog<|endoftext|>"]
     path = write_jsonl(tmp_path / "ends.jsonl", [{"text": text} for text in said])
     data = build_data(replace(settings, source=str(path), packing="documents", seq_len=32, eval_fraction=0))
-    (row,) = [data.train[at] for at in range(len(data.train))]
+    (row,) = [read_sample(data.train, at) for at in range(len(data.train))]
     end = data.tokenizer.eos_token_id
     assert row["labels"].tolist().count(end) == 4
 
@@ -85,7 +85,7 @@ def test_target_language_must_match_tokenizer(settings: Settings, tmp_path: Path
     for given, language, told in (
         (several, None, "is missing"),
         (several, "deu_LatnX", ".*did you mean de"),
-        (plain, "de", "'de' is for a multilingual tokenizer"),
+        (plain, "de", "is 'de', but .* is not a multilingual tokenizer"),
     ):
         for look in (build_data, inspect_data_sizes):
             with pytest.raises(UserError, match=rf"data\.target_language: {told}"):
@@ -125,9 +125,9 @@ def test_hub_dataset_class_labels_are_used(settings: Settings, monkeypatch: pyte
     given = replace(settings, source="org/news", eval_fraction=0.0)
     data = build_data(given, task="sequence-classification")
     assert data.label_names == tuple(names)
-    found = [int(data.train[i]["labels"]) for i in range(20)]
+    found = [int(read_sample(data.train, i)["labels"]) for i in range(20)]
     assert found == [labels[data.train.list_document_numbers(i)[0]] for i in range(20)]
     known = ModelClasses("model.name_or_path", ("Business", "Sports", "World"))
     data = build_data(given, task="sequence-classification", model_classes=known)
     assert data.label_names == known.names
-    assert [int(data.train[i]["labels"]) for i in range(20)] == [2 - label for label in found]
+    assert [int(read_sample(data.train, i)["labels"]) for i in range(20)] == [2 - label for label in found]

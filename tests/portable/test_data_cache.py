@@ -185,7 +185,7 @@ def test_token_cache_does_not_depend_on_processes_and_kills(
         assert documents > 5
         capsys.readouterr()
         assert tree(build(in_memory, tokenizer, tmp_path / "killed").folder) == whole
-        assert f"continuing after {documents:,} documents" in capsys.readouterr().err
+        assert f"continuing after the {documents:,} documents" in capsys.readouterr().err
         kill_build(3, partial(build, in_memory, tokenizer, tmp_path / "damaged"))
         (draft,) = (tmp_path / "damaged" / "tokens").glob("*.draft")
         _changed(draft / "text.bin", _flip)
@@ -313,7 +313,7 @@ def test_large_token_cache_checks_checksums_per_block(
 
 def test_failed_token_cache_build_leaves_nothing(tokenizer: Any, tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}] * 5000 + [{"body": "b"}])
-    with pytest.raises(UserError, match=r"a\.jsonl:5001: no field 'text'"):
+    with pytest.raises(UserError, match=r"a\.jsonl:5001: there is no field 'text'"):
         build(source(str(path)), tokenizer, tmp_path / "cache")
     assert not [entry for entry in (tmp_path / "cache" / "tokens").iterdir() if entry.is_dir()]
     with pytest.raises(UserError, match="contains no text"):

@@ -126,10 +126,10 @@ def test_source_of_every_kind_has_texts_and_cache_key(
     assert len({whole.cache_key, few.cache_key, opened(name, tmp_path, text_field="other").cache_key}) == 3
     assert opened(name, tmp_path).cache_key == whole.cache_key
     if kind not in ("lines.txt", "saved"):
-        with pytest.raises(UserError, match=r"data.text_field: .* no field 'txt'; .* did you mean 'text'\?"):
+        with pytest.raises(UserError, match=r"data.text_field: .* no field 'txt' .*did you mean 'text'\?"):
             checked(opened(name, tmp_path, text_field="txt"))
     with (
-        pytest.raises(UserError, match=r"changed while it was read; wait until no program writes"),
+        pytest.raises(UserError, match=r"changed while it was being read; wait until no program is writing"),
         whole.check_unchanged(),
     ):
         next(documents := whole.iter_documents())

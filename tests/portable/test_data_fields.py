@@ -12,7 +12,7 @@ import yaml
 
 from portable.data.dataset import build_data, inspect_data_sizes
 from portable.errors import UserError
-from tests.portable.data_support import Settings, replace, word_level, write_jsonl
+from tests.portable.data_support import Settings, read_sample, replace, word_level, write_jsonl
 
 WORDS = [f"w{number}" for number in range(40)]
 KINDS = yaml.safe_load(Path(__file__).with_name("tokenizer_kinds.yaml").read_text("utf-8"))["pairs"]
@@ -59,7 +59,7 @@ def test_text_pairs_match_tokenizer(tmp_path: Path, kind: str, seq_len: int) -> 
             padding="max_length",
             return_tensors="pt",
         )
-        ours = data.train[index]
+        ours = read_sample(data.train, index)
         assert int(ours.pop("labels")) == row["label"]
         assert set(ours) == set(theirs)
         assert all(torch.equal(ours[name], theirs[name][0]) for name in ours)
@@ -93,7 +93,7 @@ def test_nested_fields_prefix_and_target_length_match_tokenizer(tmp_path: Path) 
     for index in range(30):
         row = TRANSLATIONS[data.train.list_document_numbers(index)[0]]["translation"]
         text, target = f"w1 w2 : {row['en']}", row["de"]
-        sample = data.train[index]
+        sample = read_sample(data.train, index)
         theirs = data.tokenizer(text, truncation=True, max_length=8, padding="max_length")
         assert sample["input_ids"].tolist() == theirs["input_ids"]
         theirs = data.tokenizer(target, truncation=True, max_length=4, padding="max_length")
@@ -109,7 +109,9 @@ def test_field_with_dot_precedes_nested_field(tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "a.jsonl", [{"a.b": "w1 w2 w3", "a": {"b": "w9"}}])
     settings = translations(tmp_path, source=str(source), text_field="a.b", target_field="a.b", seq_len=8)
     data = build_data(settings, task="seq2seq-lm")
-    assert data.tokenizer.decode(data.train[0]["input_ids"], skip_special_tokens=True) == "w1 w2 w3"
+    assert (
+        data.tokenizer.decode(read_sample(data.train, 0)["input_ids"], skip_special_tokens=True) == "w1 w2 w3"
+    )
 
 
 def test_classifier_with_two_text_fields_is_rejected(tmp_path: Path) -> None:
@@ -119,7 +121,9 @@ def test_classifier_with_two_text_fields_is_rejected(tmp_path: Path) -> None:
         {"premise": "a", "hypothesis": "c", "label": 0},
     ]
     path = write_jsonl(tmp_path / "a.jsonl", rows)
-    with pytest.raises(UserError, match=r"to the field to read, and data\.text_pair_field to a second text"):
+    with pytest.raises(
+        UserError, match=r"field to read, and for pairs of texts, set data\.text_pair_field to the field"
+    ):
         build_classifier_data(path, tmp_path)
 
 
@@ -165,7 +169,7 @@ CELLS: dict[str, tuple[list[str], tuple[str, ...] | str]] = {
     "fractions": (["0.5", "1.5", "2"], "regression"),
     "fractions and nan": (
         ["0.5", "1.5", "nan"],
-        "'nan' is not a number, but other labels are numbers with a",
+        "'nan' is not a number, but other labels are decimal numbers",
     ),
     "one fraction": (["0", "1"] * 10 + ["1.5"], "1 of 21 labels have a fraction, such as 1.5"),
     "empty": (["0", "", "1"], "row 2: 'label' is null, not a class"),
@@ -180,7 +184,7 @@ def test_label_kind_depends_on_all_cells(cells: str, tmp_path: Path) -> None:
     if isinstance(wanted, tuple):
         data = build_classifier_data(path, tmp_path)
         assert data.label_names == wanted
-        names = [data.label_names[int(data.train[i]["labels"])] for i in range(len(labels))]
+        names = [data.label_names[int(read_sample(data.train, i)["labels"])] for i in range(len(labels))]
         texts = [data.train.list_document_numbers(i)[0] for i in range(len(labels))]
         spelled = [labels[number] for number in texts]
         same = [
@@ -192,6 +196,12 @@ def test_label_kind_depends_on_all_cells(cells: str, tmp_path: Path) -> None:
     else:
         with pytest.raises(UserError, match=wanted):
             build_classifier_data(path, tmp_path)
+
+
+def test_csv_fraction_and_json_string_are_classes(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("text,label\na,0.5\nb,0.5\n")
+    write_jsonl(tmp_path / "b.jsonl", [{"text": "c", "label": "good"}, {"text": "d", "label": "good"}])
+    assert build_classifier_data(tmp_path, tmp_path / "cache").label_names == ("0.5", "good")
 
 
 def test_label_kind_is_the_same_in_later_pieces(tmp_path: Path) -> None:

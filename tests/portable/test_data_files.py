@@ -19,11 +19,14 @@ import pytest
 from portable.config.sections import DataConfig
 from portable.data.dataset import build_data
 from portable.data.sources import token_files
+from portable.data.sources.pretokenized import INDEX_FILE, PretokenizedSource
 from portable.data.sources.source import DataSource
 from portable.data.tokens.tokenizer import Vocabulary, train_tokenizer
-from portable.errors import UserError
+from portable.errors import MultipleMistakesError, RunError, UserError
+from portable.paths import check_folder_files
+from portable.temporary_folder import open_or_build_cache_folder
 from tests.object_store import ObjectStore
-from tests.portable.data_support import corpus, source, write_jsonl
+from tests.portable.data_support import corpus, read_sample, settings_of, source, write_jsonl
 from tests.portable.test_stream import length
 
 TEXTS = [f"record {number}, of words" for number in range(20)]
@@ -93,6 +96,18 @@ def test_csv_source_reports_line_with_too_many_cells(
     assert f"skipped: data.source: {path}: line 22: expected 2 fields, saw 3" in capsys.readouterr().err
 
 
+def test_csv_source_lists_thousand_lines_with_too_many_cells(
+    opened: Callable[..., DataSource], tmp_path: Path
+) -> None:
+    """The first bad record is another one, in an earlier block of lines than pandas parses at once."""
+    path = tmp_path / "a.csv"
+    path.write_text("text,n\nshort\n" + "a,1\n" * 10_050 + "a,b,c\n" * 1_100)
+    labelled = opened(path, "sequence-classification", label_field="n")
+    with pytest.raises(MultipleMistakesError) as caught:
+        list(labelled.iter_documents())
+    assert "at least 1,000 bad records (999 x " in caught.value.lines[-1]
+
+
 # -- JSON and text ------------------------------------------------------------------------------------------
 
 
@@ -101,7 +116,7 @@ def test_text_source_rejects_utf_16(opened: Callable[..., DataSource], split: st
     path = tmp_path / "a.txt"
     for encoding in ("utf-16", "utf-16-le", "utf-16-be"):
         path.write_text("\n".join(TEXTS), encoding=encoding)
-        assert "convert the file (iconv -t utf-8)" in refusal(opened(path, text_split=split))
+        assert "convert the file to UTF-8 (for example with iconv" in refusal(opened(path, text_split=split))
 
 
 def test_source_detects_format_if_first_file_is_empty(
@@ -170,8 +185,30 @@ def test_source_of_hub_dataset_copy_reads_one_split(
         return
     assert texts(opened(folder)) == ["to train on"]
     assert texts(opened(folder, split="held" if card == "splits" else "test")) == ["to evaluate"]
-    with pytest.raises(UserError, match=rf"{folder} has no split 'none' of files; use one of train"):
+    with pytest.raises(
+        UserError,
+        match=rf"{folder} has no files for the split 'none'; choose another split \(the splits are: train",
+    ):
         opened(folder, split="none")
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("README.md", "\n \n---\nconfigs:\n- {config_name: default, data_files: x.jsonl}\n---\n"),
+        (".huggingface.yaml", "configs:\n- {config_name: default, data_files: x.jsonl}\n"),
+    ],
+    ids=["card", "settings file"],
+)
+def test_source_of_hub_dataset_copy_finds_settings(
+    name: str, content: str, opened: Callable[..., DataSource], tmp_path: Path
+) -> None:
+    folder = tmp_path / "copy"
+    folder.mkdir()
+    for stem in ("x", "y"):
+        write_jsonl(folder / f"{stem}.jsonl", [{"text": stem}])
+    (folder / name).write_text(content)
+    assert texts(opened(folder)) == ["x"]
 
 
 def test_source_reads_dataset_saved_to_disk(tmp_path: Path) -> None:
@@ -189,7 +226,8 @@ def test_source_reads_dataset_saved_to_disk(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"data.split: .* has no split 'dev'; use one of test, train"):
         source(str(tmp_path / "splits"), split="dev")
     with pytest.raises(
-        UserError, match=r"data.stream: .* was saved with save_to_disk; set data.stream to false"
+        UserError,
+        match=r"data.stream: .* was saved with save_to_disk and cannot be streamed; set data.stream: false",
     ):
         source(str(tmp_path / "rows"), stream=True)
 
@@ -266,7 +304,7 @@ def test_object_store_source_error_names_url(s3: ObjectStore, bucket: Path, tmp_
     assert "readme.md: this kind of file is not supported" in refusal(s3.url("data/*.md"))
     assert "no such bucket" in refusal("s3://no-such-bucket-here/a.txt")
     s3.put("data/b.jsonl", b'{"text": "a"}\n{"text"\n')
-    assert f"{s3.url('data/b.jsonl')}:2: is not a line of JSON" in refusal(s3.url("data/b.jsonl"))
+    assert f"{s3.url('data/b.jsonl')}:2: is not valid JSON" in refusal(s3.url("data/b.jsonl"))
     s3.fail(status=403, method="GET", key="a.txt")
     assert "denied" in refusal(s3.url("data/a.txt"))
 
@@ -278,6 +316,33 @@ def test_object_store_source_refetches_damaged_copy(s3: ObjectStore, bucket: Pat
     for damaged in (copy.read_bytes().replace(b"one", b"won"), b""):
         copy.write_bytes(damaged)
         assert list(fetched(name, tmp_path / "cache").iter_documents()) == first
+
+
+def test_object_store_source_error_names_deleted_file(s3: ObjectStore, bucket: Path, tmp_path: Path) -> None:
+    deleted = fetched(s3.url("data/b.jsonl"), tmp_path / "cache")
+    s3.delete("data/b.jsonl")
+    with pytest.raises(UserError, match=r"^data.source: s3://\S+/b.jsonl: was deleted after it was listed"):
+        list(deleted.iter_documents())
+
+
+def test_cache_folder_may_have_subfolders(tmp_path: Path) -> None:
+    def write(draft: Path) -> None:
+        (draft / "templates").mkdir()
+        (draft / "templates" / "chat.jinja").write_text("text")
+
+    folder = open_or_build_cache_folder(
+        tmp_path / "copy", lambda folder: folder if folder.exists() else None, write
+    )
+    assert (folder / "templates" / "chat.jinja").read_text() == "text"
+
+
+def test_pretokenized_source_has_no_limit_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    defaults: Any = check_folder_files.__kwdefaults__
+    monkeypatch.setitem(defaults, "max_files", 3)
+    for name in (INDEX_FILE, "a", "b", "c"):
+        (tmp_path / name).touch()
+    settings = settings_of(str(tmp_path), stream=True)
+    assert PretokenizedSource.from_names([str(tmp_path)], settings) is not None
 
 
 # -- tokens of other programs ----------------------------------------------------------------------------
@@ -348,7 +413,19 @@ def test_token_file_source_reads_tokens_and_documents(
     write(tmp_path / "some.bin", written)
     data = built(tmp_path / "some.bin", folder, tmp_path)
     assert found_in(data) == written
-    assert data.train[2]["input_ids"].tolist() == flat(written)[32:48]
+    assert read_sample(data.train, 2)["input_ids"].tolist() == flat(written)[32:48]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_token_files_mixed_with_text_are_rejected(
+    stream: bool, tokenizer: tuple[str, int], tmp_path: Path
+) -> None:
+    folder, end = tokenizer
+    nanogpt(tmp_path / "some.bin", documents(end))
+    (tmp_path / "some.txt").write_text("text")
+    names = [str(tmp_path / name) for name in ("some.bin", "some.txt")]
+    with pytest.raises(UserError, match=r"some.bin: .* cannot be mixed with other files; specify only"):
+        built("", folder, tmp_path, source=names, stream=stream)
 
 
 def test_token_file_source_rejects_bad_files_in_one_line(tokenizer: tuple[str, int], tmp_path: Path) -> None:
@@ -362,14 +439,14 @@ def test_token_file_source_rejects_bad_files_in_one_line(tokenizer: tuple[str, i
 
     refused("no such file")
     nanogpt(path, [[5, 60_000, end]])
-    refused("contains the token 60000, but the tokenizer has only 300 tokens")
+    refused("contains the token id 60000, but the tokenizer has only 300 tokens")
     for tokens in ([5, -7, end], [-7, 60_000, end]):
         megatron(path, [tokens])
         refused(r"^data.source: .*some.bin: contains the negative token id -7; write the file again")
     path.with_suffix(".idx").unlink()
     llm_c(path, documents(end))
     path.write_bytes(path.read_bytes()[:-2])
-    refused("does not match .* tokens of 2 bytes; copy the file again")
+    refused("is not the size of .* tokens of 2 bytes each; copy the file again")
     path.unlink()
     megatron(path, documents(end))
     path.write_bytes(path.read_bytes()[:-4])
@@ -413,6 +490,16 @@ def test_token_shards_of_other_programs_are_read(
     tokens = flat(SHARDED[name])
     blocks = {tuple(tokens[at : at + 4]) for at in range(len(tokens))}
     assert len(rows) >= len(tokens) // 4 - 2 * len(stream._shards) and set(map(tuple, rows)) <= blocks
+
+
+def test_outage_while_token_shard_is_read_is_no_damage(
+    tokenizer: tuple[str, int], tmp_path: Path, s3: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PORTABLE_STORAGE_MINUTES", "0.002")
+    s3.put_tree(WRITTEN / "mds", "tokens")
+    s3.fail(drop=True, key="shard.00001.mds")
+    with pytest.raises(RunError, match=r"^data.source: s3://.*shard.00001.mds: .* run the command again$"):
+        built(s3.url("tokens"), tokenizer[0], tmp_path)
 
 
 @pytest.mark.parametrize(

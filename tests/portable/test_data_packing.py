@@ -27,7 +27,7 @@ from portable.errors import UserError
 from portable.registry import create_backend
 from portable.run.prepare import prepare_run
 from portable.run.resolve import resolve_run
-from tests.portable.data_support import token_cache, write_jsonl
+from tests.portable.data_support import read_sample, token_cache, write_jsonl
 from tests.runs import configured, write_corpus
 
 PAD = 0
@@ -84,12 +84,12 @@ def test_packed_samples_have_every_document_once(
         )
         expected = []  # the inputs and labels of each unpacked document
         for index in range(len(single)):
-            sample = single[index]
+            sample = read_sample(single, index)
             counts = sample["labels"] != IGNORED_LABEL
             expected.append((sample["input_ids"][counts].tolist(), sample["labels"][counts].tolist()))
         found, places, padding = [], [], 0
         for index in range(len(samples)):
-            sample = samples[index]
+            sample = read_sample(samples, index)
             lengths = sample["document_lengths"].tolist()
             assert {values.dtype for values in sample.values()} == {torch.int64} and sum(lengths) == LENGTH
             texts = lengths[: len(samples.list_document_numbers(index))]
@@ -156,7 +156,7 @@ def test_packed_conversations_keep_labels(truncation: str, tmp_path: Path) -> No
         samples = build_data(settings, model_vocab_size=400).train
         found = []
         for index in range(len(samples)):
-            sample = samples[index]
+            sample = read_sample(samples, index)
             starts = torch.flatten((sample.get("position_ids", torch.zeros(1)) == 0).nonzero()).tolist()
             for start, end in pairwise([*starts, 96]):
                 counts = sample["labels"][start:end] != IGNORED_LABEL

@@ -50,6 +50,7 @@ def test_standard_library_source_selects_by_content(tmp_path: Path) -> None:
     (tmp_path / "test" / "skipped.py").write_text("assert True")
     (tmp_path / "latin.py").write_bytes(b"# \xe9")
     (tmp_path / "_sysconfigdata__linux.py").write_text("built_here = True")
+    (tmp_path / "broken_link.py").symlink_to(tmp_path / "missing.py")
     for name in ("a", "b", "c"):
         (tmp_path / f"{name}.py").write_text(f"name = {name!r}")
     library = StandardLibrarySource(settings_of(), root=tmp_path)
@@ -186,6 +187,6 @@ def test_hub_dataset_is_loaded_once_and_reports_errors(monkeypatch: pytest.Monke
     load.assert_called_once_with("org/name", "small", split="validation")
     key = source("org/name", **options).cache_key
     assert source("org/name", max_samples=1, **options).cache_key != key
-    assert "org/name: row 1: no field 'body'" in refusal("org/name", text_field="body", **options)
+    assert "org/name: row 1: there is no field 'body'" in refusal("org/name", text_field="body", **options)
     load.side_effect = ConnectionError("Couldn't reach\nthe Hub")
     assert "cannot load org/other, train" in refusal("org/other")

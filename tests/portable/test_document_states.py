@@ -73,7 +73,7 @@ FAMILIES = {
     "Kimi Linear": Family("kimi_linear"),
     "Nemotron-H": Family(
         "nemotron_h",
-        {"layer_types": ["linear_attention", "full_attention", "moe"], "num_hidden_layers": 3},
+        {"layer_types": ["linear_attention", "full_attention", "moe", "mlp"], "num_hidden_layers": 4},
     ),
     "Granite 4": Family("granitemoehybrid", _MIXED),
     "LFM2": Family("lfm2", {"layer_types": ["conv", "full_attention"]}),

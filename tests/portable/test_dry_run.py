@@ -58,7 +58,7 @@ def larger(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({}, 'set data.added_tokens to ["<|im_start|>", "<|im_end|>"]'),
         (
             {"data__tokenizer": "LARGER"},
-            "list the last 2 tokens in data.added_tokens, so that they get rows, or",
+            "list the last 2 tokens of the tokenizer in data.added_tokens, or",
         ),
         ({"data__added_tokens": CHATML, "data__eval": {"source": "BROKEN"}}, "data.eval.source: "),
         ({"data__added_tokens": CHATML, "train__loss": "no.such:loss"}, "train.loss"),
@@ -127,7 +127,7 @@ def test_dry_run_resolves_defaults_from_data_and_model(
     chats = flags(shared | {"data.source": str(conversations)})
     assert main([*chats, "--dry-run"]) == 0
     said = capsys.readouterr()
-    assert "data.seq_len is 64, because the model has 64 positions and the default is at most" in said.err
+    assert "data.seq_len is 64, because the model has 64 positions, and the default is at most" in said.err
     lines = [" ".join(line.split()) for line in said.out.splitlines()]
     assert {"betas: [0.9, 0.999]", "seq_len: 64", "eval_every_epochs: 1.0"} <= set(lines)
     assert {f"{key} default for fine-tuning" for key in ("train.betas", "data.seq_len")} <= set(lines)
@@ -182,7 +182,7 @@ def test_model_name_may_be_folder_of_run(
             f"set model.name_or_path to {full / 'final'} and adapter.name_or_path to {lora / 'final'};"
             in line
         )
-        merging = line.rpartition(": ")[2].removeprefix("portable-convert ")
+        (merging,) = re.findall("portable-convert (.* --merge-into [^ ,]+)", line)
     assert convert(merging.replace("OUT", str(tmp_path / "merged")).split()) == 0
     assert main([*command("y", model__name_or_path=str(tmp_path / "merged")), "--dry-run"]) == 0
 
@@ -255,6 +255,13 @@ def test_usage_commands_run(
         assert commands.keys() == whole and commands["vLLM"] == "vllm serve runs/mine/final"
 
 
+def test_usage_commands_merge_before_chat() -> None:
+    settings = {"model.name_or_path": "org/a", "adapter.type": "lora", "adapter.use_dora": True}
+    config = load_config(None, settings | {"output_dir": "runs/mine"})
+    commands = list_usage_commands(config, "runs/mine/final", "llama", "LlamaForCausalLM")
+    assert [command.purpose for command in commands][:3] == ["merge", "chat", "transformers"]
+
+
 def test_usage_commands_quote_names() -> None:
     settings = {"model.name_or_path": "a $(b)", "adapter.type": "lora", "output_dir": "-it"}
     found = dict(list_usage_commands(load_config(None, settings), "-it/final", "llama", "LlamaForCausalLM"))
@@ -276,6 +283,23 @@ def test_usage_command_of_vllm_serves_adapter_of_stacked_experts(tmp_path: Path,
     options = "--enable-lora --max-lora-rank 32 --enable-mixed-moe-lora-format --lora-modules"
     assert command == ["vllm", "serve", "base", *options.split()]
     assert json.loads(module) == {"name": "mine", "path": "mine/final", "is_3d_lora_weight": True}
+
+
+def test_usage_command_of_vllm_serves_merged_model_for_adapter_of_one_stack(
+    tmp_path: Path, corpus: Path
+) -> None:
+    """vLLM requires that the adapter changes both stacks of experts."""
+    stack = {"adapter__target_modules": [], "adapter__target_parameters": ["mlp.experts.gate_up_proj"]}
+    settings = {"adapter__type": "lora", "model__config": tiny_config("qwen3_moe"), **stack}
+    config = configured(tmp_path, corpus, **settings)
+    model = build_and_freeze_model(load_model_config(config.model), config)
+    adapter = inject_adapter(model, load_model_config(config.model), config)
+    run = load_config(None, {"model.name_or_path": "base", "adapter.type": "lora", "output_dir": "mine"})
+    commands = dict(
+        list_usage_commands(run, "mine/final", "qwen3_moe", "Qwen3MoeForCausalLM", adapter=adapter)
+    )
+    assert commands["vLLM"] == "vllm serve mine-merged"
+    assert "--merge-into" in commands["merge"]
 
 
 @pytest.mark.parametrize(

@@ -263,7 +263,10 @@ def test_folder_that_is_not_a_checkpoint_is_kept(tmp_path: Path, capsys: pytest.
     mine.write_text("kept")
     checkpoints = CheckpointStore(tmp_path)
     checkpoints.remove_interrupted_saves()
-    assert "step-000001: has no trainer_state.json, so it is not a checkpoint" in capsys.readouterr().err
+    assert (
+        "step-000001: has no trainer_state.json, so the folder is not a checkpoint; "
+        in capsys.readouterr().err
+    )
     save(checkpoints, 1)
     assert (tmp_path / "step-000001.kept" / "mine.txt").read_text() == "kept"
     assert "moved to" in capsys.readouterr().err
@@ -281,6 +284,8 @@ def test_prepare_path_inside_rejects_links(tmp_path: Path) -> None:
     (run / "memory").symlink_to(mine)
     with pytest.raises(UserError, match=r"memory is a link that leads out of .*; remove the link"):
         prepare_path_inside(run, "memory/rank0.pickle")
+    with pytest.raises(UserError, match=r"run/memory is a link that leads out of .*; remove the link"):
+        prepare_path_inside(run, "memory", "new", "rank0.pickle")
     assert (mine / "file").read_text() == "mine" and sorted(mine.iterdir()) == [mine / "file"]
 
 

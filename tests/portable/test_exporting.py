@@ -50,7 +50,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
             "fsync",
             ".final.new",
             74,
-            "No space left on device; free some space on the disk; the run is complete: run the same command",
+            "(No space left on device); free some space on the disk; training is complete, and",
         ),
         (
             "fsync",
@@ -188,7 +188,7 @@ def test_killed_export_to_object_store_loses_and_leaves_nothing(
     capsys.readouterr()
     export_model(checkpoint, RemotePath.from_url(s3.url("run/final")))
     assert s3.tree("run/final.kept-2") == {"README.md": b"mine"}
-    assert "README.md was not part of the export; moved to" in capsys.readouterr().err
+    assert "README.md was not part of the export; the changed content is now in" in capsys.readouterr().err
     assert {**s3.tree("run/final"), COMPLETE_MARKER: b""} == {**whole, COMPLETE_MARKER: b""}
 
 

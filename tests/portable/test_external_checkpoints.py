@@ -12,15 +12,19 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 import yaml
 
 from portable.checkpoint.external import open_external_checkpoint
+from portable.checkpoint.resume_external import _ResumeMatcher, adopt_external_checkpoint
 from portable.cli import main
-from portable.converters import open_checkpoint
+from portable.converters import CheckpointError, OptimizerState, open_checkpoint
+from portable.converters.storage.store_errors import AccessDeniedError, RetriesExhaustedError
 from portable.data.samples.loader import TrainLoader
+from portable.errors import DamagedError, RunError, UserError
 from portable.registry import create_backend
 from portable.reporting.metrics import read_metrics
 from portable.run.prepare import prepare_run
@@ -308,7 +312,7 @@ def test_external_checkpoint_rejects_differing_default_settings(
     given = begun(trainer, corpus, tmp_path / "run")
     del given["train.learning_rate"]
     line = refusal(capsys, flags(given))
-    assert "was trained with train.betas: [0.8, 0.95], train.learning_rate: 0.002, but this run has" in line
+    assert "was trained with train.betas: [0.8, 0.95], train.learning_rate: 0.002, but the defaults" in line
 
 
 def saved(folder: Path, model: Any, optimizer: torch.optim.Optimizer) -> Path:
@@ -338,7 +342,50 @@ def test_external_checkpoint_without_step_needs_resume_step(
     asked = {"checkpoint__resume_step": 4}
     assert main(command(path, corpus, tmp_path / "run", **chosen, **asked)) == 0
     said = capsys.readouterr().err
-    assert "has 20 of 20 weights only in BF16" in said and "resuming at step 4" in said
+    assert "stores 20 of 20 weights only in BF16" in said and "resuming at step 4" in said
+
+
+@pytest.mark.parametrize(
+    ("error", "expected_type"),
+    [
+        (RetriesExhaustedError("s3://b/run: the store is away; run the command again"), RunError),
+        (AccessDeniedError("s3://b/run: access denied; use other credentials"), UserError),
+        (CheckpointError("/run/a.pt: is damaged; copy the file again"), DamagedError),
+    ],
+    ids=["outage", "denied", "damage"],
+)
+def test_adopting_external_checkpoint_keeps_kind_of_error(
+    error: CheckpointError, expected_type: type[Exception], tmp_path: Path, corpus: Path
+) -> None:
+    """Only an error of the checkpoint means that the checkpoint is damaged."""
+    external = Mock(**{"rename_to_model_names.side_effect": error})
+    with pytest.raises(expected_type) as raised:
+        adopt_external_checkpoint(external, configured(tmp_path, corpus), llama(), lambda _: RATE)
+    assert type(raised.value) is expected_type
+    assert str(raised.value) == f"checkpoint.resume: {error}"
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "key", "values", "setting"),
+    [
+        ("sgd", "momentum", (0.9, 0.8), "train.betas"),
+        ("muon", "momentum", (0.95, 0.8), "train.muon_momentum"),
+        ("muon", "betas", ((0.9, 0.95), (0.8, 0.95)), "train.betas"),
+        ("adamw", "betas", ((0.9, 0.95), (0.8, 0.95)), "train.betas"),
+    ],
+)
+def test_settings_that_differ_between_stored_groups_are_noted(
+    optimizer: str, key: str, values: tuple[Any, Any], setting: str, tmp_path: Path, corpus: Path
+) -> None:
+    model = llama()
+    names = [name for name, _ in model.named_parameters()]
+    config = configured(tmp_path, corpus, train__optimizer=optimizer)
+    groups = [{"params": names[:3], key: values[0]}, {"params": names[3:], key: values[1]}]
+    matcher = _ResumeMatcher(Mock(scheduler_state={}), OptimizerState({}, groups), config, model)
+    matcher.check_optimizer_settings()
+    assert matcher.notes == [
+        f"{setting}: different values in the parameter groups of the checkpoint, one value in this run"
+    ]
 
 
 class Trap:

@@ -46,9 +46,9 @@ def test_popular_name_is_setting_or_has_remedy(name: str) -> None:
         parse_train_args([f"--{name}", "1"])
     remedy_of_name = "".join(FOREIGN_VOCABULARY.keys.get(name, ""))  # a setting or advice
     for text, start in ((str(in_a_file.value), "unknown key "), (str(as_a_flag.value), "unknown flag --")):
-        told, _, remedy = text.partition("; ")
-        assert name in told if name in SECTIONS else text.startswith(f"{start}{name}; ")
-        assert "the top level takes" not in text and "--help lists" not in text
+        told, _, remedy = text.replace(f"{name}: ", f"{name}; ").partition("; ")  # a reason follows a colon
+        assert name in told if name in SECTIONS else text.startswith((f"{start}{name}; ", f"{start}{name}: "))
+        assert "use one of backend" not in text and "--help lists" not in text
         assert not remedy_of_name or remedy_of_name in text
         if not remedy_of_name and " " not in remedy.removeprefix("did you mean "):
             # An exact setting, not only the beginning of a setting.

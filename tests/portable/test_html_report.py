@@ -113,7 +113,7 @@ def test_report_rejects_folder_that_is_not_a_run(
     page = tmp_path / "page.html"
     makes: dict[str, Callable[[Path], object]] = {
         "has no metrics.jsonl": lambda _: None,
-        "has no logged step yet": lambda path: path.write_text('{"step": 1, "lo'),
+        "no step has been logged yet": lambda path: path.write_text('{"step": 1, "lo'),
         "/metrics.jsonl: cannot be read (is not a regular file)": os.mkfifo,
         "a link points outside of": lambda path: path.symlink_to(tmp_path / METRICS),
         "/metrics.jsonl: cannot be read": Path.mkdir,

@@ -261,7 +261,8 @@ def test_first_upload_failure_prints_warning_after_replaced_checkpoint(
     uploads.request_upload(tmp_path / "step-000003")
     released.set()
     (problem,) = uploads.finish_uploads(None, None).problems
-    reason = f"failure {num_failures - 1}; a newer one came for 1" if num_failures else "a newer one came"
+    reason = "replaced by newer checkpoints before the upload"
+    reason = f"failure {num_failures - 1}; 1 {reason}" if num_failures else reason
     missed = f"{num_failures + 1} checkpoint{'s' * bool(num_failures)}"
     assert problem == f"hub.push: {missed} not uploaded to me/run ({reason})"
     warning = "warning: hub.push: failure 0; the run continues\n" if num_failures else ""
@@ -271,24 +272,24 @@ def test_first_upload_failure_prints_warning_after_replaced_checkpoint(
 PUBLIC = Repository(private=False)
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"faults": {"whoami": [401]}}, "the hub does not accept the token; set HF_TOKEN"),
-    ({}, {"role": "read"}, "the token may only read"),
+    ({}, {"role": "read"}, "the token has only read access"),
     (
         {"hub__repo": "other/tiny"},
         {},
-        "does not exist, and the user of the token, me, cannot create the repository",
+        "does not exist, and me, the user of the token, cannot create the repository",
     ),
-    ({"hub__repo": "lab/tiny"}, {"writable": {"me"}}, "may not write to lab/tiny"),  # known on creation
+    ({"hub__repo": "lab/tiny"}, {"writable": {"me"}}, "no write access to lab/tiny"),  # known on creation
     (
         {"hub__repo": "other/open", "hub__private": False},
         {"repositories": {"other/open": PUBLIC}},
-        "the token may not write to other/open",
+        "the token has no write access to other/open",
     ),
     (
         {"hub__repo": "lab/open"},
         {"repositories": {"lab/open": PUBLIC}},
         "hub.private: lab/open exists and is public; set hub.private to false",
     ),
-    ({}, {"token": None}, "hub.push: there is no token; set HF_TOKEN"),
+    ({}, {"token": None}, "hub.push: there is no Hugging Face token; set HF_TOKEN"),
     ({}, {"offline": True}, "HF_HUB_OFFLINE is set"),
 ]
 """Settings of the run, state of the server or of this machine, and the expected error."""

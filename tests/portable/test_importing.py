@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 import yaml
-from transformers import Seq2SeqTrainingArguments
+from transformers import Seq2SeqTrainingArguments, training_args
 from trl import DPOConfig, ModelConfig, ScriptArguments, SFTConfig  # type: ignore[attr-defined]
+from trl.experimental.cpo import CPOConfig
+from trl.experimental.orpo import ORPOConfig
 from trl.scripts.utils import DatasetConfig
 
 from portable.cli import main
@@ -50,7 +52,7 @@ def test_import_converts_file_of_each_program(name: str, capsys: pytest.CaptureF
     assert {key: found.get(key) for key in expected} == expected
     for line in printed.splitlines():
         if re.match(r" *[a-z_]+: .", line):
-            told = rf"  # (.*{name}:\d+: |default of |micro-batch |a loss of pairs)"
+            told = rf"  # (.*{name}:\d+: |default of |micro-batch |required by a preference loss)"
             assert re.search(told, line), line
 
 
@@ -75,7 +77,10 @@ KEYS = yaml.safe_load((IMPORTS / "keys.yaml").read_text("utf-8"))
 @pytest.mark.parametrize("row", KEYS, ids=lambda row: json.dumps(row["given"]))
 def test_import_converts_keys_to_equivalent_settings(row: dict[str, Any]) -> None:
     found = convert_foreign_file(YamlDocument(row["given"], {}), "theirs.yaml")
-    assert not found.refusals
+    refused, noted = row.get("refused", ()), row.get("noted", found.notes)
+    for texts, lines in ((refused, found.refusals), (noted, found.notes)):
+        assert len(texts) == len(lines)
+        assert all(text in line for text, line in zip(texts, lines, strict=True))
     expected = row["comes_to"]
     assert {key: found.values.get(key) for key in expected} == expected
     assert found.values.keys().isdisjoint(row.get("unset", ()))
@@ -100,14 +105,20 @@ def test_import_merges_files_and_command_line(tmp_path: Path, capsys: pytest.Cap
 def test_import_error_names_missing_setting(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "theirs.yaml"
     for text, line in (
-        (FACTORY_FILE.replace("org/pairs", "identity,alpaca_en_demo"), "data.source: the files name no data"),
+        (
+            FACTORY_FILE.replace("org/pairs", "identity,alpaca_en_demo"),
+            "data.source: the files do not specify data",
+        ),
         (
             TRL_FILE.replace("model_name_or_path: org/model\n", ""),
-            "model.name_or_path: the files name no model",
+            "model.name_or_path: the files do not specify a model",
         ),
         ("- 1\n", "not a config of torchtune, axolotl"),
-        ("base_model: org/model\ndatasets: []\n", "data.source: the files name no data"),
-        ("base_model: org/model\npretraining_dataset: org/data\n", "data.source: the files name no data"),
+        ("base_model: org/model\ndatasets: []\n", "data.source: the files do not specify data"),
+        (
+            "base_model: org/model\npretraining_dataset: org/data\n",
+            "data.source: the files do not specify data",
+        ),
     ):
         path.write_text(text)
         assert main(["import", str(path)]) == 2
@@ -159,8 +170,8 @@ TUNE_START: dict[str, Any] = {
 STARTS["torchtune with LoRA"] = (TUNE_START, lambda: TUNE_DEFAULTS)
 WITHOUT_WEIGHT = ("log.", "checkpoint.every_steps", "checkpoint.every_epochs", "output_dir")
 """Settings that do not change the trained weights."""
-SAME_MEANING = {"dtype": "float32", "bf16": "auto"}
-"""Defaults that mean ``precision: auto``: weights in 32 bits, and bf16 if the device supports it."""
+SAME_MEANING = {"bf16": "auto"}
+"""Default that means ``precision: auto``: bf16 if the device supports it."""
 
 
 def defaults_of(*classes: Any) -> dict[str, Any]:
@@ -222,6 +233,49 @@ def test_import_of_explicit_default_changes_nothing(name: str) -> None:
             other,
         )
     assert compared > 5
+
+
+@pytest.mark.parametrize(
+    ("name", "config_class"), [("dpo", DPOConfig), ("simpo", CPOConfig), ("orpo", ORPOConfig)]
+)
+def test_import_of_axolotl_loss_has_defaults_of_trl(name: str, config_class: Any) -> None:
+    defaults = defaults_of(config_class)
+    start = {"base_model": "a", "rl": name}
+    explicit = {**start, "rl_beta": defaults["beta"]}
+    if name == "simpo":
+        explicit |= {key: defaults[key] for key in ("simpo_gamma", "cpo_alpha")}
+    results = [convert_foreign_file(YamlDocument(keys, {}), "theirs.yaml") for keys in (start, explicit)]
+    assert results[0].values["train.loss"] == results[1].values["train.loss"]
+    assert results[0].notes == results[1].notes
+
+
+@pytest.mark.parametrize(
+    "switches",
+    [
+        {"fp16": True, "tf32": True},
+        {"bf16": True, "tf32": True},
+        {"bf16": False, "tf32": True},
+        {"fp16": True, "dtype": "bfloat16"},
+        {"bf16": True, "dtype": "float32"},
+        {"tf32": True},
+        {"bf16": False},
+        {"dtype": "float16"},
+        {},
+    ],
+    ids=str,
+)
+def test_import_precision_equals_trl_in_any_order(
+    switches: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(training_args, "is_torch_tf32_available", lambda: True)
+    monkeypatch.setattr(training_args, "enable_tf32", lambda enabled: None)
+    arguments = {key: value for key, value in switches.items() if key != "dtype"}
+    config = SFTConfig(output_dir=str(tmp_path), report_to="none", use_cpu=True, **arguments)
+    expected = config.mixed_precision if config.mixed_precision != "no" else "tf32" if config.tf32 else "fp32"
+    for names in (list(switches), list(switches)[::-1]):
+        theirs = {**MODEL, "dataset_name": "a", **{name: switches[name] for name in names}}
+        imported_run = convert_foreign_file(YamlDocument(theirs, {}), "theirs.yaml")
+        assert imported_run.values.get("precision", "bf16") == expected  # the default, auto, chooses bf16
 
 
 WITHOUT_EFFECT = ("profiler.", "checkpointer.checkpoint_files.", "gradient_checkpointing_kwargs.")
@@ -336,7 +390,7 @@ def test_import_reads_every_argument_of_torchtune_dataset(dataset: str) -> None:
                 YamlDocument({"checkpointer": {}, "dataset": start}, {}), "theirs.yaml"
             )
             results.append((imported_run.values, imported_run.notes, imported_run.refusals))
-        is_supported = not any("is not supported: set data.source" in line for line in results[0][2])
+        is_supported = not any("is not supported; set data.source" in line for line in results[0][2])
         assert results[0] != results[1] or not is_supported, key
 
 
@@ -351,11 +405,21 @@ def test_import_rejects_scripts_and_reads_launchers(
     arguments = "train.py --model_name_or_path a --dataset_name b --learning_rate 1e-5"
     for launcher in (
         "torchrun --nproc_per_node 2",
-        "accelerate launch --num_processes=2",
+        "torchrun --nnodes=2 --nproc-per-node 1",
+        "torchrun --nnodes 2:2 --nproc_per_node 1",
+        "accelerate launch --num_machines 2 --num_processes=2",
         "deepspeed --num_gpus 2",
+        "deepspeed --num_nodes 2 --num_gpus 1",
+        "srun -n 2 python",
+        "mpirun -np 2 python",
     ):
         settings, _ = imported("--", *launcher.split(), *arguments.split(), capsys=capsys)
         assert settings["train.global_batch_size"] == 16  # TRL's 8 on each of two devices
+    for launcher in ("torchrun --nnodes 1:4 --nproc_per_node 2", "torchrun --nproc_per_node gpu"):
+        assert main(["import", "--", *launcher.split(), *arguments.split()]) == 2
+        assert "specify the number with --devices" in capsys.readouterr().err
+        settings, _ = imported("--devices", "2", "--", *launcher.split(), *arguments.split(), capsys=capsys)
+        assert settings["train.global_batch_size"] == 16
 
 
 def test_import_of_axolotl_sets_hub_and_ignores_zero_steps(

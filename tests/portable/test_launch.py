@@ -169,7 +169,7 @@ COMMAND, LAUNCHER = ("portable-train",), ("portable-train", "--nproc", "2")
     [
         (TORCHRUN, {}, "in use by another run"),  # which only rank 0 requests
         (LAUNCHER, {"data__text_field": "nowhere"}, "no field 'nowhere'"),
-        (COMMAND, {}, "MASTER_PORT={port}: another program uses this port of 127.0.0.1"),
+        (COMMAND, {}, "MASTER_PORT={port}: another program uses this port on 127.0.0.1"),
     ],
     ids=["torchrun", "launcher", "port"],
 )

@@ -21,6 +21,8 @@ from portable.evaluation.metrics import LOSS_ONLY
 from portable.model.build import AUTO_CLASSES, load_model_config
 from portable.model.chunked_loss import install_chunked_head
 from portable.model.loss import (
+    RETURNED_WEIGHT,
+    LossOutput,
     TrainingObjective,
     compute_summed_cross_entropy,
     forward_loss,
@@ -101,6 +103,16 @@ def loss_of(
 ) -> Tensor:
     output = forward_loss(model, batch, objective)
     return scale_loss_by_global_weight(output, valid, objective.global_batch_size)[0]
+
+
+@pytest.mark.parametrize("weight", [0, 3])
+def test_returned_weight_of_step_adds_up_to_one(weight: int) -> None:
+    """A step without labels is not an error of the loss, which returns the declared weight 0."""
+    output = LossOutput(torch.zeros(()), num_sequences=2, weight=torch.tensor(float(weight)))
+    total = torch.tensor(2.0 * weight)
+    sums = [scale_loss_by_global_weight(output, total, 4).sums for _ in range(2)]
+    assert sums[0].names == (RETURNED_WEIGHT,)
+    assert [float(sum(step.values[index] for step in sums)) for index in (0, 1)] == [0, 1]
 
 
 def transformers_own(model: PreTrainedModel, batch: dict[str, Tensor], task: str) -> Tensor:
@@ -338,7 +350,10 @@ def test_model_config_overrides_pretrained_config(tmp_path: Path, corpus: Path) 
     assert taken.hidden_act == "gelu"
     assert taken.rope_parameters == {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
     for own, told in (
-        ({"tie_word_embeddings": False}, r"^model\.config: tie_word_embeddings: changes the shapes or ties"),
+        (
+            {"tie_word_embeddings": False},
+            r"^model\.config: tie_word_embeddings would change the shapes or the tying",
+        ),
         ({"atention_dropout": 0.1}, r"atention_dropout: LlamaConfig has no such setting; did you mean att"),
     ):
         with pytest.raises(UserError, match=told):

@@ -106,7 +106,7 @@ def _values_of(made: Any) -> list[Any]:
 
 REFUSED = [
     ("sky", [], "specify the machine, for example --device h100:8"),
-    ("sky", ["--device", "h101:8"], "--device: h101:8: 'h101' is not a known device; did you mean h100?"),
+    ("sky", ["--device", "h101:8"], "--device: h101:8: unknown device 'h101'; did you mean h100?"),
     ("sky", ["--device", "h100:12"], "a machine has 8"),
     ("sky", ["--device", "mi300x:8"], "mi300x is an AMD GPU, but by default pip installs PyTorch for NVIDIA"),
     ("sky", ["--device", "v5e:16"], "use --for cloud-tpu"),

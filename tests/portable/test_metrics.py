@@ -237,6 +237,9 @@ class Largest:
     higher_is_better = True
     names = ("mode",)
 
+    def __init__(self, folder: str = "labels") -> None:
+        self.folder = folder
+
     def sums(self, outputs: Outputs, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         assert outputs.predictions is not None
         return {"counts": (batch["labels"].reshape(-1, 1) == torch.arange(4)).sum(dim=0)}
@@ -259,7 +262,7 @@ def loss_again(outputs: Outputs, batch: Mapping[str, Tensor]) -> Any:
 def test_custom_metrics_are_loaded_by_import_path() -> None:
     torch.manual_seed(4)
     labels = torch.randint(0, 4, (40,))
-    own = (f"{__name__}:long_words", f"{__name__}:Largest")
+    own = (f"{__name__}:long_words", f"{__name__}:Largest(folder='a/b')")
     found = [
         values_of(MetricSettings(SINGLE_LABEL, NAMES), torch.randn(40, 4), labels, size, own)
         for size in (1, 7, 40)
@@ -278,10 +281,10 @@ def test_custom_metrics_are_loaded_by_import_path() -> None:
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("f2", "'f2' is not a metric of single_label_classification; use one of "),
-        (f"{__name__}:NO_METRIC", "is neither a function nor a class with the methods sums and values"),
-        (f"{__name__}:failing", "failing: fails (ValueError: not so; test_metrics.py, line "),
-        (f"{__name__}:loss_again", "loss_again: another metric also has a value 'loss'"),
+        ("f2", "'f2' is not a metric for single_label_classification; use one of "),
+        (f"{__name__}:NO_METRIC", "is neither a function nor an object with the methods sums and values"),
+        (f"{__name__}:failing", "failing: raises an error (ValueError: not so; test_metrics.py, line "),
+        (f"{__name__}:loss_again", "loss_again: another metric already reports a value named 'loss'"),
     ],
 )
 def test_build_metrics_rejects_unknown_names(name: str, told: str) -> None:

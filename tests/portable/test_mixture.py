@@ -157,7 +157,7 @@ def test_mixture_of_texts_and_conversations_trains(tmp_path: Path) -> None:
     heavier = [{**sources[0], "weight": 2}, sources[1]]
     changes: tuple[dict[str, Any], ...] = ({"data__sources": heavier}, {"data__weight_schedule": []})
     for changed in changes:
-        with pytest.raises(UserError, match="other tokens, or in other proportions"):
+        with pytest.raises(UserError, match="the tokens, or the proportions of the sources, have changed"):
             run_rank("cpu", configured(folder, texts, **{**given, **changed}))
 
 

@@ -36,7 +36,7 @@ from portable.run.batches import build_train_loader
 from portable.run.checkpointing import write_model_files
 from portable.run.rank import run_rank
 from tests.parity import opened
-from tests.portable.data_support import write_jsonl
+from tests.portable.data_support import read_sample, write_jsonl
 from tests.portable.test_data_tokenizer import word_tokenizer
 from tests.runs import TINY_MODEL, configured
 from tests.tiny_models import tiny_config
@@ -252,7 +252,10 @@ def test_classifier_problem_type_follows_config_or_labels(row: dict[str, Any], t
         names = data.label_names
         assert (data.classes.problem_type, model.config.num_labels) == (problem, outputs)
         for index in range(len(labels)):
-            label, found = labels[data.train.list_document_numbers(index)[0]], data.train[index]["labels"]
+            label, found = (
+                labels[data.train.list_document_numbers(index)[0]],
+                read_sample(data.train, index)["labels"],
+            )
             if problem == SINGLE:
                 expected: Any = names.index(str(label))
             elif problem == MULTI and not any(isinstance(item, bool | float) for item in label):

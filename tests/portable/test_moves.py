@@ -275,7 +275,7 @@ def test_move_of_packed_conversations_and_frozen_model(
 
 def composed() -> Iterable[str]:
     """Yield the lines of the table in ``docs/moving.md``: every case that ``--all`` runs."""
-    yield "| engine | resumes its own run, bit for bit, on | resumes the reference run on |"
+    yield "| configuration | resumes its own run, bit for bit, on | resumes the reference run on |"
     yield "|---|---|---|"
     for name, (_, sizes) in ENGINES.items():
         label = name.replace("layers shared", "tensor parallel").replace("shared", "context parallel")

@@ -174,7 +174,7 @@ def test_non_finite_loss_or_gradient_stops_run(name: str, kind: str, run: Run, t
         (module,) = (line for line in told if "first non-finite output" in line)
         assert module.endswith(": model.embed_tokens (Embedding)")
         (sample,) = (line for line in told if line.startswith("sample "))
-        assert sample.startswith(f"sample {BAD_SAMPLE}, of document ")
+        assert sample.startswith(f"sample {BAD_SAMPLE}, from document ")
     else:
         assert not any("nan" in row or "inf" in row for row in rows)
         assert told[-1].startswith("1 of ")
@@ -204,7 +204,7 @@ def test_non_finite_weights_are_not_saved(name: str, run: Run, tmp_path: Path) -
         **diverging,
     )
     error = err.splitlines()[-1]
-    assert error.startswith("error: step 1: the weights or the optimizer state of model."), err
+    assert error.startswith("error: step 1: the optimizer state or the weights of model."), err
     assert "last good checkpoint: none yet; lower train.learning_rate" in error
     assert not list(tmp_path.glob("checkpoints/step-*"))
 
@@ -242,7 +242,8 @@ def test_non_finite_update_is_skipped(name: str, run: Run, tmp_path: Path) -> No
 def test_non_finite_streak_ends_run(name: str, run: Run, tmp_path: Path) -> None:
     _, err = run(name, tmp_path, "loss", bad=[], train__on_non_finite="skip", train__steps=30)
     error = err.splitlines()[-1]
-    assert error.startswith("error: step 1 (samples 0 to 7): the loss is not finite, nor in the next 9 steps")
+    assert error.startswith("error: step 1 (samples 0 to 7): the loss is not finite; ")
+    assert "; the updates of this step and the next 9 steps were skipped; " in error
     newest = max(int(path.name[5:]) for path in (tmp_path / "checkpoints").iterdir())
     assert newest < MAX_STREAK
 

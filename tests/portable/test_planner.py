@@ -4,22 +4,30 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
+from portable.checks import check_config
 from portable.cli import main as train
 from portable.config import load_config
+from portable.errors import RUN_ERROR, RunError
 from portable.model.build import build_model_on_meta, load_model_config
 from portable.model.flops import compute_flops_per_token
 from portable.planner import device_lookup as devices
+from portable.planner import plan_tables
 from portable.planner.cli import main
-from portable.planner.memory_model import PLACEHOLDER_DISK_PATH, StrategySetting
-from portable.planner.plan import Planner
+from portable.planner.memory_model import PLACEHOLDER_DISK_PATH, Cluster, StrategySetting
+from portable.planner.meta_model import MetaModel
+from portable.planner.plan import Planner, PlanTarget
+from portable.planner.plan_tables import describe_next_reductions
 from portable.planner.run_time import EstimateRange, compute_hours
+from portable.registry import load_backend_package
 from tests.image_models import write_image_model, write_squares
 from tests.promises import record
 from tests.runs import SENTENCE
@@ -137,6 +145,147 @@ def test_plan_suggests_adapter_if_full_training_does_not_fit(plan: Plan) -> None
     assert f"With an adapter (adapter.type lora), {best['strategy']} takes" in said
 
 
+def test_plan_suggests_savings_if_full_training_does_not_fit(plan: Plan) -> None:
+    argv = ["--data.seq_len", "1024", "--precision", "bf16", "--train.global_batch_size", "2"]
+    argv += ["--device", "h200"]
+    assert plan(*argv, "--devices", "2", model=LARGE)["with_savings"] is None
+    lean = plan(*argv, model=LARGE)["with_savings"]
+    assert lean["settings"] == {"train.master_dtype": "bf16"}
+    assert lean["fits"] and (lean["offload_optimizer"], lean["offload_params"]) == ("none", "none")
+    rounded = plan(*argv, "--train.master_dtype", "bf16", model=LARGE)
+    assert rounded["best"]["device_bytes"] == lean["device_bytes"] and rounded["with_savings"] is None
+    said = " ".join(plan(*argv, model=LARGE, told=True).split())
+    assert f"With train.master_dtype bf16 (changes the result), {lean['strategy']} takes" in said
+
+
+@pytest.mark.parametrize(
+    ("settings", "setting", "expected"),
+    [
+        ({}, StrategySetting("full_shard"), "strategy full_shard with memory.offload_optimizer cpu"),
+        ({"train.fused_backward": True, "train.max_grad_norm": None}, StrategySetting("full_shard"), None),
+        (
+            {"strategy": "zero3"},
+            StrategySetting("zero1", "cpu"),
+            "strategy zero2 with memory.offload_optimizer cpu",
+        ),
+    ],
+)
+def test_next_setting_is_valid(
+    settings: dict[str, Any], setting: StrategySetting, expected: str | None
+) -> None:
+    planner = build_planner({"strategy": "full_shard", **settings})
+    assert planner.describe_next_setting(setting) == expected
+
+
+def build_planner(settings: dict[str, Any]) -> Planner:
+    """Build a planner for eight GPUs of an unknown type."""
+    common = {"model.config": SMALL, "data.source": "org/texts", "backend": "cuda", "precision": "bf16"}
+    config = load_config(None, {**common, **settings})
+    model = build_model_on_meta(load_model_config(config.model), config.model)
+    return Planner(config, MetaModel(model, config), PlanTarget("cuda", Cluster(8, 8), None, None))
+
+
+def test_plan_notes_are_wrapped() -> None:
+    planner = build_planner({})
+    option = planner.build_option(StrategySetting("full_shard"))
+    planner.failure = "RuntimeError: the model reads the values of a tensor, which has no data"
+    text = plan_tables.format_plan(plan_tables.Plan(planner, [option], option), width=60)
+    notes = [part for part in text.split("\n\n") if part.startswith(("note:", "* recommended"))]
+    assert len(notes) == 2 and max(len(line) for note in notes for line in note.splitlines()) <= 60
+
+
+def test_next_micro_batch_size_divides_batch() -> None:
+    planner = build_planner({"train.global_batch_size": 72, "train.micro_batch_size": 9})
+    option = planner.build_option(StrategySetting("full_shard"))
+    assert describe_next_reductions(planner, option).startswith("train.micro_batch_size 3, then")
+
+
+@pytest.mark.parametrize(
+    ("settings", "ranks", "expected"),
+    [
+        (
+            {},
+            1,
+            [
+                "activation_checkpointing full",
+                "offload_activations true",
+                "fused_backward",
+                "master_dtype bf16",
+            ],
+        ),
+        (
+            {
+                "memory.activation_checkpointing": "full",
+                "train.max_grad_norm": None,
+                "strategy": "shard_grad_op",
+            },
+            2,
+            ["offload_activations true", "fused_backward true", "strategy full_shard", "master_dtype bf16"],
+        ),
+        (
+            {"compile": True, "adapter.type": "lora"},
+            1,
+            ["activation_checkpointing full", "offload_activations true with", "offload_optimizer cpu"],
+        ),
+        (
+            {"strategy": "zero2", "memory.loss_chunk_tokens": 0},  # ZeRO computes all logits at once
+            2,
+            ["activation_checkpointing full", "offload_activations", "strategy zero3"],
+        ),
+        (
+            {"memory.loss_chunk_tokens": 0, "train.max_grad_norm": None, "train.on_non_finite": "skip"},
+            1,
+            [
+                "loss_chunk_tokens auto",
+                "activation_checkpointing full",
+                "offload_activations true",
+                "fused_backward true with train.on_non_finite stop",
+                "master_dtype bf16",
+            ],
+        ),
+    ],
+)
+def test_memory_remedies_are_ordered_and_supported(
+    settings: dict[str, Any], ranks: int, expected: list[str]
+) -> None:
+    """The order is documented in docs/strategies.md. A remedy with true or bf16 as its value is valid."""
+    batch = {"train.global_batch_size": 8, "train.micro_batch_size": 8 // ranks}
+    common = {"model.config": SMALL, "data.source": "org/texts", "backend": "cuda", "precision": "bf16"}
+    config = load_config(None, common | batch | settings)
+    remedies = list(load_backend_package("cuda").iter_memory_remedies(config, ranks))
+    names = [remedy.partition(".")[2] or remedy for remedy in remedies]
+    assert [name.startswith(text) for name, text in zip(names, expected, strict=False)] == [True] * len(
+        expected
+    ), remedies
+    assert all(
+        ("changes the result" in remedy) == ("null" in remedy or "bf16" in remedy) for remedy in remedies
+    )
+    for remedy in remedies:
+        settings_text = re.split(" with | and ", remedy.partition(" (")[0])
+        parts = [part.split() for part in settings_text if "." in part]
+        changes = {key: {"true": True, "null": None}.get(value, value) for key, value in parts}
+        if "offload_optimizer" not in remedy and "offload_params" not in remedy:
+            check_config(config.replaced(changes))
+
+
+@pytest.mark.parametrize(
+    ("backend", "settings", "expected", "absent"),
+    [
+        ("cpu", {}, ["strategy to zero3", "memory.activation_checkpointing"], "num_workers"),
+        ("cuda", {}, ["data.num_workers to a lower number"], "zero3"),
+        ("cuda", {"memory.offload_optimizer": "cpu"}, ["memory.offload_optimizer to none", "zero3"], "num_w"),
+        ("tpu", {}, ["data.num_workers to a lower number"], "zero3"),
+        ("tpu", {"memory.offload_optimizer": "cpu"}, ["memory.offload_optimizer to none"], "zero3"),
+    ],
+)
+def test_host_memory_advice_names_settings_of_the_backend(
+    backend: str, settings: dict[str, Any], expected: list[str], absent: str
+) -> None:
+    common = {"model.config": SMALL, "data.source": "org/texts", "backend": backend, "strategy": "full_shard"}
+    advice = load_backend_package(backend).get_host_memory_advice(load_config(None, common | settings))
+    assert all(text in advice for text in expected) and absent not in advice, advice
+
+
 def test_plan_suggests_expert_parallelism_for_a_mixture(plan: Plan) -> None:
     """The bytes of Qwen3-30B-A3B are computed by hand for 64 devices in groups of 8."""
     argv = ["--device", "h100", "--devices", "64", "--data.seq_len", "4096", "--precision", "bf16"]
@@ -159,7 +308,7 @@ def test_plan_suggests_expert_parallelism_for_a_mixture(plan: Plan) -> None:
     assert alone["with_divided_experts"] is None and alone["hours"] == whole["hours"]
     said = " ".join(plan(*argv, model=MIXTURE, told=True).split())
     assert (
-        "With expert_parallel_size 8, shard_grad_op takes 20.3 GiB, and a device sends 57.7 GiB a step"
+        "With expert_parallel_size 8, shard_grad_op takes 20.3 GiB, and a device sends 57.7 GiB per step"
         in said
     )
 
@@ -190,10 +339,13 @@ def test_plan_without_device_has_no_fits(plan: Plan, capsys: pytest.CaptureFixtu
     ("arguments", "words"),
     [
         (["--device", "h10"], ["--device", "h100"]),
-        (["--budget", "50"], ["--budget: there are no prices; add --price-per-hour"]),
+        (
+            ["--budget", "50"],
+            ["--budget: the prices of the devices are unknown; add"],
+        ),
         (
             ["--price-per-hour", "h101=2"],
-            ["--price-per-hour: 'h101' is not a known device; did you mean h100?"],
+            ["--price-per-hour: unknown device 'h101'; did you mean h100?"],
         ),
         (["--device-memory", "much"], ["--device-memory", "much", "80GB"]),
         (["--devices", "7"], ["train.global_batch_size", "7 devices"]),
@@ -201,7 +353,33 @@ def test_plan_without_device_has_no_fits(plan: Plan, capsys: pytest.CaptureFixtu
         (["--device", "v5e", "--memory.offload_optimizer", "cpu"], ["memory.offload_optimizer", "xla"]),
         (["--device", "h100", "--backend", "xla"], ["--device", "backend"]),
         (["--model.name_or_path", "no/such-folder-or-model/here"], ["model.name_or_path"]),
-        (["--strategy", "full_shard", "--devices", "2", *WRONG], ["LlamaForCausalLM has no GPT2Block"]),
+        (
+            ["--strategy", "full_shard", "--devices", "2", *WRONG],
+            ["LlamaForCausalLM has no module of the class GPT2Block"],
+        ),
+        (
+            ["--strategy", "hybrid_shard", "--devices", "4", "--fsdp.shard_group_size", "8"],
+            ["fsdp.shard_group_size: 4 ranks cannot be divided evenly into groups of 8; use one of 1, 2, 4"],
+        ),
+        (
+            ["--strategy", "hybrid_shard", "--devices", "4", "--fsdp.shard_group_size", "3"],
+            ["fsdp.shard_group_size: 4 ranks cannot be divided evenly into groups of 3; use one of 1, 2, 4"],
+        ),
+        (
+            [
+                "--strategy",
+                "full_shard",
+                "--devices",
+                "4",
+                "--train.optimizer",
+                "adafactor",
+                "--train.fused_backward",
+                "true",
+                "--train.max_grad_norm",
+                "null",
+            ],
+            ["train.fused_backward: adafactor sums its moments over 4 ranks"],
+        ),
     ],
 )
 def test_plan_rejects_bad_input_in_one_line(
@@ -350,7 +528,7 @@ def test_planned_hours_of_epochs_count_local_data(
     words = [*EIGHT, "--train.epochs", "2", "--train.steps", "null", "--device", "l4", "--data.source"]
     steps = 2 * (len(SENTENCE) * 640 // 64) // 8
     told = " ".join(plan(*words, "texts.txt", told=True).split())
-    assert f"for at most {steps * 8 * 64:,} tokens" in told and "no run on this device" in told
+    assert f"for at most {steps * 8 * 64:,} tokens" in told and "no runs on this device" in told
     assert plan(*words, "not/here.txt")["hours"] is None
 
 
@@ -362,7 +540,7 @@ def test_plan_with_budget_sorts_machines_by_cost(plan: Plan) -> None:
     assert [row["within_budget"] for row in rows] == [row["cost"][1] <= 20 for row in rows]
     few = plan(*words, "--price-per-hour", "h100=2.50,l4=0.70", "--budget", "0.1", told=True)
     first, second = few.splitlines()
-    assert "1 x h100" in first + second and "more than 0.1" in second
+    assert "1 x h100" in first + second and "exceeds the budget of 0.1" in second
 
 
 def test_plan_counts_image_tower(
@@ -393,3 +571,12 @@ def test_plan_counts_image_tower(
     assert train([*words_of_run, "--show-data", "1"]) == 0  # which tokenizes the data
     capsys.readouterr()
     assert activations(str(squares)) > alone  # a conversation has two images
+
+
+def test_plan_reports_run_error_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    outage = RunError("data.source: s3://b/a.jsonl: the store is away; run the command again")
+    monkeypatch.setattr("portable.planner.cli.run_command", Mock(side_effect=outage))
+    assert main([]) == RUN_ERROR
+    assert capsys.readouterr().err == f"error: {outage}\n"

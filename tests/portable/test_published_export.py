@@ -139,7 +139,7 @@ def test_export_without_base_uses_recorded_names(
     assert run_rank("cpu", config.replaced({"train.steps": 2})) == 0
     assert load_file(tmp_path / "run" / "final" / "model.safetensors").keys() == wanted
     assert (
-        "does not contain tensors that transformers does not load: mtp.fc.weight, mtp.norm.weight"
+        "lacks these tensors, which transformers does not load: mtp.fc.weight, mtp.norm.weight"
         in capsys.readouterr().err
     )
     assert (

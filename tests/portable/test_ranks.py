@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import datetime
+import json
 import os
 import re
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +25,7 @@ import torch.distributed as dist
 from portable.errors import UserError
 from portable.ranks import collectives
 from portable.ranks.collectives import reduce_any, sum_over_ranks
+from portable.ranks.failure_notification import _FailureArbiter
 from portable.ranks.oom_kills import has_new_oom_kill, read_oom_kills
 from portable.ranks.open_file_limit import raise_open_file_limit
 from portable.ranks.rendezvous import agree_on_attempt_name
@@ -243,3 +248,47 @@ def test_scratch_folder_in_use_or_of_other_user_is_kept(
     monkeypatch.setattr(os, "getuid", lambda: theirs)
     with create_scratch_folder("kind"):
         assert (temporary / "kind-theirs").exists()
+
+
+# -- notification of failures ------------------------------------------------------------------------------
+
+
+def connect_to(arbiter: _FailureArbiter, rank: int) -> socket.socket:
+    """Connect to rank 0 as another rank does, and wait for the answer."""
+    connection = socket.create_connection(tuple(arbiter.addresses[0]), timeout=10)
+    hello = {"token": arbiter.token, "rank": rank, "host": "node"}
+    connection.sendall(json.dumps(hello).encode() + b"\n")
+    assert json.loads(connection.recv(1000)) == {"host": "node-0"}
+    return connection
+
+
+@pytest.fixture
+def arbiter(monkeypatch: pytest.MonkeyPatch) -> Iterator[_FailureArbiter]:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    arbiter = _FailureArbiter("node-0")
+    yield arbiter
+    arbiter.close(others_can_continue=True)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b"1", b"[]", '{"token": "\u00e9"}'.encode(), b'{"token": null}', b"[" * 60_000, b"GET / HTTP/1.1"],
+    ids=range(6),
+)
+def test_messages_of_strangers_do_not_end_failure_detection(line: bytes, arbiter: _FailureArbiter) -> None:
+    """The port is open to other machines if the run has several nodes."""
+    with socket.create_connection(tuple(arbiter.addresses[0]), timeout=10) as stranger:
+        stranger.sendall(line + b"\n")
+        with suppress(ConnectionResetError):
+            assert stranger.recv(1000) == b""
+    connect_to(arbiter, 1).close()
+
+
+@pytest.mark.parametrize(("others_can_continue", "expected"), [(True, "leaves"), (False, "failure")])
+def test_ranks_notice_end_of_rank_0(
+    others_can_continue: bool, expected: str, arbiter: _FailureArbiter
+) -> None:
+    """An interrupt of rank 0 ends all ranks."""
+    with connect_to(arbiter, 1) as connection:
+        arbiter.close(others_can_continue=others_can_continue)
+        assert list(json.loads(connection.recv(1000))) == [expected]

@@ -228,7 +228,7 @@ def test_resume_rejects_other_text_and_unusable_checkpoints(
         refused("in use by another run")
     leg(folder, corpus, data__source=str(source), train__stop_after=2)
     source.write_text(corpus.read_text().replace("small", "large"))
-    refused("trained on other tokens")
+    refused("the tokens, or the proportions of the sources, have changed")
     source.write_text(corpus.read_text())
     checkpoint = folder / "checkpoints" / "step-000002"
     shard = next(checkpoint.glob("*.distcp"))
@@ -245,7 +245,7 @@ def test_resume_rejects_other_text_and_unusable_checkpoints(
         checkpoint__resume=f"{finished}/final",
     )
     changed = {"checkpoint__resume": str(finished), "train__optimizer": "sgd"}
-    refused(r"another run \(train.optimizer", other, **changed)
+    refused(r"train.optimizer is .adamw. in .*, but .sgd. in this run", other, **changed)
     assert not other.exists()
 
 
@@ -263,7 +263,7 @@ def test_damaged_logs_do_not_stop_run(
     with (folder / "events.jsonl").open("ab") as events:
         events.write(b'{"event": "save", "step": 4}\n{"event": "save", "step": 4, "time": "noon"}\n\xff\n')
     assert leg(folder, corpus) == 0
-    assert "metrics.jsonl: left out 4 rows that cannot" in capsys.readouterr().err
+    assert "metrics.jsonl: skipped 4 rows that cannot" in capsys.readouterr().err
     write_report([folder], folder / "report.html")
     assert losses(folder).keys() == losses(finished).keys()
     assert weights(folder) == weights(finished)
@@ -284,11 +284,11 @@ def _of_another_step(checkpoint: Path, *, whole: bool) -> None:
 @pytest.mark.parametrize(
     ("damage", "told"),
     [
-        (_flip_in_samples, "trainer_state.json: is damaged, or from another save"),
+        (_flip_in_samples, "trainer_state.json: is damaged or from another save"),
         (partial(_of_another_step, whole=False), "(from another save|were written)"),
         (
             partial(_of_another_step, whole=True),
-            r"state.json: is damaged \(ValueError: the recorded step is 8\)",
+            r"state.json: is damaged \(.*recorded step is 8, but the folder has the name step-\d+\)",
         ),
         (lambda folder: (folder / CHECKSUMS).unlink(), f"{CHECKSUMS}: is missing, although"),
         (lambda folder: (folder / MANIFEST).unlink(), f"{MANIFEST}: is missing"),

@@ -23,7 +23,7 @@ from portable.data.samples.loader import iter_rank_positions
 from portable.errors import UserError
 from portable.model import build as models
 from portable.model.build import AUTO_CLASSES
-from portable.model.flops import compute_flops_per_token
+from portable.model.flops import _compute_idle_expert_share, compute_flops_per_token, get_experts_per_token
 from portable.model.parameter_groups import assign_parameter_groups, list_decayed_names
 from portable.optim.schedule import (
     Constant,
@@ -111,7 +111,9 @@ def test_custom_schedule_with_errors_is_rejected() -> None:
 
     with pytest.raises(UserError, match=r"train.schedule: .*:falling_below_zero: returns -1 for step 2"):
         build_schedule(config("falling_below_zero").train, 30)(2)
-    with pytest.raises(UserError, match=r"halving.*: fails \(ZeroDivisionError.*; correct the code"):
+    with pytest.raises(
+        UserError, match=r"halving.*: raises an error \(ZeroDivisionError.*; correct the code"
+    ):
         build_schedule(config("halving(every=0)").train, 30)(2)
 
 
@@ -224,9 +226,9 @@ def test_batch_plan_of_uneven_ranks_takes_sequences_once(
 
 
 def test_batch_plan_error_names_divisors() -> None:
-    with pytest.raises(UserError, match=r"cannot be divided among 9 ranks; set train.global_batch_size to 9"):
+    with pytest.raises(UserError, match=r"divided evenly among 9 ranks; set train.global_batch_size to 9"):
         compute_batch_plan(batches(), world_size=9, rank=0)
-    with pytest.raises(UserError, match=r"4 does not divide the 2 sequences .*; use 2 or another divisor"):
+    with pytest.raises(UserError, match=r"4 does not divide 2, the number .*; use 2 or another divisor"):
         compute_batch_plan(batches(micro_batch_size=4), world_size=4, rank=0)
 
 
@@ -274,6 +276,21 @@ def test_flops_per_token_match_torch_counter(given: dict[str, Any]) -> None:
     assert compute_flops_per_token(model, config, 64) == pytest.approx(
         counter.get_total_flops() / 64, rel=0.02
     )
+
+
+@pytest.mark.parametrize(
+    ("model_type", "sizes"),
+    [
+        ("qwen3_moe", {"num_experts": 8, "num_experts_per_tok": 2}),
+        ("gemma4_text", {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2}),
+        ("aria_text", {"moe_num_experts": 8, "moe_topk": 2}),
+        ("ernie4_5_moe", {"moe_num_experts": 8, "moe_k": 2}),
+    ],
+)
+def test_experts_of_token_are_read_from_config(model_type: str, sizes: dict[str, Any]) -> None:
+    config = AutoConfig.for_model(model_type, **sizes)
+    assert get_experts_per_token(config) == 2
+    assert _compute_idle_expert_share(config) == 0.75
 
 
 @pytest.mark.parametrize("adapter", [None, "lora"])

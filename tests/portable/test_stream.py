@@ -16,29 +16,31 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from portable.commands.data import main
-from portable.config.sections import DataConfig
+from portable.config.sections import DataConfig, SourceConfig
 from portable.data import pretokenize
-from portable.data.dataset import build_data
+from portable.data.dataset import RunData, build_data, inspect_data_sizes
+from portable.data.preview import build_preview
 from portable.data.samples.loader import TrainLoader
 from portable.data.samples.order import EpochIndex
-from portable.data.sources import file_parts, source_kinds
+from portable.data.sources import file_parts, hub_dataset, source_kinds
 from portable.data.sources.file_parts import FileRangeSource
 from portable.data.sources.pretokenized import INDEX_FILE
 from portable.data.sources.records import Fields
-from portable.data.sources.source_kinds import StreamSource
+from portable.data.sources.source_kinds import StreamSource, build_evaluation_settings, open_source
 from portable.data.stream import StreamSamples
 from portable.data.tokens import tokenize
 from portable.errors import MultipleMistakesError, RunError, UserError
 from tests import hub_datasets
 from tests.object_store import ObjectStore
-from tests.portable.data_support import source, write_jsonl
+from tests.portable.data_support import read_sample, source, word_level, write_jsonl
 from tests.portable.test_data_contract import KINDS, TEXTS, lines
 
 FILES, RECORDS, LENGTH = 9, 30, 16
@@ -99,6 +101,46 @@ def test_stream_epoch_has_every_sample_once(files: Path, window: int) -> None:
     assert changes == FILES - 1 if window == 1 else changes > 3 * FILES
 
 
+@pytest.fixture(params=["stream", "mixture"])
+def uneven_files(request: pytest.FixtureRequest, files: Path) -> dict[str, Any]:
+    """Make a file too short for a sample, and one with only short texts. Return the sources as settings."""
+    write_jsonl(files / "part-0.jsonl", [{"text": "a"}])
+    write_jsonl(files / "part-1.jsonl", [{"text": "a"}] * 90)
+    if request.param == "stream":
+        return {}
+    other = write_jsonl(files.parent / "other.jsonl", [{"text": "b " * 30}] * 50)
+    web, plain = {"name": "web", "source": str(files / "*.jsonl")}, {"name": "plain", "source": str(other)}
+    return {"source": None, "sources": ({**web, "weight": 2}, {**plain, "weight": 1, "stream": False})}
+
+
+@pytest.mark.parametrize("packing", [True, False, "documents"])
+def test_stream_trial_samples_fill_large_batch(
+    packing: Any, uneven_files: dict[str, Any], files: Path
+) -> None:
+    for seed in range(4):  # different shards come first
+        samples = build_data(settings(files, packing=packing, **uneven_files), seed=seed).train
+        for count in (1, 300):
+            batch = samples.build_batch(samples.list_trial_samples(count))
+            assert batch["input_ids"].shape == (count, LENGTH)
+        samples.close()
+
+
+def test_stream_packs_documents_in_batch_of_several_shards(uneven_files: dict[str, Any], files: Path) -> None:
+    packed = {"packing": "documents", "seq_len": 64, "shuffle_window": FILES}
+    samples = build_data(settings(files, **packed, **uneven_files)).train
+    indices = [samples.locate_sample(position, 0) for position in range(60)]
+    batch = samples.build_batch(indices)
+    widths = set()
+    for row, index in enumerate(indices):
+        single = samples.build_batch([index])
+        widths.add(single["document_lengths"].shape[1])
+        for name, values in single.items():
+            padding = batch[name][row].numel() - values.numel()
+            assert batch[name][row].flatten().tolist() == values.flatten().tolist() + [0] * padding
+    samples.close()
+    assert len(widths) > 1
+
+
 def test_stream_resume_does_not_read_consumed_files(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stream = opened(files)
     position = 500
@@ -134,7 +176,8 @@ def test_stream_cache_limit_bounds_disk_usage(files: Path, monkeypatch: pytest.M
     for position in range(0, 2600, 13):
         place = limited.locate_sample(position, 0)
         assert place == free.locate_sample(position, 0)
-        assert limited[place[1]]["input_ids"].tolist() == free[place[1]]["input_ids"].tolist()
+        first, second = (read_sample(stream, place.sample_index) for stream in (limited, free))
+        assert first["input_ids"].tolist() == second["input_ids"].tolist()
         most = max(most, sum(_sizes(files.parent / "cache")))
     assert len(_sizes(files.parent / "free")) == FILES
     assert most <= 5 * largest  # the newest shard may exceed the limit
@@ -148,17 +191,17 @@ def _sizes(cache: Path) -> list[int]:
 # -- faults -------------------------------------------------------------------------------------------------
 
 
-def test_stream_rejects_changed_file(files: Path) -> None:
+@pytest.mark.parametrize("change", [lambda text: text.replace("r3 ", "r4 "), lambda _: '{"text": ""}\n'])
+def test_stream_rejects_changed_file(change: Callable[[str], str], files: Path) -> None:
     stream = opened(files, cache_limit=1e-9)
     ids(stream, 0, 900)
     shard = stream.locate_sample(0, 0)[1] >> 32
     file = files / f"part-{shard}.jsonl"
-    text = file.read_text()
-    file.write_text(text.replace("r3 ", "r4 "))
+    file.write_text(change(file.read_text()))
     shutil.rmtree(files.parent / "cache" / "streams" / "tokens")
     stream._open.clear()
     with pytest.raises(RunError, match=rf"part-{shard}.jsonl has changed since the run read the file"):
-        stream[stream.locate_sample(0, 0)[1]]
+        read_sample(stream, stream.locate_sample(0, 0).sample_index)
     other = opened(files, cache_dir=str(files.parent / "other"))
     with pytest.raises(RunError, match="has changed since the checkpoint"):
         other.load_state_dict(stream.state_dict())
@@ -192,11 +235,11 @@ def test_stream_skips_and_reports_bad_records(
     skipping.fields.bad.print_skipped_count(skipping.name)
     told = capfd.readouterr().err.splitlines()
     place = ":4" if part_bytes > 1000 else ""
-    assert [line for line in told if f"{place}: is not a line of JSON" in line and "warning: skipped" in line]
+    assert [line for line in told if f"{place}: is not valid JSON" in line and "warning: skipped" in line]
     assert len([line for line in told if "skipped: " in line]) == 5
-    assert f"warning: {path}: 7 records were skipped (data.on_bad_record)" in told
+    assert f"warning: {path}: 7 bad records were skipped (data.on_bad_record: skip)" in told
     assert not any("on_bad_record to skip" in line for line in told)
-    with pytest.raises(UserError, match="not a line of JSON") as error:
+    with pytest.raises(UserError, match="not valid JSON") as error:
         list(source(str(path), stream=part_bytes < 1000, cache_dir=tmp_path).iter_documents())
     last_line = error.value.lines[-1] if isinstance(error.value, MultipleMistakesError) else str(error.value)
     assert last_line.endswith(", or set data.on_bad_record to skip")
@@ -252,7 +295,7 @@ def test_stream_rejects_object_changed_since_listing(files: Path, s3: ObjectStor
     found = opened(files, source=s3.url("data/*.jsonl"))
     name = f"part-{int(found._order[-1])}.jsonl"
     s3.put(f"data/{name}", (files / name).read_bytes().replace(b"r3 ", b"r4 "))
-    with pytest.raises(UserError, match=rf"{name}.*changed while it was read"):
+    with pytest.raises(UserError, match=rf"{name}.*changed while it was being read"):
         rows(found)
     s3.delete(f"data/{name}")
     with pytest.raises(UserError, match=rf"{name}.*cannot be read"):
@@ -389,7 +432,7 @@ def test_stream_reads_only_bytes_of_object_part(
 
 def test_stream_reports_damaged_file_in_one_line(tmp_path: Path) -> None:
     for name, said in (
-        ("a.jsonl.gz", r"a.jsonl.gz: Compressed file ended before .*; copy the file again"),
+        ("a.jsonl.gz", r"a.jsonl.gz: cannot be decompressed .*; copy the file again"),
         ("a.jsonl.zst", r"a.jsonl.zst: cannot be read \(.*Truncated compressed stream"),
         ("a.parquet", r"a.parquet: is not a readable .parquet file \(.*\); copy the file again"),
     ):
@@ -434,7 +477,10 @@ def test_stream_reads_hub_dataset_by_ranges(tmp_path: Path) -> None:
         assert len(found) > 2 and [text for part in found for text in part] == TEXTS
         whole = [path for path, span in requests if path.startswith("GET") and "parquet" in path and not span]
         assert whole == []
-        assert "has no split 'other' of files; use one of train, test" in read("other")["error"]
+        assert (
+            "has no files for the split 'other'; choose another split (the splits are: train, test)"
+            in read("other")["error"]
+        )
         contents["README.md"] = b"---\nconfigs:\n- config_name: default\n  data_files: /etc/passwd\n---\n"
         assert "'/etc/passwd' leads out of the folder" in read("train", "other home")["error"]
 
@@ -464,6 +510,155 @@ def test_cache_key_depends_on_document_settings(tmp_path: Path) -> None:
         keys = {key(task.get(name, "causal-lm"), **{name: value}) for name, value in changes}
         assert len({*keys, key()}) == len(changes) + 1
         assert key(format="auto") == key()
+
+
+# -- evaluation data of a stream ----------------------------------------------------------------------------
+
+
+def write_litdata(folder: Path, tokens: list[int]) -> Path:
+    """Write one litdata chunk with a single sample."""
+    folder.mkdir(exist_ok=True)
+    sample = np.array(tokens, "<u2").tobytes()
+    header = np.array([1, 12, 12 + len(sample)], "<u4").tobytes()
+    (folder / "chunk-0-0.bin").write_bytes(header + sample)
+    config = {"data_format": ["no_header_tensor:20"], "compression": None, "encryption": None}
+    index = {"chunks": [{"filename": "chunk-0-0.bin"}], "config": config}
+    (folder / "index.json").write_text(json.dumps(index))
+    return folder
+
+
+def write_token_file(path: Path, tokens: list[int]) -> Path:
+    np.array(tokens, "<u2").tofile(path)
+    return path
+
+
+def save_tokenizer(folder: Path) -> str:
+    word_level(["<e>", *"abcdefgh"], eos_token="<e>").save_pretrained(folder)
+    return str(folder)
+
+
+def read_eval_tokens(data: RunData) -> list[int]:
+    samples = data.evals[""]
+    rows = [read_sample(samples, number)["input_ids"].tolist() for number in range(len(samples))]
+    return [token for row in rows for token in row]
+
+
+def test_stream_evaluation_follows_replaced_file(files: Path) -> None:
+    """The new file has the same name and size."""
+    path = files.parent / "held.jsonl"
+    fingerprints, tokens = [], []
+    for word in "ab":
+        write_jsonl(path, [{"text": f"{word} " * 20}] * 5)
+        data = build_data(settings(files, eval={"source": str(path)}, tokenizer=save_tokenizer(files / "t")))
+        fingerprints.append(data.eval_fingerprints[""])
+        tokens.append(read_eval_tokens(data))
+    assert fingerprints[0] != fingerprints[1] and tokens[0] != tokens[1]
+    # The disk limit of the stream must not delete tokens that the run evaluates on.
+    assert len(list(files.parent.glob("cache/tokens/*/meta.json"))) == 2
+
+
+@pytest.mark.parametrize("kind", ["token file", "litdata"])
+def test_stream_evaluates_on_tokens(kind: str, tmp_path: Path) -> None:
+    numbers = [list(range(1, 8)) * 6, list(range(7, 0, -1)) * 6]
+    names = ["training.bin", "evaluation.bin"]
+    write = write_token_file if kind == "token file" else write_litdata
+    training, evaluation = (
+        str(write(tmp_path / name, row)) for name, row in zip(names, numbers, strict=True)
+    )
+    data = settings(
+        tmp_path, source=training, eval={"source": evaluation}, tokenizer=save_tokenizer(tmp_path / "t")
+    )
+    assert inspect_data_sizes(data).evals[""].num_samples is None
+    assert read_eval_tokens(build_data(data)) == numbers[1][:32]
+    assert inspect_data_sizes(data).evals[""].num_samples == 2
+
+
+def test_stream_evaluation_rejects_training_data_and_portable_data(files: Path) -> None:
+    tokenizer = save_tokenizer(files.parent / "t")
+    copies = files.parent / "copies"
+    shutil.copytree(files, copies)
+    for folder in (files, copies):
+        evaluation = {"source": str(folder / "*.jsonl")}
+        with pytest.raises(UserError, match=r"data.eval: contains the same data as the training data"):
+            build_data(settings(files, eval=evaluation, tokenizer=tokenizer))
+    write_jsonl(copies / "part-3.jsonl", [{"text": "x" * (len((files / "part-3.jsonl").read_text()) - 13)}])
+    sizes = [(folder / "part-3.jsonl").stat().st_size for folder in (files, copies)]
+    assert sizes[0] == sizes[1]
+    build_data(settings(files, eval={"source": str(copies / "*.jsonl")}, tokenizer=tokenizer))
+    (copies / INDEX_FILE).write_text("{}")
+    with pytest.raises(
+        UserError, match=r"data.eval.source: .* output of portable-data, which can only be tr"
+    ):
+        build_data(settings(files, eval={"source": str(copies)}, tokenizer=tokenizer))
+
+
+def test_stream_evaluation_reads_hub_files_of_only_one_split(
+    files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loading the dataset would download the training split as well."""
+    listed: list[tuple[str, str | None, str]] = []
+
+    def list_files(*arguments: Any) -> dict[Path, None]:
+        listed.append(arguments)
+        return dict.fromkeys(sorted(files.glob("*.jsonl"))[:2] if arguments[2] == "test" else [])
+
+    monkeypatch.setattr(hub_dataset, "list_hub_split_files", list_files)
+    evaluation = SourceConfig(split="test", max_samples=3)
+    data = DataConfig(source="lab/some", stream=True, eval=evaluation, format="text")
+    opened = open_source(build_evaluation_settings(data, "causal-lm")[""])
+    assert [document.text.split()[0] for document in opened.iter_documents()] == ["f0r0", "f0r1", "f0r2"]
+    assert listed == [("lab/some", None, "test")]
+
+
+def test_mixture_accepts_streams_of_equal_names_and_sizes(tmp_path: Path) -> None:
+    names = {name: str(write_litdata(tmp_path / name, [number] * 60)) for number, name in enumerate("abc")}
+    shutil.copytree(names["b"], tmp_path / "d")
+    common = {"source": None, "tokenizer": save_tokenizer(tmp_path / "t")}
+
+    def build(folders: str) -> RunData:
+        sources = [{"name": name, "source": str(tmp_path / name), "weight": 1} for name in folders]
+        return build_data(settings(tmp_path, **common, sources=sources))
+
+    mixture = build("abc")
+    samples = mixture.train
+    indices = [samples.locate_sample(position, 0) for position in range(9)]
+    assert {int(samples.build_batch([index])["input_ids"][0, 0]) for index in indices} == {0, 1, 2}
+    with pytest.raises(UserError, match=r"data.sources.d: has the same data as data.sources.b"):
+        build("abcd")
+
+
+def test_stream_preview_shows_trained_share_without_sample_count(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "a b c", "completion": "d e"}] * 9)
+    common = {"source": str(path), "format": "auto", "tokenizer": save_tokenizer(tmp_path / "t")}
+    previews = [
+        build_preview(build_data(settings(tmp_path, **common, stream=stream)), 1, 0)
+        for stream in (True, False)
+    ]
+    streamed, expected = (preview.facts for preview in previews)
+    assert streamed["samples"] == "an unknown number for training, 16 tokens each"
+    assert "%" in expected["trained"]
+    for name in ("documents", "tokens", "trained"):
+        assert streamed[name] == f"{expected[name]} (only the first part of each stream)"
+
+
+@pytest.mark.parametrize("packing", [False, "documents"])
+def test_stream_skips_shards_without_samples(packing: bool | str, tmp_path: Path) -> None:
+    tokenizer = save_tokenizer(tmp_path / "t")
+    folder = tmp_path / "files"
+    folder.mkdir()
+    for number in range(4):
+        write_jsonl(
+            folder / f"{number}.jsonl",
+            [{"text": "a b c"}] * 9 if number == 2 else [{"text": "a " * 99}],
+        )
+    built = settings(folder, truncation="drop", packing=packing, tokenizer=tokenizer)
+    data = build_data(built)
+    assert {data.train.get_source_name(data.train.locate_sample(n, 0)[1]) for n in range(9)} == {
+        str(folder / "2.jsonl")
+    }
+    (folder / "2.jsonl").unlink()
+    with pytest.raises(UserError, match="no sample is left"):
+        build_data(built)
 
 
 # -- made ahead of time: in parallel, resumed, on several machines, in a store ---------------------------
@@ -576,9 +771,9 @@ def test_pretokenize_rejects_bad_arguments(
     refused("is not empty", "--out", str(tmp_path / "full"))
     refused("data.stream: data.source names no files", "--out", new, "--data.source", "null")
     assert main(["--config", str(config), "--processes", "1", "--out", out]) == 0
-    refused("--part: '3/2' does not have the form MACHINE/MACHINES", "--out", out, "--part", "3/2")
+    refused("--part: '3/2' does not have the form I/N", "--out", out, "--part", "3/2")
     write_jsonl(files / "part-9.jsonl", [{"text": "more"}])
-    refused("was started with other files", "--out", out)
+    refused("contains output that does not match", "--out", out)
     shutil.rmtree(tmp_path / "tokens" / "shards" / "000000")
-    with pytest.raises(UserError, match=r"run portable-data again"):
+    with pytest.raises(UserError, match=r"cannot be read .*\); run portable-data again"):
         sorted_rows(opened(files, source=out, vocab_size=None), 700)

@@ -191,7 +191,7 @@ def test_library_warnings_are_logged(
     assert shown
     assert [told for told in ("it is deprecated", "it is slow", "it is odd") if told in before] == []
     assert before.count("it is broken") == 1  # an error is shown as well
-    assert f"{tmp_path / 'run' / 'log.txt'}, with 4 warnings of libraries" in before
+    assert f"{tmp_path / 'run' / 'log.txt'}, with 4 library warnings" in before
     log = (tmp_path / "run" / "log.txt").read_text()
     for line in ("some_library: it is slow", "without.a.handler: it is odd", "step 3/3  loss "):
         assert log.count(line) == 1

@@ -61,7 +61,7 @@ def labelled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def page_settings() -> dict[str, Any]:
     """Read the settings of the page's file that mimics the Trainer, without its model, data and length."""
-    _, _, text = PAGE.read_text("utf-8").partition("This file is equivalent to a Trainer script")
+    _, _, text = PAGE.read_text("utf-8").partition("this config reproduces a Trainer script")
     document = yaml.safe_load(text.split("```yaml\n")[1].split("```")[0])
     train = {f"train__{key}": value for key, value in document["train"].items() if key != "epochs"}
     return {

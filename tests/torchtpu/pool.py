@@ -14,6 +14,7 @@ from typing import Any
 from tests.ranks import RankError, RankPool
 from tests.torchtpu.stand_in import environment, find_chips
 
+ATTEMPTS = 5
 NEEDS_TORCH_TPU = "needs torch_tpu and its stand-in: pip install -c constraints.txt -e '.[test]', on Linux"
 
 
@@ -31,8 +32,9 @@ class TpuPool:
     def run(self, chips: int, function: Callable[..., Any], *arguments: Any, timeout: float = 300) -> Any:
         """Run a function on ranks, see :meth:`tests.ranks.RankPool.run`.
 
-        Runs it a second time if a rank aborted. A worker thread of torch_tpu 0.2 aborts the process if it
-        drops the last reference to a tensor, which happens about once in a thousand runs, on a busy machine.
+        Runs it again, up to ``ATTEMPTS`` times, if a rank aborted. A worker thread of torch_tpu 0.2 aborts
+        the process if it drops the last reference to a tensor. This happens about once in a thousand runs
+        on a busy machine, and has happened twice in a row.
         """
 
         def in_a_slice() -> object:
@@ -41,13 +43,14 @@ class TpuPool:
 
         if chips not in self._pools:
             self._pools[chips] = RankPool(in_a_slice)
-        try:
-            return self._pools[chips].run(chips, function, *arguments, timeout=timeout)
-        except RankError as error:
-            if f"exit code {-signal.SIGABRT}" not in str(error):
-                raise
-            warnings.warn(f"torch_tpu aborted, so the ranks start again: {error}", stacklevel=2)
-        return self._pools[chips].run(chips, function, *arguments, timeout=timeout)
+        for attempt in range(1, ATTEMPTS + 1):
+            try:
+                return self._pools[chips].run(chips, function, *arguments, timeout=timeout)
+            except RankError as error:
+                if attempt == ATTEMPTS or f"exit code {-signal.SIGABRT}" not in str(error):
+                    raise
+                warnings.warn(f"torch_tpu aborted, so the ranks start again: {error}", stacklevel=2)
+        raise AssertionError("unreachable")
 
     def close(self) -> None:
         """End all processes."""

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import re
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from portable.planner.cli import main as plan
 from portable.registry import load_backend_package, resolve_backend_name
 from portable.reporting.metrics import read_metrics
 from portable.tpu import device_specs
+from portable.tpu.torchtpu.dry_chip import DryBuffer, DryMemory
 from portable.tpu.torchtpu.torch_tpu_internals import PACKAGE
 from tests.parity import take_steps
 from tests.ranks import RankPool
@@ -87,7 +90,7 @@ def test_tpu_backend_without_package_suggests_install(monkeypatch: pytest.Monkey
     """The package is missing in environments with torch_xla, which needs another torch."""
     monkeypatch.setattr(device_specs, "count_tpu_chips", lambda: 4)
     monkeypatch.setattr(PACKAGE, "_name", "torch-tpu-that-is-not-here")
-    with pytest.raises(UserError, match=r"none is installed; .* 'portable-trainer\[torchtpu\]'"):
+    with pytest.raises(UserError, match=r"is not installed; .* 'portable-trainer\[torchtpu\]'"):
         load_backend_package("tpu").check_ranks(2)
 
 
@@ -128,7 +131,7 @@ def test_plan_for_tpu_backend_offloads(
     run = (tmp_path / "run.yaml").read_text()
     (tmp_path / "run.yaml").write_text(re.sub(r"(?m)^strategy:.*$", "", run))
     assert plan([*asked, "--deepspeed.config", str(tmp_path / "ds.json")]) == 0
-    assert "deepspeed.config has no effect" in capsys.readouterr().err
+    assert "deepspeed.config: has no effect" in capsys.readouterr().err
 
 
 # -- as a user starts it ----------------------------------------------------------------------------------
@@ -174,6 +177,28 @@ DRY: dict[str, tuple[dict[str, Any], float, set[str]]] = {
 """Settings, the ratio of the state to the plan, to which DDP adds its buckets, and collectives."""
 ONCE, *MORE = [(name, "v5e") for name in DRY]
 MORE += [("full_shard, experts", "v6e"), ("hybrid_shard, offloaded", "v5p")]
+
+
+def test_simulated_memory_counts_changes_of_all_threads() -> None:
+    """torch_tpu creates and destroys buffers in several threads at the same time."""
+    memory = DryMemory()
+    buffer = DryBuffer.from_sizes(11, [1024])  # PJRT_Buffer_Type_F32
+
+    def change_buffers() -> None:
+        handles = [memory.add(buffer) for _ in range(500)]
+        for handle in handles[1:]:
+            memory.remove(handle)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            for change in [threads.submit(change_buffers) for _ in range(4)]:
+                change.result()
+    finally:
+        sys.setswitchinterval(interval)
+    assert memory.live_bytes == 4 * buffer.size_bytes == 4 * 4096
+    assert 500 * 4096 <= memory.peak_bytes <= 4 * 500 * 4096
 
 
 @needs_torch_tpu

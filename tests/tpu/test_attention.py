@@ -173,9 +173,9 @@ def test_attention_by_rows_with_trained_bias_matches(xla: XlaPool) -> None:
 def test_attention_by_rows_rejects_custom_attention(tmp_path: Path, corpus: Path, xla: XlaPool) -> None:
     settings = {**MODELS["bert"], "model__attention": "eager", "xla__attention_rows": 8}
     said = xla.run(1, refusal, tmp_path, corpus, settings)
-    assert (
-        said
-        == "xla.attention_rows: bert uses another attention implementation (eager); remove xla.attention_rows"
+    assert said == (
+        "xla.attention_rows: needs the attention implementation sdpa, but bert uses eager; remove "
+        "xla.attention_rows"
     )
 
 

@@ -81,7 +81,7 @@ def test_compile_options_match_torch_xla() -> None:
         ("v5e", 12, None, "--devices: no slice of v5e has 12 chips; use 8 or 16"),
         ("v5p", 16, "4x", "--topology: '4x' does not have the form AxBxC of a v5p slice; use one of"),
         ("v5e", 16, "4x8", "--topology: 4x8 has 32 chips, but --devices is 16"),
-        ("v3", 8, None, "--compile: does not support device v3; use --device v4, v5e, v5p, v6e"),
+        ("v3", 8, None, "--device: v3 is not a TPU that --compile supports; use one of v4, v5e, v5p, v6e"),
     ],
 )
 def test_select_tpu_slice_rejects_unknown_slices(
@@ -282,13 +282,13 @@ Total hbm usage >= 35.13G:
 
 def test_describe_memory_shortage_is_one_line() -> None:
     assert describe_memory_shortage(OUT_OF_MEMORY) == (
-        "needs 34.9 GiB of 15.8 GiB, arguments 4.0 GiB, the largest value is bf16[24576,24576] (1.1 GiB) "
-        "of aten__mm.1 at llama.py:12"
+        "needs 34.9 GiB (4.0 GiB for arguments), but a chip has 15.8 GiB; the largest value is "
+        "bf16[24576,24576] (1.1 GiB) of aten__mm.1 at llama.py:12"
     )
     newer = (
         "E1000: Ran out of memory on HBM, HLO temporaries (37.25G) exceeds available HBM (15.75G). HLO: m."
     )
-    assert describe_memory_shortage(newer) == "needs 37.2 GiB of 15.8 GiB"
+    assert describe_memory_shortage(newer) == "needs 37.2 GiB, but a chip has 15.8 GiB"
     assert describe_compile_error("no\nmore", "") == "no"
     assert describe_compile_error("no kernel `ragged-dot-none`", "") == (
         "no kernel `ragged-dot-none`; use model.experts batched_mm"
@@ -329,8 +329,9 @@ def test_compiled_run_computes_peak_and_problems() -> None:
     assert (resident.planned, working.planned) == (60, 70)  # the gradients come and go within the step
     (problem,) = add_remedy_to_problems(one, "less").problems
     assert problem == (
-        "the run does not fit: 60 B of arguments, 70 B of temporary values and results and 0 B of code are "
-        "more than 90 B, the largest value is f32[8,4] (128 B) of aten__mm at llama.py:12; remedy: less"
+        "the run does not fit into the 90 B of device memory, because it needs 60 B for arguments, 70 B for "
+        "temporary values and results, and 0 B for code; the largest value is f32[8,4] (128 B) of aten__mm "
+        "at llama.py:12; to reduce memory: less"
     )
 
 
@@ -377,7 +378,7 @@ def test_find_libtpu_rejects_missing_or_invalid_library(
     monkeypatch.setenv("TPU_LIBRARY_PATH", str(tmp_path / "libtpu.so"))
     with pytest.raises(
         UserError,
-        match=r"^TPU_LIBRARY_PATH: .*libtpu.so is not a file; set TPU_LIBRARY_PATH to the file of libtpu$",
+        match=r"^TPU_LIBRARY_PATH: .*libtpu.so is not a file; set TPU_LIBRARY_PATH to the path of libtpu.so$",
     ):
         find_libtpu()
     (tmp_path / "libtpu.so").write_text("text")
@@ -426,7 +427,7 @@ def test_usable_hbm_bytes_match_compiler_limit(library: compiler.LibtpuInstallat
         found = compile_graph_files(graphs, TpuSlice(device, FOUR[device]), library, NEVER)
         assert not found.fits
         (problem,) = found.problems
-        assert f" of {format_bytes(found.hbm_bytes)}" in problem, problem
+        assert f"a chip has {format_bytes(found.hbm_bytes)}" in problem, problem
         assert found.peak_bytes > found.hbm_bytes
 
 
@@ -451,7 +452,7 @@ def test_compile_graph_files_reports_crash_of_compiler(
     with pytest.raises(UserError) as died:
         compile_graph_files(written(tmp_path, step=hlo.added(8)), TpuSlice("v5e", "1x1"), library, NEVER)
     assert "\n" not in str(died.value)
-    assert str(died.value).startswith("--compile: libtpu ended with exit code 1 as it started: ")
+    assert str(died.value).startswith("--compile: libtpu ended with exit code 1 when it started: ")
     assert str(died.value).endswith("'xla_no_such_flag'; remove this flag from LIBTPU_INIT_ARGS")
 
 

@@ -289,7 +289,7 @@ REFUSED = [
     ({"precision": "fp16"}, "precision: fp16 is not supported on backend xla"),
     ({"train__optimizer": "adamw_8bit"}, "train.optimizer: adamw_8bit needs CUDA or CPU kernels"),
     ({"train__micro_batch_size": "auto"}, "train.micro_batch_size: auto would compile"),
-    ({"train__global_batch_size": 6}, "6 sequences cannot be divided among 4 devices"),
+    ({"train__global_batch_size": 6}, "6 sequences cannot be divided evenly among 4 devices"),
     (
         {"memory__offload_optimizer": "cpu"},
         "memory.offload_optimizer: backend xla does not support offloading",
@@ -298,9 +298,9 @@ REFUSED = [
     ({"fsdp__backward_prefetch": "backward_pre"}, "fsdp.backward_prefetch: has no effect, because"),
     (
         {"strategy": "hybrid_shard", "fsdp__shard_group_size": 3},
-        "4 devices cannot be divided into groups of 3",
+        "4 devices cannot be divided evenly into groups of 3",
     ),
-    ({"xla__compilation_cache": "kept"}, "xla.compilation_cache: graphs for virtual devices"),
+    ({"xla__compilation_cache": "kept"}, "xla.compilation_cache: graphs for virtual CPU devices"),
     ({"xla__sharding": {"(": 0}}, "xla.sharding: '(' is not a valid regular expression"),
 ]
 
@@ -350,14 +350,20 @@ def test_xla_rejects_generated_texts_on_several_hosts(
     """Each host has only the labels of its rows, but reads the predictions of all rows."""
     message = xla.run(2, check_on_two_hosts, tmp_path / "run", corpus, metrics)
     assert message == (
-        f"train.metrics: on several hosts, XLA does not generate texts; remove {names}" if names else ""
+        "train.metrics: XLA does not generate text on several hosts, so metrics of generated text are not "
+        f"available; remove {names}"
+        if names
+        else ""
     )
 
 
 def test_xla_ignores_deepspeed_file(tmp_path: Path, corpus: Path, xla: XlaPool) -> None:
     argv = flags(tiny(tmp_path / "run", corpus, backend="xla", deepspeed__config="ds.json", **BATCH))
     code, told = xla.run(4, command_line, [*argv, "--dry-run"])
-    assert code == 0 and "note: deepspeed.config has no effect: DeepSpeed does not run on backend xla" in told
+    assert (
+        code == 0
+        and "note: deepspeed.config: has no effect, because DeepSpeed does not run on backend xla" in told
+    )
 
 
 @pytest.mark.parametrize(

@@ -191,9 +191,9 @@ def refusal(config: RunConfig) -> str:
     [
         (
             {"model__config": {**DEEP["opt"]["model__config"], "layerdrop": 0.1}},
-            "layerdrop of the model's config skips layers at random",
+            "layerdrop is set in the model's config, so layers are skipped at random",
         ),
-        (deeper("llama", 1), "llama has no two identical consecutive layers"),
+        (deeper("llama", 1), "llama has no two consecutive layers that are identical"),
         (
             {"model__config": {**deeper("mixtral", 2)["model__config"], "output_router_logits": True}},
             "the router loss needs the output of every layer's router",
