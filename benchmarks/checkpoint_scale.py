@@ -77,7 +77,7 @@ def list_keys(parameters: int, ranks: int) -> list[KeyEntry]:
 def write_rank(folder: Path, keys: list[KeyEntry], rank: int) -> RankTable:
     """Write one rank's shard file and table, and return the table.
 
-    Every element in the shard file is the rank.
+    Every element in the shard file has the rank's number as its value.
     """
     buffer = io.BytesIO()
     torch.save(torch.full((1, COLUMNS), float(rank)), buffer)
@@ -169,8 +169,13 @@ def measure_opening(folder: Path, rank: str, shared: Path | None = None) -> tupl
 def write_empty_rank(folder: Path, table: RankTable, rank: int) -> RankTable:
     """Write an empty shard file and an empty table for a rank.
 
+    Args:
+        folder: Folder of the checkpoint.
+        table: Table of another rank.
+        rank: Rank to write the files for.
+
     Returns:
-        A table object for the rank, with the same size as ``table``, which belongs to another rank.
+        Copy of ``table`` with the file name and the rows of ``rank``.
     """
     record = table.record
     boxes = {shape: Box((rank, 0), box.sizes) for shape, box in record.boxes.items()}
@@ -207,7 +212,7 @@ def measure_growth(parameters: int, ranks: int, *, sparse: bool = False) -> dict
         half, half_mb = measure_opening(folder, f"{ranks // 2 - 1}/{ranks // 2}")
         whole, whole_mb = (math.nan, math.nan) if sparse else measure_opening(folder, "all")
         earlier = dict[str, float]()
-        if not sparse:  # `.metadata` of a previous version, which wrote no tables
+        if not sparse:  # remove the tables, as in checkpoints of a previous version
             for name in (CHECKSUMS, *(table.record.name for table in tables)):
                 (folder / name).unlink()
             for reader in ("first rank of a node", "another rank"):
@@ -233,7 +238,10 @@ def measure_growth(parameters: int, ranks: int, *, sparse: bool = False) -> dict
 
 
 def print_exponents(rows: Sequence[dict[str, float]]) -> None:
-    """Print the exponents of growth with the number of ranks, computed from the first and the last row."""
+    """Print the exponents with which the measurements grow with the number of ranks.
+
+    The exponents are computed from the first and the last row.
+    """
     if len(rows) > 1:
         first, last = rows[0], rows[-1]
         growth = math.log(last["ranks"] / first["ranks"])
@@ -390,7 +398,7 @@ def measure_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch
 
 
 def start_copying(state: dict[str, Any], folder: Path) -> Callable[[], bool]:
-    """Start a program that writes the same number of bytes as a save, from its memory.
+    """Start a program that writes as many bytes as a save, from its own memory.
 
     The program is a control: it uses the same caches, memory and disk as the training process, but not
     its GIL. If steps are slower with this program, this is caused by the machine instead of the method

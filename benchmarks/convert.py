@@ -50,7 +50,7 @@ SOURCES = {
     "merge": f"LoRA adapter of rank {RANK}, merged into its base model in bfloat16",
 }
 SUBFOLDERS = {"dcp": "pytorch_model_fsdp_0", "merge": "adapter"}
-"""Subfolder of a checkpoint that is converted, keyed by kind of checkpoint."""
+"""Subfolder to convert instead of the complete checkpoint, keyed by kind of checkpoint."""
 MORE = {"fp8": "--dequantize", "merge": "--merge-into {source}/../base"}
 """Additional options of `portable-convert`, keyed by kind of checkpoint."""
 _ZERO = {
@@ -76,10 +76,12 @@ PEERS = {
     },
     "merge": {"peft merge_and_unload": "-m benchmarks.convert_peers peft {source} {out}"},
 }
-"""Command-line arguments of Python for each other program, keyed by kind of checkpoint and by its name."""
+"""Python command-line arguments that run each of the other programs, keyed by kind of checkpoint
+and then by program name.
+"""
 ROUNDING = {"merge": 1}
 """Units in the last place by which the result of another program may differ, keyed by kind of checkpoint."""
-# Only packages that a user would have; no accelerator.
+# Hide accelerators, and packages that a user would not have.
 ENVIRONMENT = {
     "USE_TORCH_XLA": "0",
     "DS_ACCELERATOR": "cpu",
@@ -218,7 +220,7 @@ def measure(command: Sequence[str], log: Path) -> tuple[Run, int]:
         watcher.start()
         _, status, used = os.wait4(child.pid, 0)
         wall = time.perf_counter() - start
-    child.returncode = os.waitstatus_to_exitcode(status)  # so that it is not waited for again
+    child.returncode = os.waitstatus_to_exitcode(status)  # so that Popen does not wait for the process again
     ended.set()
     watcher.join()
     run = Run(wall, used.ru_utime + used.ru_stime, peaks["VmHWM"] / 1024, peaks["RssAnon"] / 1024)
@@ -283,7 +285,7 @@ def take_turns(
     out, log = work / "out", work / "log"
     results = {contestant.name: Result(contestant.name) for contestant in everyone}
     for turn in range(-1, rounds):
-        # The order rotates, and each starts with an idle disk.
+        # Rotate the order in each round. The sync before each run lets the disk become idle.
         for contestant in (*everyone[turn % len(everyone) :], *everyone[: turn % len(everyone)]):
             result = results[contestant.name]
             if result.failed:
@@ -393,7 +395,8 @@ def sparse_checkpoint(folder: Path, count: int, shape: tuple[int, int] = (2000, 
     folder.mkdir(parents=True)
     with (folder / "model.safetensors").open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        os.posix_fallocate(file.fileno(), 0, 8 + len(text) + count * nbytes)  # no holes, which are refused
+        # Allocate all blocks, because files with holes are refused.
+        os.posix_fallocate(file.fileno(), 0, 8 + len(text) + count * nbytes)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

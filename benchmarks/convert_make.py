@@ -159,7 +159,7 @@ def merge(folder: Path, config: dict[str, Any]) -> None:
     settings = LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules="all-linear", task_type="CAUSAL_LM")
     adapted: Any = get_peft_model(model, settings)
     for name, parameter in adapted.named_parameters():
-        if "lora_B" in name:  # zeros until the first step
+        if "lora_B" in name:  # lora_B is initialized with zeros, so the adapter would have no effect
             torch.nn.init.normal_(parameter, std=0.02)
     adapted.save_pretrained(folder / "adapter")
 
@@ -211,7 +211,7 @@ def make(kind: str, folder: Path, gigabytes: float) -> None:
     (folder / "config.json").write_text(json.dumps(config))
     if (
         kind == "fp8" and config["intermediate_size"] % 128
-    ):  # transformers takes broken blocks for smaller ones
+    ):  # transformers would infer a smaller block size from incomplete blocks
         config = llama_config(512, 512, 1, 16)
     if kind == "xla":
         xla(folder, config)

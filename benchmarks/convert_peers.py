@@ -80,7 +80,7 @@ def tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
                 yield name, file.get_tensor(name)
         return
     state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    while len(state) == 1:  # some tools leave the container that the weights were saved in
+    while len(state) == 1:  # some tools wrap the state dict in another dict
         (state,) = state.values()
     yield from state.items()
 
@@ -115,7 +115,8 @@ def _count_units(one: torch.Tensor, two: torch.Tensor) -> int:
     ordered = []
     for tensor in (one, two):
         bits = tensor.contiguous().view(words).long()
-        # The magnitude of a float grows with its bits, and the sign is the first bit.
+        # Map the bits to integers in the order of the floats. The magnitude of a float grows with its bits,
+        # and the sign is the first bit.
         ordered.append(torch.where(bits < 0, torch.iinfo(words).min - bits, bits))
     return int((ordered[0] - ordered[1]).abs().max())
 

@@ -6,7 +6,7 @@ loops of a part load their models at the same time if all fit, compile one after
 steps in turns, so that changes in the speed of the GPU affect all of them.
 
 Each part takes about 200 seconds. Every row is written as soon as it is measured. If the command is repeated,
-it continues with the loops that are missing or were not ready in time, also after it was killed. With
+it continues with the loops whose turns are incomplete, also after it was killed. With
 ``--folder``, the models stay there, so that a second call does not write them again. Without a GPU, or with
 ``--small``, the models are tiny, and the run only shows that the program works. docs/machines.md lists the
 parts, the packages, and the order of the calls.
@@ -25,10 +25,12 @@ import statistics
 import sys
 import tempfile
 import time
+from collections import Counter
 from contextlib import ExitStack, contextmanager, redirect_stderr, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from io import StringIO
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -113,7 +115,7 @@ TABLE: dict[str, dict[str, Any]] = {
     "8-bit Adam": {"train.optimizer": "adamw_8bit"},
     "all three, 8-bit Adam": {**ALL_THREE, "train.optimizer": "adamw_8bit"},
 }
-"""Settings of the rows of a table that guides to training on one GPU typically show, keyed by row."""
+"""Settings for each row of a table that is common in guides to training on one GPU, keyed by row."""
 OF_OURS: dict[str, dict[str, Any]] = {
     OURS: {},
     "ours, not compiled": {"compile": False},
@@ -121,9 +123,11 @@ OF_OURS: dict[str, dict[str, Any]] = {
     "ours, fp8 by row": {"fp8": "rowwise"},
     **{f"ours, {name}": changes for name, changes in (WAYS | SAVINGS | TABLE).items()},
 }
-"""Settings that differ from the case, for each loop of this project, keyed by the name of the loop."""
+"""For each loop of this project, its settings that differ from the case. Keyed by the name of the
+loop.
+"""
 OF_PEERS: dict[str, dict[str, Any]] = {
-    **{key: {"compile": False} for key in (TRAINER, TRL)},  # as people run them
+    **{key: {"compile": False} for key in (TRAINER, TRL)},  # as users typically run them
     **{f"{TRAINER}, {name}": changes for name, changes in TABLE.items()},
 }
 COMPLETE_MARK = "complete"
@@ -191,7 +195,7 @@ class Case:
     @property
     def tolerance(self) -> float:
         """Maximum relative difference between the last losses of this project and the bare loop."""
-        # Each loop draws the initial values of its adapter.
+        # Each loop draws different initial values for its adapter, so losses differ more with an adapter.
         return 1e-5 if self.precision == "fp32" and "adapter.type" not in self.settings else 2e-2
 
     def __str__(self) -> str:
@@ -225,7 +229,9 @@ MOE |= {"num_key_value_heads": 4, "num_experts_per_tok": 8, "moe_intermediate_si
 BERT = {"model_type": "bert", "vocab_size": 30_522, "hidden_size": 1024, "intermediate_size": 4096}
 BERT |= {"num_hidden_layers": 24, "num_attention_heads": 16}
 MOE_30B = {**MOE, "num_hidden_layers": 12}
-"""Qwen3-30B-A3B with 12 of its 48 layers, whose files are written in time. ``--layers 48``: all layers."""
+"""Qwen3-30B-A3B with 12 of its 48 layers, so that its files are written in time. The option
+``--layers 48`` selects all layers.
+"""
 IN_BF16 = {"train.master_dtype": "bf16", **RECOMPUTED}
 CLASSES = {"model.task": "sequence-classification"}
 PLANNED = tuple(f"ours, {name}" for name in [*WAYS, *SAVINGS])
@@ -262,7 +268,7 @@ def case_of(name: str, *, small: bool, loops: Sequence[str] = (), layers: int | 
         name: Name of the part.
         small: Whether to return a tiny version of the case.
         loops: Loops to keep. If none of them belongs to the case, the case keeps all its loops.
-        layers: Number of layers of the model. None for the number of the case.
+        layers: Number of layers of the model. None to keep the number from the case.
     """
     case = CASES[OF_PART.get(name, name)]
     if layers is not None:
@@ -374,7 +380,7 @@ class Contestant:
 
     def order(self) -> None:
         """Order the process to start its next turn."""
-        with suppress(OSError):  # it has ended, and the answer reports this
+        with suppress(OSError):  # the process has ended, which `answer` reports
             self._pipe.send(None)
 
     def answer(self, seconds: float) -> dict[str, Any]:
@@ -441,7 +447,8 @@ def train(
     """Write the files of a case and run its loops in turns.
 
     If not all loops fit on the GPU at the same time, the loops run in groups, one group after the other,
-    until the time is over.
+    until the time is over. The processes of a group start together with the turns of the previous group, so
+    that they import their libraries while it is measured.
 
     Args:
         case: Case to run.
@@ -452,15 +459,18 @@ def train(
     """
     end = time.monotonic() + seconds
     write_case(case, device, folder)
-    started = [Contestant(name, partial(_contend, case, name, device, folder)) for name in case.loops]
-    count = case.together or len(started)
-    groups = [started[i : i + count] for i in range(0, len(started), count)]
+    count = case.together or len(case.loops)
+    names = [case.loops[i : i + count] for i in range(0, len(case.loops), count)]
+    groups: list[list[Contestant]] = []
     try:
-        for group in groups:
+        for index in range(len(names)):
+            for group in names[len(groups) : index + 2]:
+                works = {name: partial(_contend, case, name, device, folder) for name in group}
+                groups.append([Contestant(name, work) for name, work in works.items()])
             # A group may use all of the time, because the next call continues with the other groups.
-            take_turns(group, case.turns[2], end - time.monotonic(), record)
+            take_turns(groups[index], case.turns[2], end - time.monotonic(), record)
     finally:
-        for contestant in started:
+        for contestant in chain.from_iterable(groups):
             contestant.end()
 
 
@@ -497,7 +507,7 @@ def _follow(case: Case, name: str, device: str, folder: Path, pipe: Connection) 
             row |= {"mfu": peak and tokens * run.flops_per_token / peak, "planned_memory": planned}
             row |= {"peak_memory": torch.cuda.max_memory_allocated() if device == "cuda" else None}
             pipe.send(row)
-        else:  # the turn has filled the allocator's cache, and was not measured
+        else:  # the turn only filled the allocator's cache, and was not measured
             return
         free_memory(device)
         if index + 1 < len(case.lengths):
@@ -510,7 +520,7 @@ def _follow(case: Case, name: str, device: str, folder: Path, pipe: Connection) 
     else:
         for index, length in enumerate(case.lengths):
             after(index, loop.turn(length))
-    pipe.recv()  # the leader ends the process
+    pipe.recv()  # wait until the parent process ends this process
 
 
 def _loop(name: str, run: PreparedRun, folder: Path, count: int) -> Loop | TrainerLoop:
@@ -752,7 +762,8 @@ def _cell(value: float | None, form: str, unit: float = 1) -> str:
 def different(rows: Rows) -> str | None:
     """Compare the last losses of this project's loops with the bare loop.
 
-    If the bare loop is missing, they are compared with this project's loop with unchanged settings.
+    If the bare loop is missing, the losses are compared with this project's loop with unchanged
+    settings.
 
     Returns:
         A description of the difference, or None if the losses agree.
@@ -825,10 +836,18 @@ def measure(
 
 
 def list_missing_loops(case: Case, rows: Rows) -> tuple[str, ...]:
-    """List the loops of a case that earlier calls have not measured, or that were not ready in time."""
-    late = {row["name"] for row in rows if str(row.get("failed", "")).startswith("not ready")}
-    done = {row["name"] for row in rows} - late
-    return tuple(name for name in case.loops if name not in done)
+    """List the loops of a case that earlier calls have not measured completely.
+
+    These are loops with fewer turns than the case has, because the earlier call was killed or their time was
+    over. Loops that failed for another reason are not listed.
+    """
+    failed = {row["name"]: row["failed"] for row in rows if "failed" in row}
+    counts = Counter(row["name"] for row in rows if "failed" not in row)
+    return tuple(
+        name
+        for name in case.loops
+        if (counts[name] < case.turns[2] if name not in failed else failed[name].startswith("not ready"))
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -54,7 +54,7 @@ class Watch:
             seconds: Number of seconds after which the iterator ends.
         """
         end = time.monotonic() + seconds
-        poll = select.poll()  # select.select does not support file descriptors from 1024
+        poll = select.poll()  # select.select does not support file descriptors above 1023
         poll.register(self._fd, select.POLLIN)
         while time.monotonic() < end and going_on():
             if not poll.poll(50):  # milliseconds

@@ -77,7 +77,9 @@ PATIENCE = 1800.0  # seconds, for every wait: saves to a bucket take a while
 GONE = 10.0
 """Seconds after the end of the launcher within which every process of a launch must end."""
 FORKS, FORKED = "forks", "for-"
-"""Name of the folder with the executables of ``tests.zygote``, and prefix of the names of its forks."""
+"""Name of the folder that contains the executables of ``tests.zygote``, and prefix of their forks'
+names.
+"""
 
 KINDS = {
     "starting": "SIGKILL of the launcher as the launch starts",
@@ -99,11 +101,11 @@ MOMENTS = ("saving", "before rename", "after rename", "removing")
 ALLOWED: Mapping[str, tuple[int, ...]] = {
     "starting": (-signal.SIGKILL,),
     "any": (-signal.SIGKILL,),
-    "rank": (1, -signal.SIGKILL),  # a rank may be the only process
+    "rank": (1, -signal.SIGKILL),  # the rank may be the only process of the launch
     "term": (EXIT_STOPPED,),
     "two terms": (EXIT_STOPPED, 1, -signal.SIGTERM, 128 + signal.SIGTERM),
     **dict.fromkeys(WITH_DISK, (1, 2)),
-    # Rank 0 is killed first, so its launcher may report that before it is killed itself.
+    # Rank 0 is killed first, so the launcher may exit with an error before it is killed itself.
     **dict.fromkeys(MOMENTS, (1, -signal.SIGKILL)),
 }
 """Allowed exit codes of each kind of kill. 0 means that the launch ended before the kill."""
@@ -125,7 +127,7 @@ class Launch:
     moment: str = "between saves"
     """State of the checkpoint folder after the kill, such as ``saving``."""
     code: int | None = None
-    """Exit code."""
+    """Exit code of the launch. None until it has ended."""
     seconds: float = 0.0
 
 
@@ -313,7 +315,8 @@ class Run:
         found = {f"run/{name}" for name in list_files_below(self.folder) if not name.startswith("log.rank")}
         for folder in (self.cache, self.temporary):
             found |= {str(path.relative_to(folder.parent)) for path in folder.rglob("*")}
-        # The last launch's files on their way to a bucket, in a folder named by the URL.
+        # Ignore the temporary folder for uploads of the last launch, because its name depends on the URL of
+        # the bucket.
         return {name for name in found if not name.startswith("temporary/portable-")}
 
 
@@ -441,7 +444,7 @@ class Attack:
             until(lambda: time.monotonic() > end or (kind == "starting" and run.begun()) or not run.running())
             struck = run.running()
             run.signal(signal.SIGKILL)
-            if not struck:  # the launch ended first, so launches are faster than the first launch was
+            if not struck:  # the launch ended before the kill, so choose earlier times from now on
                 self._seconds /= 2
             return struck
         # Wait for the start, because the launch then drops the rows that the previous launch logged after its
@@ -795,7 +798,7 @@ class Conversions:
             watch.add(self._parent)
             process = self._start(source, to)
             wait_for_fork(process.pid)
-            if self._dice.random() < 0.75:  # while it writes
+            if self._dice.random() < 0.75:  # usually kill it while it writes
                 for what, path in watch.events(lambda: process.poll() is None, 60):
                     if what == CREATED and ".tmp-" in path.name:
                         break

@@ -113,7 +113,9 @@ class Setting:
     weights: dict[str, Tensor] | None
     """Initial weights of the model, on the CPU. None if they are in the folder ``model.name_or_path``."""
     batches: list[Batch]
-    """Micro-batches of the run in order, on the CPU. There are two steps more than the loops need."""
+    """Micro-batches of the run in order, on the CPU. They are sufficient for two more steps than the
+    loops take.
+    """
 
     @classmethod
     def of(cls, prepared: PreparedRun, model: nn.Module, *, steps: int) -> Setting:
@@ -243,8 +245,8 @@ def plain_model(model: Any) -> nn.Module:
 
 def _batches(prepared: PreparedRun, steps: int) -> list[Batch]:
     loader = iter(build_train_loader(prepared, 0))
-    # Load two steps more, because a data loader does extra work at its end, and because the final loss is
-    # computed on the batch after the last step.
+    # Load the batches for two more steps, because a data loader does extra work at its end, and because the
+    # final loss is computed on the batch after the last step.
     batches = list(islice(loader, (steps + 2) * prepared.batch_plan.accumulation_steps))
     loader.close()
     return batches
@@ -392,7 +394,8 @@ class AccelerateLoop:
 
     def turn(self, steps: int) -> Turn:
         accelerator, model, optimizer = self._accelerator, self._prepared, self._optimizer
-        # All accelerators of a process share this number, and the Trainer's own counts on finding 1.
+        # All accelerators of a process share this number. Set it in each turn, because the Trainer requires
+        # the value 1.
         accelerator.gradient_accumulation_steps = self._setting.accumulation
         self._clock.start()
         for _ in range(steps):
@@ -506,13 +509,15 @@ class TrainerLoop:
             "bf16": self._setting.config.precision == "bf16",
             "fp16": self._setting.config.precision == "fp16",
             "torch_compile": bool(self._setting.config.compile),
-            # With this flag, DeepSpeed would be skipped. Its accelerator determines the device.
+            # This flag would make the Trainer skip DeepSpeed, whose accelerator already determines the
+            # device.
             "use_cpu": self._setting.device.type == "cpu" and self._deepspeed is None,
             "deepspeed": self._deepspeed,
             "accelerator_config": {"use_configured_state": self._tell_of_cpu_ranks()},
             "dataloader_pin_memory": self._setting.device.type == "cuda",
             "train_sampling_strategy": "sequential",
-            # shift_labels is not named in the signature of the model's forward
+            # The Trainer would remove shift_labels, because the signature of the model's forward does not
+            # contain it.
             "remove_unused_columns": False,
             "logging_steps": self._logging_steps,
             "save_strategy": "no",
@@ -546,7 +551,7 @@ class TrlLoop(TrainerLoop):
         from transformers import default_data_collator
         from trl.trainer import sft_config, sft_trainer
 
-        # TRL computes the loss of token t + 1 from the output at token t, so the labels are the tokens.
+        # Do not shift the labels, because TRL computes the loss of token t + 1 from the output at token t.
         tokens = torch.cat([batch["input_ids"] for batch in self._setting.batches]).tolist()
         columns = {
             "input_ids": tokens,
@@ -588,7 +593,8 @@ def take_turns(
     def let_others(index: int, turn: Turn) -> None:
         turns[trainer.name].append(turn)
         start = index % len(others)
-        for loop in others[start:] + others[:start]:  # no loop always follows the same loop
+        # The rotation prevents a loop from always following the same loop.
+        for loop in others[start:] + others[:start]:
             before_turn()
             turns[loop.name].append(loop.turn(lengths[index]))
         before_turn()
@@ -597,7 +603,7 @@ def take_turns(
             print(f"round {index} of {last}", end="\n" if index == last else "\r", file=terminal, flush=True)
 
     gc.collect()
-    gc.freeze()  # as portable-train does; here it spares the peers as well
+    gc.freeze()  # portable-train does the same; here, the other libraries benefit as well
     try:
         trainer.run(lengths, let_others)
     finally:

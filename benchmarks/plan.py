@@ -115,7 +115,7 @@ def settings_of(
     }
     if setting.strategy.startswith("zero"):
         # Let the buckets depend on the size of the model, as in the Trainer, because the default buckets are
-        # made for much larger models.
+        # intended for much larger models.
         sizes = {"reduce_bucket_size": "auto", "stage3_param_persistence_threshold": "auto"}
         stage = int(setting.strategy[-1])
         settings["deepspeed.config"] = {"zero_optimization": {"stage": stage, **sizes}}
@@ -177,7 +177,7 @@ def table(rows: Sequence[Row]) -> str:
         for row in rows
     }
     lines = [
-        f"| measured, MiB | recomputed | {' | '.join(columns)} |",
+        f"| model | recomputed | {' | '.join(columns)} |",
         f"| --- | --- |{' ---: |' * len(columns)}",
     ]
     for family, recompute in dict.fromkeys((row.family, row.recompute) for row in rows):

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from multiprocessing.process import BaseProcess
 
-STEPS_AFTER = 10  # that the run takes after the death
+STEPS_AFTER = 10  # number of steps that the resumed run takes
 CALLS = 100
 TOLERANCE = 1e-5
 PRELOADED = (
@@ -155,7 +155,7 @@ def measure_messages(path: Path, lazy: bool) -> None:
     if backend.rank == 0:
         path.write_text(json.dumps(rows))
     reduce_any(False)
-    os._exit(0)  # without destroying the process groups, which waits for gloo's threads
+    os._exit(0)  # do not destroy the process groups, because this would wait for gloo's threads
 
 
 def print_messages(sizes: Sequence[int], folder: Path) -> None:
@@ -284,7 +284,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=5.0, help="that a rank may run on after a death")
     parser.add_argument("--messages", type=int, nargs="*", default=[2, 4, 8, 16])
     options = parser.parse_args(argv)
-    os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # of accelerators that are installed, but not used
+    # Do not load backends for accelerators that are installed but not used.
+    os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     with tempfile.TemporaryDirectory() as name:

@@ -32,7 +32,7 @@ class SmallDisk:
         status = os.statvfs(self.path)
         left = status.f_bavail * status.f_frsize - leave
         with self._ballast.open("wb") as file:
-            # Take a little at a time, because the run may write at the same time.
+            # If an allocation fails, try a smaller one, because the run may write at the same time.
             size, step = 0, max(left, status.f_frsize)
             while step >= status.f_frsize:
                 try:

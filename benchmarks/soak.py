@@ -1,4 +1,4 @@
-"""Train a tiny model for an hour, and check that no process of the run grows.
+"""Train a tiny model for an hour, and check that the run's memory and descriptors do not grow.
 
 ``python -m benchmarks.soak --minutes 60`` trains with document packing, a mixture that includes a
 stream, a data worker, EMA, evaluations, a save every 10 steps (2 checkpoints and the 2 best are
@@ -36,7 +36,9 @@ if TYPE_CHECKING:
 
 EXIT_STOPPED = 75
 WARM_UP = 0.2
-"""Fraction of the samples at the start that the slopes ignore, because caches are still filling."""
+"""Fraction of the samples, from the start of the run, that the slopes ignore because caches are
+still filling.
+"""
 MEMORY_GROWTH, DESCRIPTOR_GROWTH = 16.0, 32.0
 """Largest accepted growth per hour, of anonymous memory in MiB and of the number of file descriptors."""
 PATIENCE = 900.0

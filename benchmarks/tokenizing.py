@@ -60,7 +60,7 @@ def tokenize(
         MiB.
     """
     if processes is not None:
-        os.environ["RAYON_NUM_THREADS"] = "1"  # the threads of the tokenizers library
+        os.environ["RAYON_NUM_THREADS"] = "1"  # number of threads of the tokenizers library
     from portable.config.sections import DataConfig
     from portable.data.sources.source import SourceSettings
     from portable.data.sources.source_kinds import open_source

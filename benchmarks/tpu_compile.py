@@ -67,7 +67,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama-70b": _llama(8192, 28672, 80, 64, 8, 128256),
     "mixtral-8x7b": {**_llama(4096, 14336, 32, 32, 8, 32000), **_EXPERTS, "max_position_embeddings": 8192},
 }
-# Two layers of real width, so that each architecture and setting compiles in seconds.
+# Two layers with realistic widths, so that each architecture and setting compiles in seconds.
 _WIDE = {**_llama(1024, 2816, 2, 8, 4, 32000), "max_position_embeddings": 1024}
 _PLAIN = {key: value for key, value in _WIDE.items() if key != "tie_word_embeddings"}
 _BERT = {
@@ -80,7 +80,7 @@ _GPT2 = {"n_embd": 1024, "n_layer": 2, "n_head": 16, "n_positions": 1024}
 _T5 = {"d_model": 1024, "d_kv": 64, "d_ff": 2816, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 16}
 SMALL: dict[str, dict[str, Any]] = {
     "llama": _WIDE,
-    # Values that do not fit into a core's vector memory, as in large models.
+    # Models with values that do not fit into a core's vector memory, as in large models.
     "wide-llama": _llama(2048, 5632, 4, 16, 8, 32000),
     "wide-llama-2": _llama(2048, 5632, 2, 16, 8, 32000),
     "qwen2": {**_PLAIN, **_QWEN2, "vocab_size": 151936},
@@ -258,7 +258,7 @@ def table(found: Sequence[dict[str, Any]]) -> str:
         words = [case.model, f"`{case.strategy}`", case.recompute, *_unusual(case)]
         measured = [f"{row['state_bytes'] / GIB:.2f}", f"{row['working_bytes'] / GIB:.2f}"]
         sums = [f"{row['flops'] / 1e12:.3g}", f"{row['sent_bytes'] / GIB:.2f}"]
-        if row["problems"]:  # the compiler gives its need, and no module
+        if row["problems"]:  # the compiler reports only the total memory, without a module to analyze
             measured, sums = [f"{row['peak_bytes'] / GIB:.2f} in all", ""], ["", ""]
         cells = [
             f"{', '.join(words)}, {case.micro_batch} x {case.seq_len}",
@@ -285,7 +285,8 @@ def _planned(row: dict[str, Any]) -> tuple[DeviceBytes, float]:
     """
     with tempfile.TemporaryDirectory() as folder:
         planned = plan(case_of(row), folder).device_bytes
-    taken = row["peak_bytes"] if row["problems"] else row["state_bytes"] + row["working_bytes"]  # no code
+    # The sum of state and working memory excludes the code.
+    taken = row["peak_bytes"] if row["problems"] else row["state_bytes"] + row["working_bytes"]
     return planned, (taken / planned.total - 1) * 100
 
 

@@ -111,7 +111,8 @@ def _take_turns(options: Options, prepared: PreparedRun, folder: Path) -> list[R
 
 @torch.no_grad()
 def _final_loss(setting: Setting, trained: nn.Module) -> float:
-    model = setting.build_model()  # not the trained one itself, whose forward Accelerate may have wrapped
+    # Build a new model, because Accelerate may have wrapped the forward of the trained one.
+    model = setting.build_model()
     plain_model(model).load_state_dict(plain_model(trained).state_dict())
     batch = setting.batches[-1]
     logits = model.eval()(input_ids=batch["input_ids"].to(setting.device)).logits

@@ -33,14 +33,14 @@ GIB = 1 << 30
 def told_in(file: Path) -> dict[str, str]:
     """Return environment variables that make torch_xla report the memory of every graph to ``file``.
 
-    They must be set before the first graph is compiled.
+    The variables must be set before the first graph is compiled.
     """
     # The compiler for CPUs drops barriers, and then merges recomputed operations with the original ones.
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_disable_hlo_passes=cse_barrier_expander"
     return {
         "PT_XLA_DEBUG_LEVEL": "1",
         "PT_XLA_DEBUG_FILE": str(file),
-        # A graph that two cases have in common is compiled and reported for each case.
+        # Compile and report a graph for each case, even if two cases have it in common.
         "XLA_COMPILATION_CACHE_SIZE": "1",
         "XLA_FLAGS": flags.strip(),
     }

@@ -155,7 +155,7 @@ def measure(options: Options, strategy: str) -> list[Result]:
     Raises:
         AssertionError: If this project's fp32 losses differ from the bare loop's losses.
     """
-    forget_accelerators()  # other code in this process may have initialized them without DeepSpeed
+    forget_accelerators()  # other code in this process may have configured Accelerate without DeepSpeed
     with tempfile.TemporaryDirectory(prefix="zero-") as scratch:
         folder = Path(scratch)
         backend = create_backend(resolve_backend_name(options.backend))
@@ -202,7 +202,7 @@ def _take_turns(options: Options, strategy: str, prepared: PreparedRun, folder: 
     finally:
         portable.close()
     last = {name: own[-1].loss for name, own in turns.items()}
-    nan = float("nan")  # for loops that do not report their loss
+    nan = float("nan")  # loss of loops that do not report one
     found = [(loop, last[loop.name]) for loop in (*others, trainer)]
     return [Result.of(loop, turns, nan if loss is None else loss) for loop, loss in found]
 
@@ -210,7 +210,7 @@ def _take_turns(options: Options, strategy: str, prepared: PreparedRun, folder: 
 def _whole_weights(prepared: PreparedRun) -> dict[str, Tensor]:
     """Draw the complete initial weights of the run on this rank, for other libraries' loops.
 
-    They equal the weights of the run, in which each rank only draws its shard.
+    The result equals the weights of the run, in which each rank only draws its shard.
     """
     drawn = InitialWeights.from_model(prepared.model).build_lazy_weights(prepared.config.seed)
     weights = {name: to_torch(tensor.read()) for name, tensor in drawn.items()}
