@@ -99,12 +99,12 @@ def arrange_for_files(shapes: Mapping[str, Shape], rules: NameRules) -> dict[str
 
     for key, group in groups.items():
         if group.converter is None:
-            arrangements[key] = group.get_single_tensor()
+            _add_arrangements(arrangements, {key: group.get_single_tensor()})
             continue
         direction = renaming.get_direction(group.converter.rule_index)
         context = _OperationContext(direction, key, rules.config, get_shape)
-        converted = group.apply_operations(context)
-        arrangements |= {renaming.apply_rename_rules(name): values for name, values in converted.items()}
+        for name, values in group.apply_operations(context).items():
+            _add_arrangements(arrangements, {renaming.apply_rename_rules(name): values})
     return arrangements
 
 
@@ -159,15 +159,28 @@ def arrange_for_memory(
     for key, group in groups.items():
         try:
             if group.converter is None:
-                arrangements[key] = group.get_single_tensor()
+                _add_arrangements(arrangements, {key: group.get_single_tensor()})
                 continue
             direction = renaming.get_direction(group.converter.rule_index)
-            arrangements |= group.apply_operations(_OperationContext(direction, key, rules.config, get_shape))
+            context = _OperationContext(direction, key, rules.config, get_shape)
+            _add_arrangements(arrangements, group.apply_operations(context))
         except CheckpointError as error:
             if errors is None:
                 raise
             errors[key] = error.reason
     return arrangements
+
+
+def _add_arrangements(arrangements: dict[str, Arrangement], added: Mapping[str, Arrangement]) -> None:
+    """Add arrangements to a dict in place.
+
+    Raises:
+        CheckpointError: If the dict already contains one of the names.
+    """
+    for name, values in added.items():
+        if name in arrangements:
+            raise UnconvertibleNamesError(f"several tensors would get the name {name!r}")
+        arrangements[name] = values
 
 
 def find_unclaimed_names(
@@ -292,8 +305,7 @@ class _TensorGroup:
         """
         arrays = [values for matches in self.arrays.values() for values in matches]
         if len(arrays) > 1:
-            first, second = (values.list_sources()[0] for values in arrays[:2])
-            raise UnconvertibleNamesError(f"{first!r} and {second!r} would get the same name")
+            raise self._build_same_name_error()
         return arrays[0]
 
     def apply_operations(self, context: _OperationContext) -> dict[str, Arrangement]:
@@ -307,6 +319,8 @@ class _TensorGroup:
             CheckpointError: If the tensors cannot be rearranged.
         """
         arrays = dict(self.arrays)
+        if "" in arrays:  # a tensor already has the name that the rule would give to the others
+            raise self._build_same_name_error()
         with prefix_checkpoint_errors(context.name):
             for operation in context.direction.operations:
                 function = _OPERATIONS.get(operation[0])
@@ -322,6 +336,10 @@ class _TensorGroup:
         prefix, _, suffix = full_name.partition(target)
         return {prefix + key + suffix: values[0] for key, values in arrays.items()}
 
+    def _build_same_name_error(self) -> UnconvertibleNamesError:
+        sources = [values.list_sources()[0] for matches in self.arrays.values() for values in matches]
+        return UnconvertibleNamesError(f"{sources[0]!r} and {sources[-1]!r} would get the same name")
+
 
 def _get_single_arrangement(arrays: Arrays) -> Arrangement:
     """Return the arrangement of the only tensor that an operation receives.
@@ -334,6 +352,17 @@ def _get_single_arrangement(arrays: Arrays) -> Arrangement:
             "consists of several tensors, but the conversion in transformers expects only one tensor"
         )
     return next(iter(arrays.values()))[0]
+
+
+def _get_matches(arrays: Arrays, pattern: str) -> list[Arrangement]:
+    """Return the tensors that match a source pattern of a rule.
+
+    Raises:
+        CheckpointError: If there are none.
+    """
+    if pattern not in arrays:
+        raise UnconvertibleNamesError(f"requires tensors with names like {pattern!r}, which are missing")
+    return arrays[pattern]
 
 
 def _stack_parts(arrays: Arrays, operation: Operation, context: _OperationContext) -> Arrays:
@@ -535,7 +564,7 @@ def _fuse_experts(arrays: Arrays, operation: Operation, context: _OperationConte
     targets = context.direction.targets
     stacks: dict[str, list[Arrangement]] = {target: [] for target in targets}
     for pattern in context.direction.sources:
-        experts = arrays[pattern]
+        experts = _get_matches(arrays, pattern)
         size = -(-len(experts) // len(targets))
         for i, target in enumerate(targets):
             stacks[target].append(stack_arrangements(experts[i * size : (i + 1) * size], stack_dim))
@@ -547,7 +576,8 @@ def _unfuse_experts(arrays: Arrays, operation: Operation, context: _OperationCon
     stack_dim, cat_dim = operation[1:]
     targets = context.direction.targets
     parts = [
-        chunk_arrangement(arrays[pattern][0], cat_dim, len(targets)) for pattern in context.direction.sources
+        chunk_arrangement(_get_matches(arrays, pattern)[0], cat_dim, len(targets))
+        for pattern in context.direction.sources
     ]
     separated: Arrays = {}
     for i, target in enumerate(targets):
@@ -579,7 +609,7 @@ def _merge_queries(arrays: Arrays, operation: Operation, context: _OperationCont
             )
 
         return {first: [gather_rows((0, 3))], second: [gather_rows((1, 2))]}
-    queries, others = (arrays[pattern][0] for pattern in context.direction.sources)
+    queries, others = (_get_matches(arrays, pattern)[0] for pattern in context.direction.sources)
     layers = [
         concat_arrangements(
             [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -448,3 +449,29 @@ def test_error_names_optimizer_state_of_another_shape(
     (tmp_path / "dcp" / "config.json").write_text((mixtral / "dcp" / "config.json").read_text())
     line = error_of(capsys, tmp_path / "dcp", tmp_path / "out", "--optimizer")
     assert "exp_avg" in line and "--names live" in line
+
+
+STACK, EXPERT = "mlp.experts.down_proj", "block_sparse_moe.experts.0.w2.weight"
+
+
+@pytest.mark.parametrize(
+    ("arrange", "model_type", "shapes", "reason"),
+    [
+        (arrange_for_files, "mixtral", {STACK: (1, 4, 6), EXPERT: (4, 6)}, "several tensors would get"),
+        (arrange_for_memory, "mixtral", {STACK: (1, 4, 6), EXPERT: (4, 6)}, "would get the same name"),
+        (
+            arrange_for_files,
+            "ernie4_5_vl_moe",
+            {"mlp.text_moe.experts.down_proj": (1, 4, 6)},
+            "'vision_moe.experts.down_proj', which are missing",
+        ),
+    ],
+    ids=["twice in files", "twice in memory", "missing"],
+)
+def test_duplicate_or_missing_experts_are_errors(
+    arrange: Callable[..., Any], model_type: str, shapes: dict[str, tuple[int, ...]], reason: str
+) -> None:
+    rules = get_default_rules({"model_type": model_type})
+    assert rules is not None
+    with pytest.raises(CheckpointError, match=reason):
+        arrange({f"model.layers.0.{name}": shape for name, shape in shapes.items()}, rules)
