@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from portable.converters.errors import CheckpointError
 from portable.converters.limits import MAX_COUNT
 from portable.converters.names.tied_weights import EMBEDDING_NAMES, HEAD_NAMES, ends_with_name
+from portable.converters.tensors.dtypes import QUANTIZED_DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -96,7 +97,9 @@ def check_config_fits_tensors(
     embeddings = [
         (name, tensor.shape)
         for name, tensor in tensors.items()
-        if len(tensor.shape) == 2 and ends_with_name(name, EMBEDDING_NAMES)
+        if len(tensor.shape) == 2
+        and ends_with_name(name, EMBEDDING_NAMES)
+        and tensor.dtype not in QUANTIZED_DTYPES  # packed values have fewer columns
     ]
     heads = [
         shape[0]

@@ -500,6 +500,22 @@ def test_convert_removes_stale_quantization_config(
     assert config["dtype"] == "float32"
 
 
+def test_find_model_problems_accepts_packed_embeddings_of_unknown_class() -> None:
+    shapes = {
+        f"model.{module}.{name}": (32, columns)
+        for module in ("embed_tokens", "layers.0.mlp")
+        for name, columns in (("weight", 8), ("scales", 2), ("biases", 2))
+    }
+    config = {"model_type": "custom", "architectures": ["CustomForCausalLM"], "num_hidden_layers": 1}
+    quantization = {"bits": 4, "group_size": 32}
+    config |= {"hidden_size": 64, "vocab_size": 32, "quantization_config": quantization}
+    checkpoint = build_checkpoint(shapes, config)
+    for name, tensor in checkpoint.tensors.items():
+        if name.endswith(".weight"):
+            tensor.dtype = "U32"
+    assert not find_model_problems(checkpoint)
+
+
 @pytest.mark.parametrize("name", parameters(sample.name for sample in all_samples()))
 def test_find_model_problems_accepts_samples(
     name: str, request: pytest.FixtureRequest, tmp_path: Path
