@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from portable.converters.containers.pickle_reader import format_untrusted_value
-from portable.converters.errors import CheckpointError, DamagedCheckpointError
+from portable.converters.errors import CheckpointError, DamagedCheckpointError, prefix_checkpoint_errors
 from portable.converters.limits import MAX_OPTIMIZERS, MAX_TENSOR_NAME
 
 if TYPE_CHECKING:
@@ -244,7 +244,8 @@ def classify_state_dict_keys(
             roles.other.append(key)
     roles.model = model_keys
     for joined, key in flat_state:
-        name, state = split_state_key(joined, model_keys)
+        with prefix_checkpoint_errors(location):
+            name, state = split_state_key(joined, model_keys)
         roles.optimizer_state.setdefault(name, {})[state] = key
     return roles
 

@@ -18,7 +18,12 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from portable.converters import CheckpointError, open_checkpoint
 from portable.converters.containers.pickle_reader import unpickle_without_code
-from portable.converters.names.canonical import infer_key_paths, split_state_key
+from portable.converters.names.canonical import (
+    StateDictPath,
+    classify_state_dict_keys,
+    infer_key_paths,
+    split_state_key,
+)
 from portable.converters.names.index_keys import match_groups_to_parameters
 from portable.converters.tensors.tiling import check_boxes_cover_once
 from tests.converters.compare import rewrite
@@ -86,6 +91,10 @@ def test_many_possibly_tied_names_are_read_fast(tmp_path: Path) -> None:
 def test_tensor_name_length_is_limited(tmp_path: Path) -> None:
     with quick(), pytest.raises(CheckpointError, match="400,000 characters"):
         split_state_key("." * 400_000, {})
+    path = ("optim", "state", "." * 400_000)
+    paths: dict[str, StateDictPath] = {"lr": ("optim", "param_groups", 0, "lr"), "state": path}
+    with quick(), pytest.raises(CheckpointError, match=r"f: the optimizer state name .*400,000 characters"):
+        classify_state_dict_keys(paths, frozenset({"state"}), location="f")
     safetensors(tmp_path / "model.safetensors", {"." * 400_000: [0]})
     with pytest.raises(CheckpointError, match="400,000 characters"):
         open_checkpoint(tmp_path)
