@@ -116,8 +116,9 @@ def check_model_complete(
 
     Raises:
         CheckpointError: If `partial` is False and the model has a problem that the conversion
-            cannot repair, such as a missing tensor or a conflict with the config. The message lists
-            the problems.
+            cannot repair, such as a missing tensor or a conflict with the config. The message
+            describes up to four problems. For other errors, which are raised even if `partial` is
+            True, see `find_model_problems`.
     """
     problems = find_model_problems(checkpoint, expert_source=expert_source)
     serious = [problem for problem in problems if not problem.repaired]
@@ -138,8 +139,8 @@ def find_model_problems(
 ) -> list[CheckpointProblem]:
     """Find the reasons why a checkpoint is not a complete model.
 
-    For an adapter, only the shapes of its LoRA tensors are checked. If a tensor is empty or a value
-    in `config.json` is invalid, only these problems are returned.
+    For an adapter, only its settings and the shapes of its LoRA tensors are checked. If a tensor is
+    empty or a value in `config.json` is invalid, only these problems are returned.
 
     Args:
         checkpoint: Checkpoint of a model or of an adapter. The tensors may have published names or
@@ -156,6 +157,8 @@ def find_model_problems(
         is unknown, only rules that hold for every model are checked.
 
     Raises:
+        CheckpointError: If the weights of an expert cannot be read, or if the checkpoint contains a
+            damaged record of name rules.
         RemoteError: If a request to an object store fails.
     """
     try:
@@ -676,6 +679,8 @@ def _find_wrong_shapes(
 ) -> list[CheckpointProblem]:
     """Find tensors whose shapes contradict the sizes in the config.
 
+    Scalars, and layers after the number of layers in the config, are not checked.
+
     Returns:
         At most one problem, which lists all tensors with a wrong shape. Empty if the weights are
         quantized, because packed weights have other shapes.
@@ -728,7 +733,8 @@ def _find_layer_gaps(shapes: Mapping[str, Shape]) -> list[CheckpointProblem]:
 
     A single layer may lack a tensor, or one of its tensors may have a different shape. The layers
     are only compared with each other, so no config is required. Layers that are missing at the end
-    of a stack are therefore not found.
+    of a stack are therefore not found. Stacks whose layers have fewer than four tensors are skipped,
+    and the first and the last layer may differ from the others.
     """
     problems = []
     for stack, layers in group_names_by_layer(shapes).items():
@@ -850,6 +856,9 @@ def _find_expert_problems(
 ) -> list[CheckpointProblem]:
     """Find missing experts, experts with missing tensors, and numbers of experts that contradict the config.
 
+    An expert lacks a tensor if more than half of the experts in the module have it. Layers after
+    `num_hidden_layers` are skipped.
+
     Args:
         shapes: Shape of each tensor, keyed by name.
         config: Content of the `config.json`.
@@ -947,7 +956,7 @@ def _group_expert_weights(
     """Group the expert weights that have to be compared with each other.
 
     A group contains the corresponding weights of all experts in a layer, such as all `up_proj`
-    weights.
+    weights. Biases, norms, and scales are omitted, because they may be equal in a complete model.
 
     Returns:
         The groups, keyed by two names: the module that contains the experts, and the weight within

@@ -73,8 +73,10 @@ def raise_first_interrupt() -> Iterator[None]:
 def block_interrupts_in_children() -> Iterator[None]:
     """Block SIGINT in child processes that are started within this context.
 
-    Ctrl-C in a terminal signals every process of the command. Children inherit the signal mask of this
-    thread, so only this process handles the signal and then ends its children.
+    Ctrl-C in a terminal signals every process of the command. Children inherit the signal mask of
+    the calling thread. Unless they unblock SIGINT, they ignore Ctrl-C, and the caller has to end
+    them. In the calling thread, SIGINT is only blocked until the context ends. On Windows, the
+    context has no effect.
     """
     if not hasattr(signal, "pthread_sigmask"):
         yield

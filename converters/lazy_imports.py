@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def build_lazy_getattr(package: str) -> Callable[[str], Any]:
-    """Build a package's `__getattr__`, which imports the names in `__all__` when they are first used.
+    """Build a package's `__getattr__`, which imports a name in `__all__` when the name is first used.
 
     Importing a submodule also runs the `__init__` of its package. If `__init__` imported all public
     names, it would load numpy, which takes longer than converting a small checkpoint. The package
@@ -24,7 +24,8 @@ def build_lazy_getattr(package: str) -> Callable[[str], Any]:
         package: Name of the package.
 
     Returns:
-        The function to assign to `__getattr__`.
+        The function to assign to `__getattr__`. It stores each value in the package, so it is
+        called once per name. For a name that is not in `__all__`, it raises `AttributeError`.
     """
 
     def get_attribute(name: str) -> Any:
@@ -41,8 +42,8 @@ def build_lazy_getattr(package: str) -> Callable[[str], Any]:
 def _find_modules_of_names(package: str) -> dict[str, str]:
     """Map each name that a package's source imports to the name's module.
 
-    For example, `from a.b import c` maps `c` to `a.b`. Other forms of imports are ignored. The
-    result is cached.
+    For example, `from a.b import c` maps `c` to `a.b`. Other forms of imports, new names after
+    `as`, and the dots of relative imports are ignored. The result is cached.
     """
     import ast  # not at the top, because only the first use of a name needs it
 
@@ -64,6 +65,5 @@ class DeferredModule(ModuleType):
 
         The attribute is then cached, so that later reads of it do not call this method.
         """
-        # Store the attribute, so that later reads of it do not call this method.
         value = self.__dict__[name] = getattr(import_module(self.__name__), name)
         return value

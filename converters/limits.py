@@ -8,24 +8,26 @@ as the number of dimensions in torch, are defined in other modules.
 from __future__ import annotations
 
 MAX_COUNT = 1 << 20
-"""Maximum number of ranks or rows, size of a model dimension, rank of an adapter, or block size in
-KiB.
+"""Maximum number of ranks, size of a model dimension, or rank or scale of an adapter.
+
+Some checks also reject the maximum itself.
 """
 MAX_LAYERS = 1 << 17
-"""Maximum number of layers of a model."""
+"""Maximum number of layers of a Megatron model."""
 MAX_EXPERTS = 1 << 16
-"""Maximum number of experts in a layer. Each expert becomes a tensor."""
+"""Maximum number of experts in a stack. Each expert becomes a tensor."""
 
 MAX_NAME = 1024
-"""Maximum length of the name of a module, class or storage in a pickle."""
+"""Maximum number of characters in the name of a module, class or storage in a pickle."""
 MAX_TENSOR_NAME = MAX_PATTERN = 4096
-"""Maximum length of a tensor name or a pattern of names. Matching a name takes quadratic time in its
-length.
+"""Maximum number of characters in a tensor name or a pattern of names.
+
+The time to match a name is quadratic in its length.
 """
 MAX_PATH_NAME = 8192
-"""Maximum length of a path in an OCDBT database."""
+"""Maximum length in bytes of a path in an OCDBT database."""
 MAX_PATTERNS = 10_000
-"""Maximum number of patterns in the config of an adapter."""
+"""Maximum number of patterns in one setting of an adapter."""
 
 MAX_DEPTH = 200
 """Maximum nesting depth of the containers in a pickle."""
@@ -40,7 +42,7 @@ MAX_INT_BYTES = 32
 Real sizes, steps, and seeds are shorter, and long integers are slow.
 """
 MAX_KEY = 1 << 60
-"""Maximum absolute value of an integer that is a dict key in a pickle.
+"""Exclusive upper limit for the absolute value of an integer that is a dict key in a pickle.
 
 Python does not randomize the hashes of numbers, so larger integers can be chosen to collide.
 Building a dict of n colliding keys takes n * n comparisons.
@@ -53,11 +55,15 @@ MAX_KEY_IN_PATH = 1 << 31
 """Maximum absolute value of an integer key on the path to a state dict written by another program."""
 
 MAX_GROUP_VALUES = 10_000_000
-"""Maximum number of values in the parameter groups of an optimizer."""
+"""Maximum number of values in the parameter groups of an optimizer. The other values are replaced with
+`"..."`.
+"""
 MAX_GROUP_TENSOR = 16
 """Maximum number of elements of a tensor in the parameter groups of an optimizer."""
 MAX_SETTINGS = 50_000_000
-"""Maximum number of values in the settings of a DeepSpeed checkpoint with tensor parallelism."""
+"""Maximum number of values in the settings of a DeepSpeed checkpoint with tensor parallelism. The other
+values are replaced with `"..."`.
+"""
 MAX_VALUES = 5_000_000
 """Maximum number of values to search for state dicts in a checkpoint written by another program."""
 MAX_OPTIMIZERS = 64
@@ -65,7 +71,7 @@ MAX_OPTIMIZERS = 64
 MAX_STATES = 100_000
 """Maximum number of search states when optimizer states are assigned to parameters in order."""
 MAX_TIED_PAIRS = 1000
-"""Maximum number of pairs of names that may be tied."""
+"""Maximum number of pairs of tensors that may be tied according to their names and shapes."""
 
 MAX_ORDER_WORK = 10_000_000
 """Maximum number of shape comparisons to match parameter orders. This many take a few seconds."""
@@ -73,8 +79,9 @@ MAX_FLAT_WORK = 2_000_000
 """Maximum number of comparisons of pieces with flat parameters. This many take a few seconds."""
 
 MAX_HEADER = 100_000_000
-"""Maximum size in bytes of the header of a safetensors file. The library safetensors has the same
-limit.
+"""Maximum size in bytes of the header of a safetensors or GGUF file, or of a `metadata.pkl`.
+
+The library safetensors has the same limit.
 """
 MAX_ARRAY_HEADER = 1 << 20
 """Maximum size in bytes of the metadata of a zarr array."""
@@ -90,8 +97,8 @@ MAX_TREE = 4 << 30
 """Maximum number of bytes of memory for the nodes of an OCDBT tree."""
 
 MAX_CHUNKS, MAX_CHUNKS_BEYOND = 1 << 22, 1 << 18
-"""Maximum number of chunks of a zarr array that are separate files.
+"""Maximum numbers of chunks in zarr arrays.
 
-The second limit applies to all arrays together, and counts the chunks that are stored inside other
-chunks or are not stored.
+The first limit applies to each array whose chunks are separate files. The second limit applies to
+all arrays together, and counts the chunks that are stored inside other chunks or are not stored.
 """

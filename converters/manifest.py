@@ -4,11 +4,12 @@
      "__0_0.distcp": {"bytes": 9876}, "mp_rank_00_model_states.pt": {"bytes": 8765, "directory": 456}},
      "crc32": 789}
 
-The last CRC32 is the checksum of the manifest itself. Writing a manifest reads no tensor data. The
-checksums of `.distcp` and `.metadata` files are in a separate file that the manifest lists, see
+The last CRC32 is the checksum of the manifest itself. The checksums of `.distcp` and `.metadata` files
+are in a separate file that the manifest lists, see
 :mod:`portable.converters.formats.dcp.checksums`. For a torch.save file, `directory` is the checksum
 of the zip directory, which contains the CRC32s that torch computed while writing. These CRC32s are
-verified when a tensor is read.
+verified when a tensor is read. The tensor data in files of these two kinds is therefore not read
+when a manifest is written. All other files are read completely.
 """
 
 from __future__ import annotations
@@ -56,7 +57,13 @@ def compute_manifest_entries(folder: Path) -> ManifestEntries:
         folder: Local folder of the checkpoint. Its subfolders are included.
 
     Returns:
-        The size of each file and, for most files, a checksum, keyed by the path relative to the folder.
+        The entry of each file, keyed by the path relative to the folder. An entry consists of the
+        size in bytes (`bytes`) and at most one checksum: of the zip directory (`directory`) for a
+        zip archive, or of the content (`crc32`) for other files. The entry of a `.distcp` or
+        `.metadata` file has no checksum.
+
+    Raises:
+        CheckpointError: If a zip archive was not written by torch.save, or is damaged.
     """
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
     entries: ManifestEntries = {}
@@ -98,8 +105,8 @@ def read_manifest(folder: AnyPath) -> dict[str, Any] | None:
         The manifest. None if the checkpoint does not have one.
 
     Raises:
-        CheckpointError: If the manifest is damaged, or was written by a newer version of this
-            program.
+        CheckpointError: If the manifest is damaged, cannot be read, or was written by a newer
+            version of this program.
     """
     path = folder / MANIFEST
     try:
@@ -126,7 +133,8 @@ def check_manifest(
     """Check the files of a checkpoint against its manifest.
 
     Files that are not in the manifest are ignored, unless they would make the folder look like another
-    format.
+    format. Such files are found regardless of `only`. All sizes are compared before the first checksum
+    is computed.
 
     Args:
         folder: Folder or URL of the checkpoint.

@@ -42,7 +42,10 @@ def is_parameter_index(text: str) -> bool:
 
 
 def remove_wrapper_parts(name: str) -> str:
-    """Remove the name components that wrappers insert (torch.compile, checkpointing, FSDP, XLA)."""
+    """Remove the name components that wrappers insert (torch.compile, checkpointing, FSDP, XLA).
+
+    The prefix `module.` of DDP is kept.
+    """
     if "._" not in name and not name.startswith("_"):
         return name
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
@@ -200,7 +203,7 @@ def classify_state_dict_keys(
     """Find the role of each key in a flattened state dict.
 
     An optimizer is a dict with `param_groups`. A dict without `param_groups` is only an optimizer
-    if its own name and the names of its states are typical of an optimizer. The model is the dict
+    if its own name and the name of at least one state are typical of an optimizer. The model is the dict
     that contains the tensors outside the optimizers. If several dicts contain such tensors,
     `find_model_container` selects one of them, mainly by its name, such as `model`. If it cannot
     select one, all these tensors belong to the model, and their names include the path of the dict.
@@ -253,8 +256,11 @@ def classify_state_dict_keys(
 def infer_key_paths(keys: Iterable[str], *, location: str) -> dict[str, StateDictPath]:
     """Infer the nesting of a state dict from its flattened keys.
 
-    A key of an optimizer is split before and after `state` or `param_groups`. For example,
-    `optimizer.state.norm.weight.exp_avg` becomes `("optimizer", "state", "norm.weight.exp_avg")`.
+    The keys with the component `param_groups` show which prefixes belong to optimizers. Without
+    such keys, conventional prefixes, such as `optimizer`, belong to optimizers. A key of an
+    optimizer is split before and after `state` or `param_groups`. For example,
+    `optimizer.state.norm.weight.exp_avg` becomes `("optimizer", "state", "norm.weight.exp_avg")`,
+    and `optimizer.param_groups.0.lr` becomes `("optimizer", "param_groups", 0, "lr")`.
 
     The prefix `model.` of other keys is ambiguous, because names of parameters may also begin with
     it. It is split off if any of these keys begins with `model.model.`, `model.lm_head.` or
@@ -372,9 +378,9 @@ def find_model_container(paths: Sequence[StateDictPath]) -> StateDictPath | None
         paths: Paths of the tensors that do not belong to an optimizer.
 
     Returns:
-        Path of the dict, which is `()` for the top level of the state dict. None if no rule
-        applies. In this case, the caller has to include the path of the dict in each
-        tensor name.
+        Path of the dict, which is `()` for the top level of the state dict, or if there are no
+        tensors. None if no rule applies. In this case, the caller has to include the path of the
+        dict in each tensor name.
     """
     counts: dict[StateDictPath, int] = {}
     for path in paths:
@@ -396,15 +402,15 @@ def find_model_container(paths: Sequence[StateDictPath]) -> StateDictPath | None
 def split_state_key(joined: str, names: Container[str]) -> StateKey:
     """Split a flattened optimizer key `<parameter>.<state>`.
 
-    The parameter is the longest parameter name that the key starts with. If there is none, the key is
-    split at the last dot. The parameter name is empty if the key contains no dot.
+    The parameter is the longest parameter name with which the key begins, followed by a dot. If there
+    is none, the key is split at the last dot. If the key contains no dot, the parameter name is empty.
 
     Args:
         joined: Flattened key.
         names: Names of the model's parameters.
 
     Raises:
-        CheckpointError: If the key is too long.
+        CheckpointError: If the key has more than `MAX_TENSOR_NAME` characters.
     """
     if len(joined) > MAX_TENSOR_NAME:
         raise CheckpointError(

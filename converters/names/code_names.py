@@ -45,6 +45,9 @@ def is_quantized_code(name: str, tensor: Tensor, names: Container[str]) -> bool:
 
 
 def find_quantized_names(tensors: Mapping[str, Tensor]) -> set[str]:
-    """Return the names of all quantized weights and of the modules that contain them."""
+    """Return the names of all quantized weights and of the modules that contain them.
+
+    The name of the module is empty for a weight at the top level.
+    """
     codes = [name for name, tensor in tensors.items() if is_quantized_code(name, tensor, tensors)]
     return {*codes, *(name.rpartition(".")[0] for name in codes)}

@@ -53,7 +53,8 @@ EXPERT_COUNT = re.compile(
 def describe_invalid_settings(config: Mapping[str, Any], names: Iterable[str]) -> list[str]:
     """Describe the settings whose values are invalid for every model.
 
-    A value can be invalid because of its type, its sign or its magnitude.
+    A value can be invalid because of its type, its sign or its magnitude. Null is always valid,
+    because it means that a setting is not set.
 
     Args:
         config: Content of the `config.json`. A nested `text_config` is also checked.
@@ -61,7 +62,9 @@ def describe_invalid_settings(config: Mapping[str, Any], names: Iterable[str]) -
             checked.
 
     Returns:
-        One description per invalid setting, with the current value and the valid values.
+        One description per invalid setting, with the current value and the valid values. A long
+        value is truncated. If a setting is invalid in both configs, only the top-level value is
+        described.
     """
     is_known = find_tensors_of_class(config) is not None
     has_experts = any("experts." in name for name in names)
@@ -116,7 +119,11 @@ def _is_size(value: Any, least: int) -> bool:
 
 
 def has_stale_quantization(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> bool:
-    """Return whether a config has quantization settings although no tensor is quantized."""
+    """Return whether a config has a `quantization_config` although no tensor is quantized.
+
+    A tensor counts as quantized if its dtype or its name is typical of quantized weights or of
+    their scales. Always False if there are no tensors.
+    """
     text = config.get("text_config")
     parts = (config, text if isinstance(text, dict) else {})
     if not tensors or not any(isinstance(part.get("quantization_config"), dict) for part in parts):
@@ -137,8 +144,8 @@ def find_contradicted_tie(tensors: Mapping[str, Tensor], config: Mapping[str, An
         config: Content of the `config.json`.
 
     Returns:
-        Names of the output and input embeddings. None if the tensors agree with the config, or if
-        the model class is unknown.
+        Names of the output and input embeddings. None if the tensors agree with the config, if the
+        model class is unknown, or if transformers never ties the embeddings of this class.
     """
     expected = find_tensors_of_class(config)
     # Some classes have output embeddings that transformers never ties, regardless of the config.

@@ -25,7 +25,9 @@ _UNSCALED = {"rope_type", "partial_rotary_factor"}
 
 
 def add_earlier_keys_to_config(config: dict[str, Any]) -> bool:
-    """Add missing legacy keys to a config and its nested configs.
+    """Add missing legacy keys to a config and to its nested configs that have a `model_type`.
+
+    The values of existing keys are not changed.
 
     Args:
         config: Content of a `config.json`. Modified in place.
@@ -44,7 +46,8 @@ def add_earlier_keys_to_config(config: dict[str, Any]) -> bool:
 def remove_earlier_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of a config without the legacy keys that duplicate another value.
 
-    This removes the keys that `add_earlier_keys_to_config` adds.
+    This removes the keys that `add_earlier_keys_to_config` adds. A legacy key with a different value
+    is kept.
     """
     repeated = _compute_earlier_keys(config)
     return {
@@ -74,7 +77,8 @@ def _compute_earlier_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     """Compute the legacy config keys of transformers 4 from a config of transformers 5.
 
     A legacy key is omitted if the config does not contain the value from which it is computed. The
-    result is empty if the model type has no legacy keys.
+    result is empty if the model type has no legacy keys. A key for the scaling of rotary embeddings is
+    None if they are not scaled.
     """
     model_type = config.get("model_type")
     paths = _read_table()["types"].get(model_type, {}) if isinstance(model_type, str) else {}

@@ -73,7 +73,10 @@ number of heads times the head size. A letter and a digit are a multiple, such a
 def compute_formula_sizes(config: Mapping[str, Any]) -> dict[str, int]:
     """Compute the values of the size formulas in `SIZES` from the settings in a config.
 
-    For example, the formula `HD` is the number of heads times the size of a head.
+    For example, the formula `HD` is the number of heads times the size of a head. If the config has
+    a `text_config`, only the settings in it are used. Without a setting for it, the head size is the
+    hidden size divided by the number of heads, the number of key-value heads is the number of
+    heads, and the number of labels is the length of `id2label`.
 
     Args:
         config: Content of the `config.json`.
@@ -112,7 +115,10 @@ def compute_formula_sizes(config: Mapping[str, Any]) -> dict[str, int]:
 
 
 def collect_integer_settings(config: Mapping[str, Any]) -> dict[str, int]:
-    """Return the integer settings of a config and its text config, keyed by config key."""
+    """Return the integer settings of a config and its text config, keyed by config key.
+
+    If both contain a key, the value in the text config is returned.
+    """
     text = config.get("text_config")
     values = {**config, **(text if isinstance(text, dict) else {})}
     return {key: value for key, value in values.items() if type(value) is int}
@@ -121,9 +127,11 @@ def collect_integer_settings(config: Mapping[str, Any]) -> dict[str, int]:
 def may_tie_embeddings(config: Mapping[str, Any], *, default: bool) -> bool:
     """Return whether a model may share its output embeddings with its input embeddings.
 
+    This is the case if `tie_word_embeddings` is true in the config or in its `text_config`.
+
     Args:
         config: Content of the `config.json`.
-        default: Result if the config does not contain `tie_word_embeddings`.
+        default: Result if neither config contains `tie_word_embeddings`.
     """
     text = config.get("text_config")
     parts = (config, text if isinstance(text, dict) else {})
@@ -136,8 +144,9 @@ def may_tie_embeddings(config: Mapping[str, Any], *, default: bool) -> bool:
 def replace_layer_number(name: str) -> str:
     """Replace the layer index in a tensor name with an asterisk.
 
-    For example, `model.layers.3.mlp.up_proj.weight` becomes `model.layers.*.mlp.up_proj.weight`. A
-    name without a layer index is returned unchanged.
+    For example, `model.layers.3.mlp.up_proj.weight` becomes `model.layers.*.mlp.up_proj.weight`. The
+    layer index is the first number between two dots. A name without such a number is returned
+    unchanged.
     """
     match = _LAYER.fullmatch(name)
     return f"{match['stack']}.*.{match['rest']}" if match else name
@@ -211,7 +220,7 @@ def _load_table() -> dict[str, Any]:
 def find_expected_tensors(model_type: str, architecture: str) -> ExpectedTensors | None:
     """Look up the parameters of a model class in the table that is part of this package.
 
-    Results are cached, because decoding an entry of the table is slow.
+    Results are cached, because each lookup of another class reads the complete table again.
 
     Args:
         model_type: `model_type` in the model's config.

@@ -96,8 +96,12 @@ def map_indices_to_names(
             A candidate that is not matched is frozen.
         location: File of the optimizer, used in error messages.
 
+    Returns:
+        The name of each parameter in the groups, keyed by index.
+
     Raises:
-        OptimizerStateError: If no assignment fits the shapes, or if several assignments fit them.
+        OptimizerStateError: If no assignment fits the shapes, if several assignments fit them, or
+            if there are too many possibilities to compare.
     """
     positions = match_groups_to_parameters(
         candidates, [[shapes.get(key) for key in group] for group in groups]

@@ -30,15 +30,17 @@ def find_unknown_names(names: Iterable[str], config: Mapping[str, Any]) -> list[
     """Find the tensor names with words that are unknown to the model type.
 
     A word is a component of a name between dots. It is unknown if it does not occur in the names of
-    the model type's tensors and modules. Numbers are ignored. The last word is also ignored,
-    because quantization adds tensors whose names end differently, such as `weight_scale`.
+    the tensors and modules of the config's model type, or of the model types of its nested configs.
+    Numbers are ignored. The last word is also ignored, because quantization adds tensors whose
+    names end differently, such as `weight_scale`.
 
     Args:
         names: Names of the tensors.
         config: The model's `config.json`.
 
     Returns:
-        The names with unknown words. Empty if transformers does not implement the model type.
+        The names with unknown words. Empty if the config has no model type, or if transformers does
+        not implement one of the model types.
     """
     words: set[str] = set()
     for model_type in _iter_model_types(config):
@@ -56,14 +58,14 @@ def find_unknown_names(names: Iterable[str], config: Mapping[str, Any]) -> list[
 
 
 def find_foreign_name(names: Iterable[str], config: Mapping[str, Any]) -> str | None:
-    """Return an unknown tensor name if most tensor names are unknown to the model type.
+    """Return an unknown tensor name if more than half of the tensor names are unknown to the model type.
 
     Args:
         names: Names of the tensors.
         config: The model's `config.json`.
 
     Returns:
-        The first unknown name if most names are unknown, otherwise None.
+        The first unknown name, or None. See `find_unknown_names`.
     """
     names = list(names)
     unknown = find_unknown_names(names, config)
@@ -71,7 +73,7 @@ def find_foreign_name(names: Iterable[str], config: Mapping[str, Any]) -> str | 
 
 
 def _iter_model_types(config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the model type of a config and of its nested configs."""
+    """Yield the model type of a config, and of the configs that are directly nested in it."""
     model_type = config.get("model_type")
     if isinstance(model_type, str):
         yield model_type

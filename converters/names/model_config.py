@@ -26,6 +26,10 @@ _DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 def override_config_settings(config: dict[str, Any], overrides: Mapping[str, Any]) -> None:
     """Override model settings in place, including settings in nested configs.
 
+    A setting is changed in each part of the config that contains the setting. The parts are the top
+    level and the objects directly below it. If no part contains the setting, it is added to the top
+    level.
+
     Args:
         config: Content of a `config.json`.
         overrides: New values. None removes a setting.
@@ -48,10 +52,12 @@ def parse_llama_sizes(config: Mapping[str, Any], location: str) -> dict[str, int
     Returns:
         The sizes, keyed by letter: number of layers (`L`), hidden size (`E`), number of attention
         heads (`H`), number of key-value heads (`K`), size of a head (`D`), size of the MLP (`M`),
-        and size of the vocabulary (`V`).
+        and size of the vocabulary (`V`). If the config does not contain them, `K` is `H` and `D` is
+        `E // H`.
 
     Raises:
-        CheckpointError: If a size is missing or not valid.
+        CheckpointError: If another size is missing, or if a size is not an integer from 1 to
+            `MAX_COUNT`.
     """
 
     def read_size(name: str, default: int | None = None) -> int:
@@ -81,11 +87,14 @@ def check_config_fits_tensors(
 ) -> None:
     """Check that the sizes in a config match the shapes of the tensors.
 
-    Only compares sizes that can be inferred unambiguously from the tensors.
+    Only compares sizes that can be inferred unambiguously from the tensors. The vocabulary size and
+    the hidden size are compared if there is exactly one input embedding that is not quantized. The
+    vocabulary size may also be the number of rows of an output head. The number of layers is
+    compared if there is exactly one stack. It may include the layers for multi-token prediction.
 
     Args:
         tensors: Tensors of the checkpoint, keyed by name.
-        config: Content of the `config.json`.
+        config: Content of the `config.json`. The settings in its `text_config` take precedence.
         config_path: Path of the config, used in error messages.
 
     Raises:

@@ -44,7 +44,7 @@ class RuleDirection:
             group `g<i>`.
         sources: Source patterns.
         targets: Target patterns. `\1` in a target is replaced with the text of the source pattern's
-            first group.
+            first group, `\2` with the text of its second group, and so on.
         operations: Operations to apply to the tensors, in order. Each one consists of its name and
             its arguments.
         offset: Number that a `shift` rule adds to the layer number.
@@ -130,7 +130,13 @@ def _depends_on_expected_shape(rule: NameRule) -> bool:
 
 
 def parse_rule(value: Mapping[str, Any]) -> NameRule:
-    """Parse a rule from JSON."""
+    """Parse a rule from JSON that `serialize_rule` has written.
+
+    The types of the fields are not checked.
+
+    Raises:
+        KeyError: If a field is missing.
+    """
     return NameRule(
         value["kind"],
         _parse_direction(value["read"]),
@@ -270,9 +276,9 @@ def get_default_rules(config: Mapping[str, Any], architecture: str | None = None
 def iter_possible_rules(config: Mapping[str, Any]) -> Iterator[NameRules]:
     """Yield the name rules of every class that transformers may use for a model, without duplicates.
 
-    Name rules convert the names in files to the names in memory. The rules of the class that the
-    config names come first. The other classes for the config's model type follow. The classes for
-    the model type of the nested text config come last.
+    Classes whose rules differ only in `NameRules.base` count as duplicates. The rules of the class
+    that the config names come first. The other classes for the config's model type follow. The
+    classes for the model type of the nested text config come last.
     """
     table = _load_table()
     seen: set[tuple[NameRule, ...]] = set()
@@ -412,6 +418,10 @@ class _RenamedKey(NamedTuple):
 class Renamer:
     """Converter of tensor names that applies rules in one direction and records which it has used.
 
+    The result for a name may depend on the names that were converted before, because a `group` rule
+    is ignored until its first pattern has matched. Convert the names in the order of
+    `sort_naturally`.
+
     Args:
         rules: Rules in the order in which to apply them.
         write: Whether to convert names in memory to names in files. Otherwise, names in files are
@@ -454,7 +464,7 @@ class Renamer:
         return ConvertedName(key, None)
 
     def apply_rename_rules(self, key: str) -> str:
-        """Apply all rules except `convert` rules to a name, one after another.
+        """Apply all rules except `convert` rules to a name, one after another, and return the new name.
 
         Records which rules were used.
         """

@@ -127,9 +127,9 @@ def arrange_for_memory(
         memory_shapes: Shapes of the model's tensors in memory, keyed by name, or None if they are
             not known. The names show whether the model uses the prefix of its base model, such as
             `model.`. The shapes are needed by some rules that split or transpose a tensor.
-        errors: Dict to which an error message is added for each tensor that cannot be rearranged,
-            keyed by the name in memory. The tensor is then omitted from the result. If None, an
-            error is raised instead.
+        errors: Dict to which the reason is added for each tensor that cannot be rearranged, keyed
+            by the name in memory and without a remedy. The tensor is then omitted from the result.
+            If None, an error is raised instead.
         adapted_shapes: Shapes of the parameters that an adapter changes, keyed by the name in
             memory. If `memory_shapes` is None, the rules use these shapes instead.
 
@@ -559,6 +559,9 @@ def _fuse_experts(arrays: Arrays, operation: Operation, context: _OperationConte
 
     The operation has two arguments: the dimension along which to stack, and the dimension along
     which to concatenate.
+
+    Raises:
+        CheckpointError: If no tensor matches one of the source patterns.
     """
     stack_dim, cat_dim = operation[1:]
     targets = context.direction.targets
@@ -572,7 +575,11 @@ def _fuse_experts(arrays: Arrays, operation: Operation, context: _OperationConte
 
 
 def _unfuse_experts(arrays: Arrays, operation: Operation, context: _OperationContext) -> Arrays:
-    """Undo `_fuse_experts`: split each fused tensor into one tensor per expert and projection."""
+    """Undo `_fuse_experts`: split each fused tensor into one tensor per expert and projection.
+
+    Raises:
+        CheckpointError: If one of the fused tensors is missing.
+    """
     stack_dim, cat_dim = operation[1:]
     targets = context.direction.targets
     parts = [
@@ -596,6 +603,9 @@ def _merge_queries(arrays: Arrays, operation: Operation, context: _OperationCont
     The argument of the operation is True to split and False to merge. Each of the two tensors
     contains two rows per layer. The stack contains four rows per layer. If the rows of a layer are
     a0, a1 in the first tensor and b0, b1 in the second, they are [a0, b0, b1, a1] in the stack.
+
+    Raises:
+        CheckpointError: If one of the tensors is missing.
     """
     (inverse,) = operation[1:]
     first, second = (*context.direction.targets, *context.direction.sources)[:2]
