@@ -74,13 +74,14 @@ def open_checkpoint(
         CheckpointError: If the checkpoint is missing, damaged, incomplete, or of an unknown format.
             The message is one line that names the file.
     """
-    root = parse_path_or_url(path)
-    if not root.exists():
-        raise CommandError(f"{root}: no such file or folder; check the path")
-    if not (root.is_file() or root.is_dir()):
-        raise CommandError(f"{root}: is neither a file nor a folder; specify a file or folder")
-    format, source, match = _detect_checkpoint(root, tag)
+    root = opened = parse_path_or_url(path)
     try:
+        if not root.exists():
+            raise CommandError(f"{root}: no such file or folder; check the path")
+        if not (root.is_file() or root.is_dir()):
+            raise CommandError(f"{root}: is neither a file nor a folder; specify a file or folder")
+        format, source, match = _detect_checkpoint(root, tag)
+        opened = source.path
         config = companions.get("config.json") if companions else None
         source = replace(
             source, parameter_order=tuple(order), config_file=config, rank=rank, build_once=build_once
@@ -88,10 +89,10 @@ def open_checkpoint(
         checkpoint = format.open(source, match)
         return checkpoint.with_companions(companions) if companions else checkpoint
     except OSError as error:
-        raise CheckpointError(f"{error.filename or source.path}: {format_os_error(error)}") from None
+        raise CheckpointError(f"{error.filename or opened}: {format_os_error(error)}") from None
     except RecursionError:
         raise CheckpointError(
-            f"{source.path}: the data is nested too deeply; specify the file or folder of a checkpoint"
+            f"{opened}: the data is nested too deeply; specify the file or folder of a checkpoint"
         ) from None
 
 

@@ -25,6 +25,7 @@ from benchmarks.convert import sparse_checkpoint
 from portable.converters.cli import main
 from portable.converters.console import print_line
 from portable.converters.errors import CheckpointError
+from portable.converters.opening import open_checkpoint
 from portable.converters.storage.path_or_url import expand_user_and_variables, parse_path_or_url
 from portable.terminal import TerminalHandler, shows_progress_bars
 from tests.converters.compare import bits, error_of, load, tree
@@ -130,6 +131,11 @@ def test_convert_errors_are_one_line(run: Path, tmp_path: Path, capsys: pytest.C
     assert "--dtype" in refuse(step, out, "--dtype", "int8")
     assert "cannot be created" in refuse(step, "/proc/nope/out")
     assert tree(tmp_path) == before
+
+
+def test_open_checkpoint_converts_os_errors(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="choose a shorter name"):
+        open_checkpoint(tmp_path / ("x" * 300))
 
 
 DAMAGES: dict[str, Callable[[Path], object]] = {
