@@ -160,7 +160,8 @@ def resolve_ties(
                 if are_tensors_equal(stored[alias], stored[owner]):
                     aliases[alias] = owner
     owners = {name: tensor for name, tensor in stored.items() if name not in aliases}
-    return ResolvedTies(owners, aliases)
+    # A recorded owner may itself be tied to a tensor with equal values.
+    return ResolvedTies(owners, {alias: aliases.get(owner, owner) for alias, owner in aliases.items()})
 
 
 def find_untied_embeddings(tensors: Mapping[str, Tensor]) -> list[TiedPair]:

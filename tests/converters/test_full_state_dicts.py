@@ -158,6 +158,16 @@ def test_full_state_dict_ties_shared_storages(tmp_path: Path) -> None:
     assert open_checkpoint(tmp_path).aliases == {"b.bias": "a.bias"}
 
 
+def test_owner_of_shared_storage_may_be_tied_to_an_equal_tensor(tmp_path: Path) -> None:
+    shared = torch.randn(7, 4)
+    embedding = "encoder.embed_tokens.weight"
+    state = {"shared.weight": shared.clone(), embedding: shared, "lm_head.weight": shared}
+    torch.save(state, tmp_path / "pytorch_model.bin")
+    checkpoint = open_checkpoint(tmp_path)
+    assert checkpoint.aliases == {"lm_head.weight": "shared.weight", embedding: "shared.weight"}
+    assert_model(checkpoint, state)
+
+
 def test_sharded_state_dict_is_read_by_index(tmp_path: Path) -> None:
     """Errors of an index are tested in ``test_safetensors``, because both formats use one reader."""
     values = weights()
