@@ -346,9 +346,11 @@ def move_folder(folder: P, target: P) -> P:
 def remove_folder(folder: AnyPath) -> None:
     """Delete a folder, and abort unfinished uploads to it if possible.
 
-    Uploads can be aborted in S3 if boto3 is installed, but not in other stores. The folder is marked as
-    incomplete before the first file is deleted. After an interrupted deletion, `is_abandoned_folder`
-    detects the remaining files.
+    Uploads can be aborted in S3 if boto3 is installed, but not in other stores. Before the first file
+    is deleted, a folder on a disk is renamed to a hidden name that ends with `PARTIAL_SUFFIX`, and a
+    folder in an object store is marked as incomplete. After an interrupted deletion,
+    `is_abandoned_folder` detects the remaining files. If `folder` is a symbolic link, only the link is
+    deleted. Does nothing if `folder` does not exist.
     """
     if is_in_store(folder):
         from portable.converters.storage.object_store import abort_open_uploads
@@ -361,6 +363,9 @@ def remove_folder(folder: AnyPath) -> None:
                 [name for name in names if name not in (COMPLETE_MARKER, INCOMPLETE_MARKER)]
             )
             folder.remove_objects([INCOMPLETE_MARKER])
+        return
+    if folder.is_symlink():
+        folder.unlink()
         return
     doomed = folder.with_name(f".{folder.name.lstrip('.')}.old{PARTIAL_SUFFIX}")
     shutil.rmtree(doomed, ignore_errors=True)

@@ -13,6 +13,7 @@ from portable.converters import CheckpointError
 from portable.converters.storage import folder as folder_module
 from portable.converters.storage import output_file as outfile
 from portable.converters.storage.folder import CheckpointFolder
+from portable.converters.storage.folder_operations import remove_folder
 from portable.converters.storage.listed_file import ListedFile
 from portable.converters.storage.output_file import OutputFile
 
@@ -35,6 +36,16 @@ def test_checkpoint_folder_limits_open_files(tmp_path: Path, monkeypatch: pytest
             assert folder.get_file(str(i)).read_bytes(0, len(str(i))) == str(i).encode()
     with pytest.raises(CheckpointError, match="truncated"):
         folder.get_file("7").read_bytes(0, 1 << 40)
+
+
+def test_remove_folder_deletes_links_but_not_their_targets(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "disk" / "file").write_bytes(b"kept")
+    for name in ("step-000001", ".step-000001.partial"):
+        (tmp_path / name).symlink_to("disk")
+        remove_folder(tmp_path / name)
+        remove_folder(tmp_path / name)  # nothing there is no error
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["disk", "file"]
 
 
 # -- files written in pieces, by several threads, in any order -----------------------------------------------
