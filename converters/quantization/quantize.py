@@ -321,7 +321,8 @@ def _quantize_weight_like_base(
 
     Raises:
         CheckpointError: If the layout requires calibration data, if the codes are FP4 codes in an FP8
-            checkpoint, if a scale is missing, or if the block shape in the settings is not valid.
+            checkpoint, if the shapes of the codes or scales do not match the weight, if a scale is
+            missing, or if the block shape in the settings is not valid.
     """
     refused = [f"{name}_{suffix}" for suffix in ("zero_point", "g_idx", "global_scale", "scale_2")]
     if other := next((key for key in refused if key in base), None):
@@ -331,10 +332,14 @@ def _quantize_weight_like_base(
         )
     if (packed := base.get(f"{name}_packed")) is not None:
         group_scale = base.get(f"{name}_scale", packed)
-        width = weight.shape[-1] // max(1, group_scale.shape[-1] if group_scale.shape else 1)
+        if any(len(tensor.shape) < 2 or not tensor.shape[-1] for tensor in (weight, packed, group_scale)):
+            raise _build_shape_error(name, weight, packed, location)
+        width = weight.shape[-1] // group_scale.shape[-1]
+        bits = 4 if packed.dtype == "U8" else 32 * packed.shape[-1] // weight.shape[-1]
+        if width < 1 or not 1 <= bits <= 8:
+            raise _build_shape_error(name, weight, packed, location)
         if packed.dtype == "U8":
             return quantize_to_fp4(weight, QuantizationScheme("FP4", 1, width, "near", "U8"))
-        bits = 32 * packed.shape[-1] // max(1, weight.shape[-1])
         tensors = quantize_to_packed_rows(
             weight, QuantizationScheme(f"INT{bits}", 1, width, "range", group_scale.dtype)
         )
@@ -357,6 +362,8 @@ def _quantize_weight_like_base(
                     f"{location}: {to_printable(name)} contains FP4 codes, which --quantize-like cannot "
                     "write; use --quantize fp8-block, or --quantize-like with a model that has FP8 experts"
                 )
+            if len(weight.shape) < 2:
+                raise _build_shape_error(name, weight, codes, location)
             rows, columns = weight.shape[-2:]
             block = parse_block_shape(settings, location)
             if scale.numel == 1:
@@ -370,6 +377,13 @@ def _quantize_weight_like_base(
         return {name: weight}
     raise DamagedCheckpointError(
         f"{location}: {to_printable(name)} has dtype {codes.dtype}, but the tensor with its scale is missing"
+    )
+
+
+def _build_shape_error(name: str, weight: Tensor, codes: Tensor, location: str) -> CheckpointError:
+    return CheckpointError(
+        f"{location}: the codes of {to_printable(name)} have shape {list(codes.shape)}, which does not match "
+        f"the weight of shape {list(weight.shape)}; specify a quantized model with the same weights"
     )
 
 

@@ -214,6 +214,29 @@ def test_quantize_like_rejects_fp4_experts(tmp_path: Path, capsys: pytest.Captur
     assert f"{NAME} contains FP4 codes, which --quantize-like cannot write" in refusal
 
 
+@pytest.mark.parametrize(
+    ("name", "codes"),
+    [
+        (NAME, {"_packed": torch.ones(256, 4, dtype=torch.int32), "_scale": torch.ones(256, 1)}),
+        (NAME, {"_packed": torch.ones(256, 256, dtype=torch.int32), "_scale": torch.ones(256, 1)}),
+        (NAME, {"_packed": torch.ones(256, 192, dtype=torch.uint8), "_scale": torch.ones(256, 768)}),
+        (NAME, {"_packed": torch.ones((), dtype=torch.int32)}),
+        ("model.norm.weight", {"": torch.ones(128).to(torch.float8_e4m3fn), "_scale": torch.ones(128)}),
+    ],
+)
+def test_quantize_like_rejects_codes_of_other_shapes(
+    name: str, codes: dict[str, Tensor], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = written(tmp_path / "in", weights(torch.float32))
+    base = written(
+        tmp_path / "base", weights(torch.float32) | {name + end: value for end, value in codes.items()}
+    )
+    settings = {"quant_method": "compressed-tensors"}
+    (base / "config.json").write_text(json.dumps({"model_type": "llama", "quantization_config": settings}))
+    refusal = error_of(capsys, source, tmp_path / "out", "--quantize-like", str(base))
+    assert f"the codes of {name} have shape" in refusal
+
+
 REFUSED: dict[str, tuple[list[str], str]] = {
     "an optimizer": (["--quantize", "fp8", "--optimizer"], "--optimizer"),
     "another format": (["--quantize", "fp8", "--to", "dcp"], "--to dcp"),
