@@ -165,10 +165,13 @@ def dequantize_checkpoint(checkpoint: Checkpoint, dtype: str = "bfloat16") -> Ch
         activations.
 
     Raises:
-        CheckpointError: If the checkpoint is not quantized, if its method or one of its settings is not
-            supported, if scales are missing or do not match their weights, or if codes or scales do not
-            belong to a weight.
+        CheckpointError: If `dtype` is not supported, if the checkpoint is not quantized, if its method
+            or one of its settings is not supported, if scales are missing or do not match their
+            weights, or if codes or scales do not belong to a weight.
     """
+    target = DTYPES.get(dtype)
+    if target is None or target not in ("BF16", "F16", "F32"):
+        raise CheckpointError(f"dtype {dtype!r} is not supported; specify bfloat16, float16 or float32")
     settings = read_quantization_config(checkpoint)
     if settings is None:
         raise CheckpointError(
@@ -189,7 +192,7 @@ def dequantize_checkpoint(checkpoint: Checkpoint, dtype: str = "bfloat16") -> Ch
         raise UnsupportedQuantizationError(
             f"{location}: {to_printable(unknown[0])} is an unknown setting, which may change the weights"
         )
-    weights = _QuantizedWeights(checkpoint.tensors, str(DTYPES[dtype]))
+    weights = _QuantizedWeights(checkpoint.tensors, target)
     dequantize(weights, settings, location)
     unquantized = {
         name: tensor for name, tensor in weights.remaining.items() if not ACTIVATION_TENSORS.fullmatch(name)

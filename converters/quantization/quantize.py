@@ -169,11 +169,14 @@ def quantize_checkpoint(checkpoint: Checkpoint, form: str, *, dtype: str = "keep
         The quantized checkpoint, with a `quantization_config`.
 
     Raises:
-        CheckpointError: If the checkpoint is already quantized, has no `config.json`, or contains a
-            stack of experts. Also raised if there is nothing to quantize, because no linear layer
-            has a known name, or because none of their shapes is divisible by the block shape.
+        CheckpointError: If `form` or `dtype` is unknown, or if the checkpoint is already quantized,
+            has no `config.json`, or contains a stack of experts. Also raised if there is nothing to
+            quantize, because no linear layer has a known name, or because none of their shapes is
+            divisible by the block shape.
     """
-    quantization_format = _FORMATS[form]
+    quantization_format = _FORMATS.get(form)
+    if quantization_format is None:
+        raise CheckpointError(f"format {form!r} is unknown; specify one of {', '.join(_FORMATS)}")
     floats = _cast_unquantized_tensors(checkpoint, dtype)
     if not read_json_object_or_empty(checkpoint.companions.get("config.json")):
         raise CheckpointError(

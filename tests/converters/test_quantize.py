@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from portable.converters import CheckpointError, dequantize_checkpoint, open_checkpoint, quantize_checkpoint
 from portable.converters.cli import main
 from portable.converters.options import QUANTIZATION_FORMS
 from tests.converters.compare import error_of
@@ -269,3 +270,12 @@ def test_quantize_rejects_unsupported_models(
     options = [str(source) if option == "IN" else option for option in options]
     assert told in error_of(capsys, source, tmp_path / "out", *options)
     assert not (tmp_path / "out").exists()
+
+
+def test_functions_name_supported_formats_and_dtypes(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(written(tmp_path / "in", weights(torch.float32)))
+    with pytest.raises(CheckpointError, match="format 'int3' is unknown; specify one of fp8-block, "):
+        quantize_checkpoint(checkpoint, "int3")
+    for dtype in ("keep", "int8", "q8_0"):
+        with pytest.raises(CheckpointError, match=f"dtype '{dtype}' is not supported; specify bfloat16, "):
+            dequantize_checkpoint(checkpoint, dtype)
