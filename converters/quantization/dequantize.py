@@ -459,7 +459,7 @@ def _dequantize_packed(
     zero = weights.pop_tensor(f"{weight_name}_zero_point")
     groups = weights.pop_tensor(f"{weight_name}_g_idx")
     # All values are -1 if the groups are consecutive columns.
-    if groups is not None and int(groups.read().max(initial=-1)) < 0:
+    if groups is not None and (groups.read() < 0).all():
         groups = None
     weights.dequantized[weight_name] = dequantization.dequantize_packed_rows(
         weight_name,
@@ -528,7 +528,7 @@ def _dequantize_bitsandbytes(weights: _QuantizedWeights, settings: Mapping[str, 
     for name, stem in weights.iter_by_suffix(".SCB"):
         weight = f"{stem}.weight"
         form = weights.pop_tensor(f"{weight}_format")
-        if form is not None and (form.numel != 1 or int(form.read().reshape(-1)[0]) != 0):
+        if form is not None and (form.numel != 1 or form.read().reshape(-1)[0] != 0):
             raise UnsupportedQuantizationError(
                 f"{to_printable(form.name)}: the weight has a GPU-specific 8-bit layout of bitsandbytes, "
                 "which is not supported"

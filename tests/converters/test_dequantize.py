@@ -375,6 +375,8 @@ BAD: list[tuple[Callable[[], Case], dict[str, Tensor | None], dict[str, Any], st
     (nested_nf4, build_nested_state(nested_offset=10**400), {}, f"{STATE}: does not contain a valid"),
     (nested_nf4, {"a.weight.quant_map": torch.zeros(3)}, {}, "a.weight.quant_map: "),
     (nested_nf4, {"a.weight.absmax": torch.zeros(48)}, {}, "a.weight.absmax: "),
+    (llm_int8, {"a.weight_format": torch.tensor(torch.nan)}, {}, "a.weight_format: the weight has a GPU-"),
+    (ordered_int4, {"a.weight_g_idx": torch.full((96,), torch.nan)}, {}, "a.weight_g_idx: the F32 tensor"),
     (partial(gptq, 4), {}, {"bits": 8}, "tensor of shape [12, 64] does not contain 96 x 64 codes of 8 bits"),
 ]
 
