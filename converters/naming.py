@@ -64,7 +64,8 @@ def find_name_rules(
         `config.json`.
 
     Raises:
-        CheckpointError: If the record of the training run is damaged.
+        CheckpointError: If the record of the training run is damaged, or contains a rule that this
+            version does not support.
     """
     if published_names is None and (record := read_recorded_rules(checkpoint)) is not None:
         return record.rules
@@ -121,7 +122,7 @@ def read_published_names(config: AnyPath) -> list[str] | None:
         nor a `model.safetensors`.
 
     Raises:
-        CheckpointError: If `model.safetensors` is damaged.
+        CheckpointError: If `model.safetensors` is damaged, or is a link to a file outside the folder.
     """
     folder = config.parent
     table = read_json_object_or_empty(folder / INDEX_FILE_NAME).get("weight_map")
@@ -169,11 +170,11 @@ def rename_to_published(checkpoint: Checkpoint, rules: NameRules | None = None) 
     Returns:
         The converted checkpoint. Names of torchtitan and Meta are first replaced with published
         names. If the tensors then have published names and shapes, or if the model type is unknown,
-        nothing else is changed. A result of `rename_to_published` or `rename_to_live` is returned
-        unchanged.
+        nothing else is changed. If `rename_to_published` or `rename_to_live` has already converted
+        the tensors, `checkpoint` itself is returned.
 
     Raises:
-        CheckpointError: If a tensor cannot be rearranged.
+        CheckpointError: If a tensor cannot be rearranged, or if `find_name_rules` raises it.
     """
     if checkpoint.names != "stored":
         return checkpoint
@@ -213,13 +214,13 @@ def rename_to_live(
 
     Returns:
         The converted checkpoint. Names of torchtitan and Meta are first replaced with published
-        names. If the model type is unknown, nothing else is changed. If the tensors already have
-        in-memory names that differ from the published names, `checkpoint` itself is returned. A
-        result of `rename_to_live` is also returned unchanged.
+        names. If the tensors then have in-memory names that differ from the published names, or if
+        the model type is unknown, nothing else is changed. If `rename_to_live` has already
+        converted the tensors, `checkpoint` itself is returned.
 
     Raises:
         CheckpointError: If a tensor cannot be rearranged, for example because its shape does not
-            fit the rule.
+            fit the rule, or if `find_name_rules` raises it.
     """
     if checkpoint.names == "live":
         return checkpoint

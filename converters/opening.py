@@ -50,7 +50,7 @@ def open_checkpoint(
             or file. It can be a local path or a URL (`s3://bucket/run`). Only the required byte
             ranges of objects are fetched.
         tag: Step to open in a folder of several steps: a folder name (`step-000100`) or a number
-            (`100`).
+            (`100`). If several folders have this number, the first in alphabetical order is opened.
         order: Names of the model's parameters in module order, if known. The order is needed to
             name the optimizer state if the state is keyed by index and the files do not record the
             order.
@@ -71,8 +71,8 @@ def open_checkpoint(
         The checkpoint. Tensors are read when they are used.
 
     Raises:
-        CheckpointError: If the checkpoint is missing, damaged, incomplete, or of an unknown format.
-            The message is one line that names the file.
+        CheckpointError: If the checkpoint is missing, damaged, incomplete, or of an unknown format,
+            or if it cannot be accessed. The message is one line that names the file.
     """
     root = opened = parse_path_or_url(path)
     try:
@@ -103,9 +103,10 @@ def read_pickled(path: str | AnyPath) -> Any:
         path: Path or URL of the file.
 
     Returns:
-        The content as dicts, lists, strings, numbers, booleans, and None. Objects are replaced with the
-        names of their classes, and tensors with `"StoredTensor"`. Values after the first 100,000 and
-        values that are nested more than 50 levels deep are replaced with `"..."`.
+        The content as dicts, lists, strings, numbers, booleans, and None. The keys of the dicts are
+        converted to strings. Objects are replaced with the names of their classes, and tensors with
+        `"StoredTensor"`. Values after the first 100,000 and values that are nested more than 50 levels
+        deep are replaced with `"..."`.
 
     Raises:
         CheckpointError: If the file is missing or damaged, if it is not a zip file of `torch.save`, or
@@ -133,6 +134,7 @@ def _detect_checkpoint(root: AnyPath, tag: str | None) -> DetectedFormat:
         CheckpointError: If there is no complete checkpoint of a known format, if there is none with
             the tag, if the path is ambiguous because the names of its steps differ not only in
             their numbers, or if a symlink points outside the run folder.
+        OSError: If a local file or folder cannot be accessed.
     """
     if not _is_finished_write(root):
         raise CheckpointError(_format_unfinished_write_error(root))
@@ -217,7 +219,7 @@ class _StepFolder(NamedTuple):
 
 
 def _list_step_folders(root: AnyPath) -> list[_StepFolder]:
-    """List the step folders of a run, newest first.
+    """List the step folders of a run, highest step number first.
 
     `root` and its subfolders `checkpoints/` and `checkpoint/` (torchtitan) are searched. The name
     of a step folder is a number, or ends with a number after `step`, `checkpoint`, `ckpt`, `iter`,

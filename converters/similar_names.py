@@ -28,7 +28,8 @@ def find_similar_names(
         candidates: Valid names.
         max_results: Maximum number of names to return.
         compare_last_parts: Whether a dotted candidate is also similar if only its last component is
-            similar. For example, `learning_rat` is then similar to `train.learning_rate`.
+            similar to the last component of `name`. For example, `learning_rat` is then similar to
+            `train.learning_rate`. Its ratio is reduced by `_LAST_PART_PENALTY`.
 
     Returns:
         Similar names, most similar first. Equally similar names are in the order of the candidates.

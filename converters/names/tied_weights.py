@@ -1,8 +1,9 @@
 """Find tied weights: parameters that have two names, such as the embedding and the output head.
 
 `save_pretrained` writes a tied parameter only once, under one of its names. This name is the owner,
-and the other name is the alias. This package does the same. Some programs write both names. An
-alias is only dropped if its values equal the owner's values bit for bit.
+and the other name is the alias. This package does the same. Some programs write both names. The
+alias is then dropped if the format records that both names refer to the same data, or if its values
+equal the owner's values bit for bit.
 """
 
 from __future__ import annotations
@@ -175,6 +176,9 @@ def find_untied_embeddings(tensors: Mapping[str, Tensor]) -> list[TiedPair]:
 
     Returns:
         Names of the output and input embeddings.
+
+    Raises:
+        CheckpointError: If there are too many pairs that might be tied.
     """
     return [
         pair
@@ -191,20 +195,27 @@ def select_tie_owner(same: Mapping[str, Tensor]) -> str:
     The other names of the parameter are aliases.
 
     Args:
-        same: Tied tensors, keyed by name.
+        same: Tied tensors, keyed by name. At least one.
 
     Returns:
-        The first name that is not a possible alias in transformers. If all names are possible
-        aliases, the first name.
+        The first name that transformers would not treat as an alias of another of the names. If
+        there is no such name, the first name.
+
+    Raises:
+        CheckpointError: If there are too many pairs of names that might be tied.
     """
     aliases = {alias for alias, _ in _list_tie_candidates(same)}
     return next((name for name in same if name not in aliases), next(iter(same)))
 
 
 def are_tensors_equal(left: Tensor, right: Tensor) -> bool:
-    """Return whether two tensors are equal bit for bit.
+    """Return whether two tensors have the same dtype and shape, and are equal bit for bit.
 
-    Reads both tensors block by block, and stops at the first difference.
+    Reads both tensors block by block, and stops at the first difference. Nothing is read if the
+    dtypes or shapes differ.
+
+    Raises:
+        CheckpointError: If a tensor cannot be read.
     """
     if left.dtype != right.dtype or left.shape != right.shape:
         return False
@@ -218,7 +229,7 @@ def ends_with_name(name: str, endings: Sequence[str]) -> bool:
 
 
 def _read_tie_setting(config: AnyPath | None) -> bool | None:
-    """Read `tie_word_embeddings` from a config or its text config. None if neither contains it."""
+    """Read `tie_word_embeddings` from a config or its text config. None if neither has a boolean."""
     values = read_json_object_or_empty(config)
     for source in (values, values.get("text_config")):
         if isinstance(source, dict) and isinstance(source.get("tie_word_embeddings"), bool):

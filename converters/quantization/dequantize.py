@@ -3,8 +3,9 @@
     floats = dequantize_checkpoint(open_checkpoint("gpt-oss-20b"), "bfloat16")
 
 Weights are read and computed when they are used. An error is raised for an unknown method, for an
-unknown key of `quantization_config` (unless its value is None, False, or empty), and for codes or
-scales that do not belong to a weight. The error contains the name of the method, key, or tensor.
+unknown key of `quantization_config` (unless its value is None, False, empty, or the default of the
+method), and for codes or scales that do not belong to a weight. The error contains the name of the
+method, key, or tensor.
 """
 
 from __future__ import annotations
@@ -117,16 +118,20 @@ class _QuantizedWeights:
         return tensor
 
     def dequantize_scaled_bytes(self, *scale_suffixes: str, block: BlockShape | None = None) -> None:
-        """Dequantize all weights that consist of 8-bit codes and a tensor of scales.
+        """Dequantize all matrices that consist of 8-bit codes and a tensor of scales.
 
-        The dequantized weights are added to `dequantized`. Their codes, scales, and zero points are
-        removed from `remaining`. Weights without scales stay in `remaining`.
+        The codes are FP8 or INT8. The dequantized weights are added to `dequantized`. Their codes,
+        scales, and zero points are removed from `remaining`. Weights without scales and vectors stay
+        in `remaining`.
 
         Args:
             scale_suffixes: Possible suffixes that turn the name of a weight into the name of its
                 scales, such as `_scale`.
             block: Shape of the blocks that share a scale, from the quantization settings. If None,
                 it is inferred from the shapes of the tensors.
+
+        Raises:
+            CheckpointError: If the shape of the scales or zero points does not match the weight.
         """
         for name, tensor in list(self.remaining.items()):
             if tensor.dtype not in ("F8_E4M3", "F8_E5M2", "I8") or len(tensor.shape) < 2:
@@ -161,8 +166,8 @@ def dequantize_checkpoint(checkpoint: Checkpoint, dtype: str = "bfloat16") -> Ch
             their dtypes.
 
     Returns:
-        The checkpoint with dequantized weights, without the quantization settings and the scales of
-        activations.
+        The checkpoint with dequantized weights. The quantization settings, the companion files that
+        repeat them, and the scales of activations and of the KV cache are removed.
 
     Raises:
         CheckpointError: If `dtype` is not supported, if the checkpoint is not quantized, if its method
@@ -497,7 +502,7 @@ def _dequantize_gptq(weights: _QuantizedWeights, settings: Mapping[str, Any], lo
 
 
 def _dequantize_awq(weights: _QuantizedWeights, settings: Mapping[str, Any], location: str) -> None:
-    """Dequantize 4-bit AWQ weights. See `_Method.dequantize`."""
+    """Dequantize 4-bit AWQ weights in the `gemm` layout. See `_Method.dequantize`."""
     _check_setting(settings, "version", ("gemm", "GEMM"), location)
     for key in ("bits", "w_bit"):
         _check_setting(settings, key, (4,), location)

@@ -166,7 +166,7 @@ def quantize_checkpoint(checkpoint: Checkpoint, form: str, *, dtype: str = "keep
             quantized. `"keep"` keeps the stored dtypes.
 
     Returns:
-        The quantized checkpoint, with a `quantization_config`.
+        The quantized checkpoint. Its `quantization_config` lists the layers that are not quantized.
 
     Raises:
         CheckpointError: If `form` or `dtype` is unknown, or if the checkpoint is already quantized,
@@ -243,8 +243,8 @@ def quantize_like_base(
         The quantized checkpoint, with the `quantization_config` of `base`.
 
     Raises:
-        CheckpointError: If `base` is not quantized with a supported method, or if the checkpoints
-            have different weights.
+        CheckpointError: If `base` is not quantized with a supported method, if `checkpoint` is
+            already quantized, if the checkpoints have different weights, or if `dtype` is unknown.
     """
     settings = read_writable_config(base)
     method = str(settings["quant_method"])

@@ -133,6 +133,9 @@ class CheckpointFile:
         """Return a key that identifies the file in its folder. Two names of the same file have equal keys.
 
         Objects with the same name in different folders of a store also have equal keys.
+
+        Raises:
+            OSError: If a local file no longer exists.
         """
         return str(PurePosixPath(self.name))
 
@@ -398,7 +401,8 @@ def read_json_object(file: CheckpointFile) -> dict[str, Any]:
     """Read a JSON file that contains an object.
 
     Raises:
-        CheckpointError: If the file is damaged, does not contain an object, or has a duplicate key.
+        CheckpointError: If the file cannot be read, is damaged, does not contain an object, or has a
+            duplicate key.
     """
     value = parse_json(file.path, file.read_bytes(0, file.nbytes))
     if not isinstance(value, dict):

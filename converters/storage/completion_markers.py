@@ -32,7 +32,7 @@ COMPLETE_MARKER, INCOMPLETE_MARKER = "_COMPLETE", "_INCOMPLETE"
 
 
 def mark_folder_incomplete(folder: RemotePath, **facts: Any) -> str:
-    """Mark a folder in an object store as being written.
+    """Mark a folder in an object store as incomplete, because it is being written or deleted, or damaged.
 
     Only one process of a run may call this function, before any process writes into the folder. The
     marker `_COMPLETE` is deleted, but other existing objects are not. To delete them, call
@@ -40,8 +40,8 @@ def mark_folder_incomplete(folder: RemotePath, **facts: Any) -> str:
 
     Args:
         folder: Folder to mark.
-        facts: Values to store in `_INCOMPLETE` as JSON. They help to find out which program left a
-            folder incomplete.
+        facts: Values to store in `_INCOMPLETE` as JSON, in addition to the host, the process ID, and
+            the time. They help to find out which program left a folder incomplete.
 
     Returns:
         Token to pass to `mark_folder_complete`, which uses it to detect a second writer.

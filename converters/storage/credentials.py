@@ -55,6 +55,7 @@ def _build_s3_options(bucket: str) -> dict[str, Any]:
     2. Environment variables with a web identity token, or the address of a container's credentials.
        obstore reads them itself. They are ignored if `AWS_PROFILE` is set.
     3. boto3, if it is installed. It also provides the region and the endpoint if they are not set.
+       The next source is then not used, because boto3 also finds the role of the machine.
     4. The role that is attached to the cloud machine. obstore requests its credentials. This source
        is not used if `AWS_EC2_METADATA_DISABLED` is enabled.
 
@@ -65,6 +66,7 @@ def _build_s3_options(bucket: str) -> dict[str, Any]:
     Raises:
         RemoteError: If there are no credentials, or if `AWS_PROFILE` is set and boto3 is not
             installed.
+        OSError: If the file in `AWS_CA_BUNDLE` cannot be read.
     """
     options: dict[str, Any] = {}
     endpoint = _get_first_env("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
@@ -168,7 +170,8 @@ def _build_azure_options(bucket: str) -> dict[str, Any]:
     If the environment does not contain a key, a token, or other credentials, the package
     `azure-identity` provides them. It finds, for example, the credentials of `az login`. No
     credentials are needed if `AZURE_STORAGE_USE_EMULATOR` or `AZURE_SKIP_SIGNATURE` is enabled. The
-    fields of `AZURE_STORAGE_CONNECTION_STRING` take precedence over other variables.
+    fields of `AZURE_STORAGE_CONNECTION_STRING` take precedence over other variables. A storage account
+    in the URL takes precedence over both. The emulator uses neither.
 
     Args:
         bucket: Name of the container, possibly followed by `@` and the host of the storage account.

@@ -71,7 +71,7 @@ class CheckpointFolder:
         return file
 
     def _create_file(self, name: str) -> CheckpointFile:
-        """Create a :class:`CheckpointFile`. The file is only opened on the first read.
+        """Create a `CheckpointFile`. The file is only opened on the first read.
 
         Raises:
             CheckpointError: If the name refers to a path outside the folder, if the file is missing, or if

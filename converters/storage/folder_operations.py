@@ -52,8 +52,15 @@ DAMAGED_MARKER = "_DAMAGED"
 def list_files_below(folder: AnyPath) -> dict[str, ListedFile]:
     """List all regular files below a folder, without following links to folders.
 
+    A link to a regular file is listed with the size of its target. Hidden files are included. Local
+    folders that cannot be listed are ignored.
+
     Returns:
-        Size and version of each file, keyed by its path relative to the folder.
+        Size and version of each file, keyed by its path relative to the folder. Empty if the folder
+        does not exist.
+
+    Raises:
+        RemoteError: If a folder in an object store cannot be listed.
     """
     if is_in_store(folder):
         return folder.list_objects()
@@ -75,7 +82,8 @@ def list_files_below(folder: AnyPath) -> dict[str, ListedFile]:
 def list_names_below(folder: AnyPath) -> set[str]:
     """List the paths of all files below a folder, relative to the folder.
 
-    Does not call `stat` for local files.
+    Does not call `stat` for local files, so the result also contains broken links and special files
+    such as pipes. See `list_files_below`, which omits them.
     """
     if is_in_store(folder):
         return set(folder.list_objects())
@@ -87,10 +95,10 @@ def list_names_below(folder: AnyPath) -> set[str]:
 
 
 def list_subfolders(folder: P) -> list[P]:
-    """List the folders directly in a folder, including hidden folders.
+    """List the folders directly in a folder, sorted by name.
 
-    Returns an empty list if the folder does not exist. In an object store, cached listings are dropped
-    first, so the result is up to date.
+    Hidden folders and links to folders are included. Returns an empty list if the folder does not
+    exist. In an object store, cached listings are dropped first, so the result is up to date.
     """
     if is_in_store(folder):
         folder.clear_listings()
@@ -100,7 +108,7 @@ def list_subfolders(folder: P) -> list[P]:
 
 
 def list_entry_names(folder: AnyPath) -> list[str]:
-    """List the names of the entries in a folder.
+    """List the names of the entries in a folder, sorted.
 
     Returns an empty list if the folder does not exist, or if a local folder cannot be listed.
 
@@ -147,10 +155,11 @@ def resolve_path_inside(path: AnyPath, within: AnyPath) -> AnyPath:
         within: Folder that must contain the target.
 
     Returns:
-        The target if `path` is a link, otherwise `path`.
+        The target if `path` is a link, otherwise `path`. The target may not exist.
 
     Raises:
-        LinkError: If the target is outside `within`.
+        LinkError: If the target is outside `within`. A blob of the Hugging Face Hub cache is allowed
+            if `within` is a snapshot of the same repository.
     """
     if is_in_store(path) or is_in_store(within):
         return path
@@ -200,7 +209,16 @@ def fsync_path(path: Path) -> None:
 
 
 def copy_folder(folder: AnyPath, target: Path) -> None:
-    """Copy all files below a local or remote folder into a local folder, creating it if necessary."""
+    """Copy all files below a local or remote folder into a local folder.
+
+    Missing folders are created, except that an empty folder is not copied. `folder` must not contain
+    links to files, and `target` must not contain files with the same names. If copying fails, the
+    files that have been copied remain.
+
+    Raises:
+        OSError: If a local file cannot be read or written, is a link, or already exists.
+        RemoteError: If a request to an object store fails.
+    """
     for name in list_files_below(folder):
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         copy_file(folder / name, target / name)
@@ -215,9 +233,10 @@ def create_folder(folder: AnyPath) -> None:
 def move_into_place(local_folder: Path, target: AnyPath, *, last_file_name: str = "") -> None:
     """Move a local folder to its final path.
 
-    If the target is on a disk, an existing folder is deleted, and the local folder is renamed. If the
-    target is in an object store, the files are uploaded one by one, and the local folder is deleted.
-    Existing objects in the store remain, unless an uploaded file has the same name.
+    If the target is on a disk, an existing folder is deleted, and the local folder is renamed. Both
+    must be in the same file system. If the target is in an object store, the files are uploaded one by
+    one, and the local folder is deleted. Existing objects in the store remain, unless an uploaded file
+    has the same name.
 
     Args:
         local_folder: Folder to move.
@@ -305,7 +324,8 @@ def is_incomplete_folder(folder: AnyPath) -> bool:
 def is_abandoned_folder(folder: AnyPath) -> bool:
     """Return whether a folder may be left over from an interrupted write or deletion.
 
-    Also returns True while a write or deletion is still running.
+    Also returns True while a write or deletion is still running. On a disk, only the name of the
+    folder is checked. In an object store, a quarantined folder is not abandoned.
     """
     if is_in_store(folder):
         return is_incomplete_folder(folder) and not (folder / DAMAGED_MARKER).is_file()
@@ -332,7 +352,9 @@ def quarantine_folder(folder: P) -> P:
 def move_folder(folder: P, target: P) -> P:
     """Rename a folder, and return its new path.
 
-    An object store cannot rename folders, so each object is copied and then deleted.
+    An object store cannot rename folders, so each object is copied and then deleted. If this is
+    interrupted, both folders contain a part of the objects. On a disk, `target` must be in the same
+    file system, and must not exist.
     """
     if is_in_store(folder):
         for name in folder.list_objects():
