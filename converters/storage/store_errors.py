@@ -63,7 +63,7 @@ def parse_hub_page_url(url: str) -> str | None:
     """Return the repository name if a URL is a repository page on the Hugging Face Hub, otherwise None."""
     page = re.fullmatch(
         r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/(?:datasets/)?"
-        r"(?!(?:spaces|docs|blog|collections|papers|api)/)([\w.-]+/[\w.-]+)(?:[/?#].*)?",
+        r"(?!(?:datasets|spaces|docs|blog|collections|papers|api)/)([\w.-]+/[\w.-]+)(?:[/?#].*)?",
         url,
     )
     return None if page is None else page[1]
