@@ -157,8 +157,8 @@ def _check_endpoints() -> None:
     for name, text in os.environ.items():
         if _ENDPOINT_VARIABLE.fullmatch(name) and text and not _ENDPOINT.fullmatch(text):
             raise RemoteError(
-                f"{name}: {to_printable(ascii(text[:100]))} is not a URL such as https://host:9000; "
-                f"correct or unset {name}"
+                f"{name}: {to_printable(ascii(redact_credentials(text)[:100]))} is not a URL such as "
+                f"https://host:9000; correct or unset {name}"
             )
 
 

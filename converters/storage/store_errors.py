@@ -145,4 +145,4 @@ def format_store_error(error: BaseException) -> str:
         text = " ".join([tail.partition(":")[0], *(match[1] for match in (code, message) if match)])
     else:
         text = head.rpartition(" - ")[2]
-    return to_printable(redact_credentials(text[:300])) or type(error).__name__
+    return to_printable(redact_credentials(text)[:300]) or type(error).__name__

@@ -277,6 +277,7 @@ def test_redact_credentials_removes_secrets(monkeypatch: pytest.MonkeyPatch) -> 
         "hub_token: abcdef1",
         '"TOKEN": "abcdef1"',
         "eyJabcdefghijk.eyJabcdefghijk.abcdef",
+        ("AWS_ENDPOINT_URL", "https://me:hidden-password@127.0.0.1:9"),
     ):
         assert "abcdef" not in redact_credentials(text) and "***" in redact_credentials(text)
     for text in (
@@ -291,6 +292,7 @@ def test_redact_credentials_removes_secrets(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 # -- credentials, endpoints and regions, from where the vendors' own tools take them -------------------------
+    assert "hidden-password" not in str(refused.value)
 
 
 KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
@@ -327,6 +329,11 @@ def signed(s3: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def said(url: str) -> str:
     with pytest.raises(RemoteError) as raised:
+def test_store_error_redacts_secret_that_is_cut_off() -> None:
+    message = format_store_error(Exception("x" * 280 + " https://me:hidden-password@host/a"))
+    assert message.endswith("x https://***@host/a")
+
+
         RemotePath.from_url(url).exists()
     assert "\n" not in str(raised.value) and str(raised.value).startswith(url)
     return str(raised.value)
