@@ -482,13 +482,17 @@ class RemotePath:
         listing = self._call_store_with_retries(
             "list", lambda obs, store: obs.list_with_delimiter(store, self.key or None)
         )
-        objects = {
-            self._get_relative_name(m["path"]): parse_object_metadata(m)
-            for m in listing["objects"]
-            if m["path"] != self.key
+        folders = [self._get_relative_name(str(key)) for key in listing["common_prefixes"]]
+        objects_by_key = {
+            str(meta["path"]): parse_object_metadata(meta)
+            for meta in listing["objects"]
+            if meta["path"] != self.key
         }
+        objects = {self._get_relative_name(key): entry for key, entry in objects_by_key.items()}
+        # Ignore empty objects with the name of a folder, which some tools write.
         return _FolderListing(
-            objects, [self._get_relative_name(str(key)) for key in listing["common_prefixes"]]
+            {name: entry for name, entry in objects.items() if entry.size_bytes or name not in folders},
+            folders,
         )
 
     def _get_listing(self) -> dict[str, int]:
@@ -814,7 +818,9 @@ def find_matching_objects(path: RemotePath) -> dict[RemotePath, ListedFile]:
     folder, pattern = replace(path, key="/".join(parts[:fixed])), parts[fixed:]
     if not pattern:
         with suppress(FileNotFoundError):
-            return {path: path.fetch_status()}
+            entry = path.fetch_status() if path.key else None
+            if entry is not None and (entry.size_bytes or not path._get_listing()):
+                return {path: entry}
         return {}
     fits: Callable[[str], bool] = lambda name: _matches_pattern(name.split("/"), pattern)  # noqa: E731
     objects = (
