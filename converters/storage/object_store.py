@@ -642,7 +642,8 @@ class RemotePath:
             target: New path of the object, in any store.
         """
         self.copy_to(target)
-        self.unlink()
+        if self != target:
+            self.unlink()
 
     def write_bytes(self, data: bytes, *, expected_version: Any = None) -> Any:
         """Write a small object in one request, replacing an existing object.

@@ -202,6 +202,14 @@ def test_remote_path_ignores_empty_folder_objects(s3: ObjectStore, folder: Remot
         assert list(find_matching_objects(path)) == matches
 
 
+def test_remote_move_to_same_path_keeps_object(s3: ObjectStore, folder: RemotePath) -> None:
+    s3.put("run/x", b"x")
+    (folder / "x").move_to(folder / "x")
+    assert s3.get("run/x") == b"x"
+    (folder / "x").move_to(folder / "y")
+    assert s3.names("run/") == ["y"]
+
+
 OPERATIONS: dict[str, Any] = {
     "list": lambda folder, _: sorted(folder.list_objects()) == ["x", "y"],
     "list of a folder": lambda folder, _: sorted(path.name for path in folder.iterdir()) == ["x", "y"],
