@@ -609,14 +609,12 @@ class RemotePath:
         Returns:
             Size and version of the downloaded object.
         """
-
-        def copy(obs: Any, store: Any) -> ListedFile:
-            response = obs.get(store, self.key)
-            for block in response.stream(min_chunk_size=PART_BYTES):
-                write_block(block)
-            return parse_object_metadata(response.meta)
-
-        return self.call_store("read", copy)
+        response = self.call_store("read", lambda obs, store: obs.get(store, self.key))
+        stream = response.stream(min_chunk_size=PART_BYTES)
+        # Call `write_block` outside of `call_store`, which would report its errors as errors of the store.
+        while block := self.call_store("read", lambda *_: next(stream, b"")):
+            write_block(block)
+        return parse_object_metadata(response.meta)
 
     def copy_to(self, target: RemotePath) -> None:
         """Copy the object to another path in any store. Does nothing if both paths are equal."""

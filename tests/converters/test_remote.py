@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import json
 import os
@@ -23,7 +24,12 @@ from portable.converters.storage import completion_markers as completion
 from portable.converters.storage import credentials
 from portable.converters.storage import object_store as remote
 from portable.converters.storage.credentials import OPTION_BUILDERS
-from portable.converters.storage.folder_operations import copy_folder, is_incomplete_folder, remove_folder
+from portable.converters.storage.folder_operations import (
+    copy_file,
+    copy_folder,
+    is_incomplete_folder,
+    remove_folder,
+)
 from portable.converters.storage.object_store import RemotePath, find_matching_objects
 from portable.converters.storage.safe_open import header_contains
 from portable.converters.storage.store_errors import RemoteError, RetriesExhaustedError, format_store_error
@@ -208,6 +214,18 @@ def test_remote_move_to_same_path_keeps_object(s3: ObjectStore, folder: RemotePa
     assert s3.get("run/x") == b"x"
     (folder / "x").move_to(folder / "y")
     assert s3.names("run/") == ["y"]
+
+
+def test_remote_download_passes_on_errors_of_local_file(
+    s3: ObjectStore, folder: RemotePath, tmp_path: Path
+) -> None:
+    s3.put("run/x", data := os.urandom(2 * remote.PART_BYTES + 1))
+    full_disk = OSError(errno.ENOSPC, "No space left on device")
+    with pytest.raises(OSError) as raised:
+        (folder / "x").download_to(Mock(side_effect=[None, full_disk]))
+    assert raised.value is full_disk
+    copy_file(folder / "x", tmp_path / "x")
+    assert (tmp_path / "x").read_bytes() == data
 
 
 OPERATIONS: dict[str, Any] = {
