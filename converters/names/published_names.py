@@ -328,7 +328,12 @@ class _TensorGroup:
                     raise UnconvertibleNamesError(
                         f"requires the transformers operation {operation[0]}, which is not supported"
                     )
-                arrays = function(arrays, operation, context)
+                try:
+                    arrays = function(arrays, operation, context)
+                except IndexError:  # a tensor has fewer dimensions or elements than the rule expects
+                    raise UnconvertibleNamesError(
+                        "does not have the shape that the conversion in transformers expects"
+                    ) from None
         full_name = context.name.replace("*.", "0.")
         target = next((key for key in arrays if key in full_name), None)
         if target is None:

@@ -128,7 +128,7 @@ def slice_arrangement(
     Raises:
         CheckpointError: If the slice exceeds the shape.
     """
-    dim %= len(arrangement.shape)
+    dim = _normalize_dim(arrangement.shape, dim)
     if start < 0 or count < 0 or (count and start + (count - 1) * step >= arrangement.shape[dim]):
         raise UnconvertibleNamesError(
             f"cannot select elements {start} to {start + (count - 1) * step} along dimension {dim} of a "
@@ -163,7 +163,7 @@ def select_from_arrangement(arrangement: Arrangement, dim: int, index: int) -> A
     Raises:
         CheckpointError: If the index exceeds the dimension.
     """
-    dim %= len(arrangement.shape)
+    dim = _normalize_dim(arrangement.shape, dim)
     element = slice_arrangement(arrangement, dim, index, 1)
 
     def drop(sizes: Shape) -> Shape:
@@ -194,7 +194,7 @@ def chunk_arrangement(arrangement: Arrangement, dim: int, count: int) -> list[Ar
         Chunks of equal size, except that the last chunk may be smaller. There may be fewer than `count`
         chunks if the dimension is small.
     """
-    dim %= len(arrangement.shape)
+    dim = _normalize_dim(arrangement.shape, dim)
     length = arrangement.shape[dim]
     size = -(-length // count)
     starts = range(0, length, size) if size else ()
@@ -241,11 +241,13 @@ def concat_arrangements(parts: Sequence[Arrangement], dim: int) -> Arrangement:
         CheckpointError: If the shapes do not match, or if there are too many tiles.
     """
     first = parts[0]
-    dim %= len(first.shape)
+    dim = _normalize_dim(first.shape, dim)
     tiles: list[Tile] = []
     length = 0
     for part in parts:
-        if _replace_at_dim(part.shape, dim, 0) != _replace_at_dim(first.shape, dim, 0):
+        if len(part.shape) != len(first.shape) or (
+            _replace_at_dim(part.shape, dim, 0) != _replace_at_dim(first.shape, dim, 0)
+        ):
             raise UnconvertibleNamesError(
                 f"cannot concatenate tensors with the shapes {list(first.shape)} and {list(part.shape)} "
                 f"along dimension {dim}"
@@ -265,7 +267,7 @@ def stack_arrangements(parts: Sequence[Arrangement], dim: int) -> Arrangement:
     Raises:
         CheckpointError: If the shapes differ, or if the result has more than `_MAX_TILES` tiles.
     """
-    dim %= len(parts[0].shape) + 1
+    dim = _normalize_dim((*parts[0].shape, 1), dim)
 
     def insert(sizes: Shape, value: int) -> Shape:
         return (*sizes[:dim], value, *sizes[dim:])
@@ -293,6 +295,7 @@ def stack_arrangements(parts: Sequence[Arrangement], dim: int) -> Arrangement:
 
 def transpose_arrangement(arrangement: Arrangement, first: int, second: int) -> Arrangement:
     """Swap two dimensions of an arrangement, as `torch.transpose` does."""
+    first, second = (_normalize_dim(arrangement.shape, dim) for dim in (first, second))
     order = list(range(len(arrangement.shape)))
     order[first], order[second] = order[second], order[first]
 
@@ -331,7 +334,7 @@ def interleave_arrangement(arrangement: Arrangement, dim: int, groups: int) -> A
         CheckpointError: If the dimension is not divisible by `groups`, or if the result has more
             than `_MAX_TILES` tiles.
     """
-    length = arrangement.shape[dim]
+    length = arrangement.shape[_normalize_dim(arrangement.shape, dim)]
     if groups < 1 or length % groups:
         raise UnconvertibleNamesError(f"cannot divide {length} elements into {groups} groups of equal size")
     size = length // groups
@@ -451,6 +454,17 @@ def _build_tile_view(view: View, index: Shape, tile: Tile) -> View:
         for dim, step in zip(tile.source_dims, tile.steps, strict=True)
     )
     return View(view.source, begin, strides)
+
+
+def _normalize_dim(shape: Shape, dim: int) -> int:
+    """Convert a dimension, which may be negative, to an index from 0.
+
+    Raises:
+        CheckpointError: If the shape does not have this dimension.
+    """
+    if not -len(shape) <= dim < len(shape):
+        raise UnconvertibleNamesError(f"a tensor with shape {list(shape)} has no dimension {dim}")
+    return dim % len(shape)
 
 
 def _replace_at_dim(sizes: Shape, dim: int, value: int) -> Shape:

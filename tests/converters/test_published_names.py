@@ -22,7 +22,11 @@ from portable.converters.names.known_words import find_unknown_names
 from portable.converters.names.name_rules import get_default_rules, select_used_rules, sort_naturally
 from portable.converters.names.published_names import are_memory_names, arrange_for_files, arrange_for_memory
 from portable.converters.storage.byte_sources import InMemorySource
-from portable.converters.tensors.arrangements import build_arranged_tensor
+from portable.converters.tensors.arrangements import (
+    arrange_source,
+    build_arranged_tensor,
+    concat_arrangements,
+)
 from portable.converters.tensors.tensor import Box, Tensor, View, compute_row_major_strides
 from tests import published_names
 from tests.converters.compare import error_of
@@ -427,12 +431,28 @@ def read_gguf(file: Path) -> dict[str, Any]:
     return {tensor.name: tensor.data for tensor in gguf.GGUFReader(file).tensors}
 
 
-def test_stack_of_too_many_experts_is_an_error() -> None:
+@pytest.mark.parametrize(
+    ("shape", "name", "problem"),
+    [
+        ((1 << 30, 1, 1), "down_proj", "experts, but at most"),
+        ((), "down_proj", "does not have the shape"),
+        ((), "gate_up_proj", r"shape \[\] has no dimension 1"),
+        ((4,), "gate_up_proj", r"shape \[4\] has no dimension 1"),
+    ],
+)
+def test_experts_of_another_shape_are_an_error(shape: tuple[int, ...], name: str, problem: str) -> None:
     config = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]}
     rules = get_default_rules(config)
     assert rules is not None
-    with pytest.raises(CheckpointError, match="experts, but at most"):
-        arrange_for_files({"model.layers.0.mlp.experts.down_proj": (1 << 30, 1, 1)}, rules)
+    with pytest.raises(CheckpointError, match=problem):
+        arrange_for_files({f"model.layers.0.mlp.experts.{name}": shape}, rules)
+
+
+@pytest.mark.parametrize("dim", [-3, 1, 2])
+def test_arrangements_of_other_shapes_are_an_error(dim: int) -> None:
+    matrix, row = arrange_source("a", (2, 3)), arrange_source("b", (2,))
+    with pytest.raises(CheckpointError, match=r"cannot concatenate|no dimension"):
+        concat_arrangements([matrix, row], dim)
 
 
 def test_error_names_optimizer_state_of_another_shape(
