@@ -10,16 +10,18 @@ class ListedFile(NamedTuple):
 
     Attributes:
         size_bytes: Size in bytes.
-        version: String that changes with the content: the modification time of a file, or the ETag
-            or version of an object. Empty if the path itself contains a version.
+        version: String that changes with the content: the modification time of a file in
+            nanoseconds, or the ETag of an object. If the store reports no ETag, this is the version
+            or the modification time of the object. Empty if the path itself contains a version.
     """
 
     size_bytes: int
     version: str
 
     def __repr__(self) -> str:
-        """Return a text representation. Its format must never change.
+        """Return the text `Object(size=..., version=...)`, whose format must never change.
 
-        Digests of data are computed from this text. A different format would change the digests.
+        Digests of data are computed from this text. A different format, such as one with the name of
+        this class, would change the digests.
         """
         return f"Object(size={self.size_bytes!r}, version={self.version!r})"

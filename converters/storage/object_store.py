@@ -93,7 +93,11 @@ _MAX_SETTING = 1_000_000
 def get_request_timeout() -> float:
     """Return how many seconds to wait for the response to a storage request.
 
-    The value comes from `PORTABLE_STORAGE_TIMEOUT`. The default is 60.
+    The environment variable `PORTABLE_STORAGE_TIMEOUT` sets this time. The default is 60, and the
+    minimum is 0.1.
+
+    Raises:
+        RemoteError: If the value is not valid.
     """
     return max(0.1, _read_numeric_env("PORTABLE_STORAGE_TIMEOUT", 60))
 
@@ -101,7 +105,11 @@ def get_request_timeout() -> float:
 def get_max_connections() -> int:
     """Return the maximum number of file parts that a conversion transfers concurrently.
 
-    The environment variable `PORTABLE_STORAGE_CONNECTIONS` sets this number. The default is 16.
+    The environment variable `PORTABLE_STORAGE_CONNECTIONS` sets this number. The default is 16, and
+    the minimum is 1.
+
+    Raises:
+        RemoteError: If the value is not valid.
     """
     return max(1, int(_read_numeric_env("PORTABLE_STORAGE_CONNECTIONS", 16)))
 
@@ -124,12 +132,15 @@ def get_retry_seconds() -> float:
 
 
 def compute_part_bytes(nbytes: int) -> int:
-    """Compute the part size in bytes for an upload of `nbytes` bytes."""
+    """Compute the part size in bytes for an upload of `nbytes` bytes.
+
+    This is `PART_BYTES`, or more if the upload would otherwise have more than `_MAX_PARTS` parts.
+    """
     return max(PART_BYTES, -(-nbytes // _MAX_PARTS))
 
 
 def _read_numeric_env(name: str, default: float) -> float:
-    """Read a number from an environment variable.
+    """Read a number from an environment variable. If it is unset or empty, `default` is returned.
 
     Raises:
         RemoteError: If the value is not a number from 0 to `_MAX_SETTING`.
@@ -170,8 +181,8 @@ def validate_object_name(name: str, location: object) -> str:
         location: Folder or URL of the object, used in error messages.
 
     Raises:
-        RemoteError: If the name contains `..`, `.`, an empty part, a leading slash, a backslash, or a
-            control character.
+        RemoteError: If a component of the name is `..`, `.`, or empty, as in a name with a leading
+            slash. Also if the name contains a backslash or a control character.
     """
     odd = {"", ".", ".."} & set(name.split("/")) or "\\" in name or any(c < " " or c == "\x7f" for c in name)
     if odd:
@@ -217,7 +228,7 @@ def _open_store(
 ) -> Any:
     """Open a bucket with obstore.
 
-    The stores are cached: there is one per process, bucket, and environment.
+    The stores are cached: there is one per process and combination of arguments.
 
     Args:
         protocol: Protocol, such as `s3`.
@@ -271,9 +282,11 @@ class Bucket:
 
     Attributes:
         protocol: Protocol of the store, such as `s3`.
-        name: Name of the bucket.
+        name: Name of the bucket. In Azure, this may be a container followed by `@` and the host of
+            the account. On the Hugging Face Hub, it is a repository with an optional revision.
         url_protocol: Protocol in the user's URL, which may be an alias of `protocol`.
-        max_retry_seconds: Maximum time to retry a failed request, in seconds.
+        max_retry_seconds: Maximum time to retry a failed request, in seconds. If
+            `get_retry_seconds` returns a shorter time, that time applies.
         listings: Sizes of the entries in each listed folder, keyed by folder key and then by entry
             name. Subfolders have the size `FOLDER_SIZE`.
     """
@@ -313,7 +326,11 @@ class _FolderListing(NamedTuple):
 class RemotePath:
     """Path of an object or folder in an object store.
 
-    A folder consists of all objects whose keys begin with the key of the folder and a slash.
+    A folder consists of all objects whose keys begin with the key of the folder and a slash. If an
+    object has the same key as a folder, the path counts as a folder.
+
+    `exists`, `is_file`, `is_dir`, `iterdir`, and `get_file_size` use cached listings. They therefore
+    miss changes by other processes until `clear_listings` is called.
 
     Attributes:
         bucket: Bucket that contains the object.
@@ -328,7 +345,10 @@ class RemotePath:
 
     @classmethod
     def from_url(cls, url: str) -> RemotePath:
-        """Parse a URL into a path.
+        """Parse a URL into a path, without sending a request.
+
+        Empty components of the key, such as in `s3://bucket//run/`, are dropped. Wildcards are kept,
+        see `find_matching_objects`.
 
         Raises:
             RemoteError: If the URL is malformed, contains credentials or a query, or has an unsupported
@@ -340,6 +360,9 @@ class RemotePath:
     @classmethod
     def from_hub_repository(cls, repository: str) -> RemotePath:
         """Return a path for reading the files of a Hugging Face Hub repository.
+
+        The Hub is accessed with plain HTTP requests, which can neither list nor write files. Therefore,
+        use only `fetch_status` and the methods that read a file.
 
         Args:
             repository: Name of the repository with an optional revision, such as
@@ -377,8 +400,9 @@ class RemotePath:
     def call_store(self, operation: str, function: Callable[[Any, Any], T]) -> T:
         """Call a function that sends requests to the store, and return its result.
 
-        Exceptions from obstore are converted to errors with a one-line message. In the main thread, Ctrl-C
-        interrupts the call.
+        All exceptions of the function except `CheckpointError` are converted to errors of the store with a
+        one-line message. In the main thread, Ctrl-C ends the call, although the function continues to run in
+        another thread.
 
         Args:
             operation: Operation as a verb, used in error messages, such as `"read"`.
@@ -423,6 +447,8 @@ class RemotePath:
 
         Raises:
             RetriesExhaustedError: If requests still fail after the retry time.
+            FileNotFoundError: If the object does not exist.
+            RemoteError: If the request fails for any other reason.
         """
         deadline = time.monotonic() + self._get_retry_seconds()
         while True:
@@ -445,16 +471,20 @@ class RemotePath:
     def list_objects(self, matches_name: Callable[[str], object] = bool) -> dict[str, ListedFile]:
         """List all objects below this folder at any depth, bypassing the cache.
 
+        Empty objects with the name of a folder are omitted, because some tools write them to mark
+        folders.
+
         Args:
-            matches_name: Predicate that returns whether to include a name. By default, all names
-                are included.
+            matches_name: Predicate that returns whether to include a name. It also receives names
+                that have not been validated. By default, all names are included.
 
         Returns:
-            Size and version of each object, keyed by its name relative to this folder.
+            Size and version of each object, keyed by its name relative to this folder and sorted by
+            name. Empty if the folder does not exist.
 
         Raises:
-            RemoteError: If the request fails, or if an object's name could lead to a path outside
-                the folder.
+            RemoteError: If the request fails, or if the name of an included object could lead to a
+                path outside the folder.
         """
         listed = self._call_store_with_retries(
             "list", lambda obs, store: obs.list(store, self.key or None).collect()
@@ -477,7 +507,7 @@ class RemotePath:
     def _list_folder(self) -> _FolderListing:
         """List the objects and folders directly in this folder, bypassing the cache.
 
-        Names are not validated.
+        Names are not validated. Empty objects with the name of a folder are omitted.
         """
         listing = self._call_store_with_retries(
             "list", lambda obs, store: obs.list_with_delimiter(store, self.key or None)
@@ -496,7 +526,7 @@ class RemotePath:
         )
 
     def _get_listing(self) -> dict[str, int]:
-        """Return the size of each entry in this folder, keyed by name.
+        """Return the size of each entry in this folder, keyed by name. Empty if the folder does not exist.
 
         Subfolders have the size `FOLDER_SIZE`. The listing is cached until `clear_listings` is called, or
         until a path of the same bucket is written.
@@ -519,7 +549,10 @@ class RemotePath:
         self.bucket.listings.clear()
 
     def _find_size(self) -> int | None:
-        """Return the size of the object in bytes, `FOLDER_SIZE` for a folder, or None if neither exists."""
+        """Return the size of the object in bytes, `FOLDER_SIZE` for a folder, or None if neither exists.
+
+        If both exist, `FOLDER_SIZE` is returned.
+        """
         if self.key != self.root and f"{self.key}/".startswith(f"{self.root}/" if self.root else ""):
             return self.parent._get_listing().get(self.name)
         if self._get_listing():
@@ -533,7 +566,7 @@ class RemotePath:
         return self._find_size() is not None
 
     def is_file(self) -> bool:
-        """Return whether an object with this key exists."""
+        """Return whether an object with this key exists, but no folder."""
         return self._find_size() not in (None, FOLDER_SIZE)
 
     def is_dir(self) -> bool:
@@ -549,6 +582,8 @@ class RemotePath:
 
         Raises:
             FileNotFoundError: If the folder is empty and therefore does not exist.
+            RemoteError: If the request fails. Also if the name of an object could lead to a path
+                outside the folder, which is checked when the iterator is created.
         """
         names = self._get_listing()
         if not names:
@@ -569,7 +604,7 @@ class RemotePath:
         return size
 
     def fetch_status(self) -> ListedFile:
-        """Request the current size and version of the object.
+        """Request the current size and version of the object, bypassing the cached listings.
 
         Raises:
             FileNotFoundError: If the object does not exist.
@@ -595,7 +630,14 @@ class RemotePath:
         return self.call_store("read", read)
 
     def read_range(self, start: int, stop: int) -> bytes:
-        """Read the bytes [start, stop), or fewer bytes if the object ends before `stop`."""
+        """Read the bytes [start, stop), or fewer bytes if the object ends before `stop`.
+
+        If the range is empty, no request is sent.
+
+        Raises:
+            FileNotFoundError: If the object does not exist.
+            RemoteError: If the object ends at or before `start`, or if the request fails.
+        """
         _log.debug("%s: reading bytes %d to %d", self, start, stop)
         call = lambda obs, store: bytes(obs.get_range(store, self.key, start=start, end=stop))  # noqa: E731
         return self.call_store("read", call) if stop > start else b""
@@ -604,7 +646,8 @@ class RemotePath:
         """Download the object, and pass its content to a function block by block.
 
         Args:
-            write_block: Function to call with each block of bytes.
+            write_block: Function to call with each block of bytes. An exception that it raises, such as
+                an OSError because the disk is full, ends the download and is raised unchanged.
 
         Returns:
             Size and version of the downloaded object.
@@ -617,7 +660,15 @@ class RemotePath:
         return parse_object_metadata(response.meta)
 
     def copy_to(self, target: RemotePath) -> None:
-        """Copy the object to another path in any store. Does nothing if both paths are equal."""
+        """Copy the object to another path in any store. Does nothing if both paths are equal.
+
+        Within a bucket, the store copies the object itself. To copy to another bucket, or to copy an object
+        of 5 GiB or more, this process downloads and uploads the data.
+
+        Raises:
+            FileNotFoundError: If the object does not exist, even if both paths are equal.
+            RemoteError: If a request fails.
+        """
         size = self.fetch_status().size_bytes
         if self == target:
             return
@@ -634,7 +685,7 @@ class RemotePath:
             target._upload(iter(lambda: run_in_thread(block).result(), b""), size, target.call_store)
 
     def move_to(self, target: RemotePath) -> None:
-        """Move the object to another path: copy it, and delete the original.
+        """Move the object to another path: copy it, and delete the original unless both paths are equal.
 
         Args:
             target: New path of the object, in any store.
@@ -649,15 +700,18 @@ class RemotePath:
         Args:
             data: Content of the object.
             expected_version: Version that the existing object must have, from `read_versioned` or a
-                previous `write_bytes`. If it is an empty string, the object must not exist. If None, the
-                object is written unconditionally.
+                previous `write_bytes`. If it is `""`, the object must not exist. If None, the object is
+                written unconditionally.
 
         Returns:
             Version of the new object.
 
         Raises:
             ConflictError: If the existing object has a different version, because another process has
-                written it.
+                written it. Also if this write succeeded but its response was lost, so that a retry found
+                the new version. Read the object again to distinguish these cases.
+            FileNotFoundError: If the object with `expected_version` was deleted. Some stores report a
+                conflict instead.
             NoConditionalWritesError: If the store does not support conditional writes.
         """
         options = (
@@ -697,7 +751,7 @@ class RemotePath:
 
         If the response is lost, obstore retries the request. However, the store has already
         completed the upload, and returns an error. In this case, the upload counts as successful if
-        the object has the expected size.
+        the object has the expected size. The cached listings are cleared in every case.
 
         Args:
             expected_bytes: Size of the complete object in bytes.
@@ -743,14 +797,21 @@ class RemotePath:
 
 
 def parse_object_metadata(meta: Any) -> ListedFile:
-    """Convert obstore's metadata of an object to a `ListedFile`."""
+    """Convert obstore's metadata of an object to a `ListedFile`.
+
+    Its version is the ETag without quotation marks. If there is no ETag, it is the version, or else
+    the modification time.
+    """
     return ListedFile(
         int(meta["size"]), str(meta.get("e_tag") or meta.get("version") or meta["last_modified"]).strip('"')
     )
 
 
 def _get_version(meta: Any) -> dict[str, str]:
-    """Return the ETag and version from obstore's metadata, for use in conditional writes."""
+    """Return the ETag and version from obstore's metadata, for use in conditional writes.
+
+    A value that the store does not report is omitted.
+    """
     return {name: meta[name] for name in ("e_tag", "version") if meta.get(name)}
 
 
@@ -804,13 +865,20 @@ def _parse_url(url: str) -> _ParsedUrl:
 def find_matching_objects(path: RemotePath) -> dict[RemotePath, ListedFile]:
     """Find the objects that match a path with wildcards.
 
-    `*`, `?`, and `[...]` match within one path component, and `**` matches any number of folders.
+    `*`, `?`, and `[...]` match within one path component, and `**` matches any number of folders. At
+    the end of the path, `**` matches all objects below the folder. Upper and lower case differ. Empty
+    objects with the name of a folder never match.
 
     Args:
-        path: Path to match. A path without wildcards matches the object itself.
+        path: Path to match. A path without wildcards matches only the object itself, so the path of a
+            folder or bucket matches nothing.
 
     Returns:
         Size and version of each matching object, keyed by path. Empty if nothing matches.
+
+    Raises:
+        RemoteError: If a request fails, or if the name of a matching object could lead to a path
+            outside the folder.
     """
     parts = path.key.split("/")
     fixed = next((number for number, part in enumerate(parts) if _MAGIC.search(part)), len(parts))
@@ -844,7 +912,10 @@ def _matches_pattern(parts: list[str], pattern: list[str]) -> bool:
 
 
 def abort_open_uploads(folder: RemotePath, *, recursive: bool = True) -> None:
-    """Abort the unfinished uploads that interrupted processes have left below a folder.
+    """Abort all unfinished uploads below a folder, usually left by interrupted processes.
+
+    An upload that another process is still performing is also aborted, and fails in that process with
+    a `LostUploadError`.
 
     This only works for S3 and requires boto3, because obstore cannot list uploads. In other cases,
     or if aborting fails, the uploads remain until the lifecycle rules of the bucket remove them.
@@ -871,7 +942,7 @@ _SIGNALS = 0.5  # Seconds between two checks for signals in the main thread
 
 
 def run_in_thread(call: Callable[[], T]) -> Future[T]:
-    """Run a function in a new daemon thread, and return its result as a future."""
+    """Run a function in a new daemon thread, and return its result or exception as a future."""
     result: Future[T] = Future()
 
     def run() -> None:
@@ -885,10 +956,10 @@ def run_in_thread(call: Callable[[], T]) -> Future[T]:
 
 
 def _run_interruptibly(call: Callable[[], T]) -> T:
-    """Call a function, and return its result. In the main thread, Ctrl-C interrupts the call.
+    """Call a function, and return its result. In the main thread, Ctrl-C ends the wait for the result.
 
     obstore does not handle signals, so the main thread runs the function in another thread and waits
-    for it.
+    for it. After Ctrl-C, the function continues to run in that thread.
     """
     if threading.current_thread() is not threading.main_thread():
         return call()
@@ -896,7 +967,10 @@ def _run_interruptibly(call: Callable[[], T]) -> T:
 
 
 def wait_for_result(result: Future[T]) -> T:
-    """Wait for the result of a thread and return it, handling signals while waiting."""
+    """Wait for the result of a thread and return it, handling signals while waiting.
+
+    If the thread raised an exception, it is raised again.
+    """
     # A signal to another thread does not end a wait without a timeout.
     while not wait([result], timeout=_SIGNALS).done:
         pass

@@ -38,7 +38,9 @@ class OutputFile:
 
     Args:
         path: Path of the file. It must not exist.
-        piece_lengths: Size of each piece in bytes. The pieces are contiguous in the file.
+        piece_lengths: Size of each piece in bytes. The pieces are contiguous in the file. The sizes
+            determine only the offset of each piece, so data beyond the end of a piece would
+            overwrite the next piece. By default, the file is a single piece of any size.
 
     Raises:
         OSError: If the file exists or cannot be written.
@@ -58,7 +60,7 @@ class OutputFile:
     def get_piece(self, index: int) -> OutputPiece:
         """Return the piece of the file with this index.
 
-        The caller must write the piece from start to end.
+        The caller must write the piece from start to end, and then call `OutputPiece.finish`.
         """
         return OutputPiece(self, self._fd, self._piece_offsets[index])
 
@@ -102,7 +104,7 @@ class OutputPiece:
         """Append a span of another file with `os.copy_file_range`.
 
         If the kernel cannot copy the span, nothing is appended, and the caller must write the data
-        itself.
+        itself. This includes spans in an object store. The CRC of the span is not verified.
 
         Args:
             span: Span to copy.
@@ -112,6 +114,9 @@ class OutputPiece:
 
         Returns:
             Whether the span has been copied.
+
+        Raises:
+            CheckpointError: If the file that contains the span cannot be opened.
         """
         if not hasattr(os, "copy_file_range"):
             return False
@@ -139,7 +144,9 @@ class OutputPiece:
         return True
 
     def finish(self, progress: Callable[[int], object] = int) -> None:
-        """Flush the piece and mark it as finished.
+        """Start to flush the rest of the piece, and mark the piece as finished.
+
+        The data is durable only after all pieces of the file are finished.
 
         Args:
             progress: Ignored. Only pieces that are uploaded to a store use it.
@@ -164,7 +171,8 @@ class OutputPiece:
 def can_share_blocks(path: Path, folder: Path) -> bool:
     """Return whether a new file can share blocks with an existing file, as on XFS and btrfs.
 
-    Tests this with a temporary file.
+    Tests this with a temporary file. Returns False if the test is impossible, for example because the
+    existing file is a link or smaller than `BLOCK_BYTES`.
 
     Args:
         path: Existing file.

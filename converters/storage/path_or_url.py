@@ -30,25 +30,31 @@ _VARIABLE = re.compile(r"\$(?:\{([A-Za-z_]\w*)\}|([A-Za-z_]\w*))")
 
 
 def is_url(text: object) -> bool:
-    """Return whether a value is the URL of an object store, such as `s3://bucket/run`."""
+    """Return whether a value is a string that begins with a protocol, such as `s3://bucket/run`.
+
+    Unsupported protocols, such as `https`, are included. `file` and `local` are not included, because
+    these URLs are local paths.
+    """
     return isinstance(text, str) and _URL.match(text) is not None
 
 
 def is_in_store(path: AnyPath) -> TypeIs[RemotePath]:
-    """Return whether a path is in an object store."""
+    """Return whether a path is in an object store, which is the case unless it is a `Path`."""
     return not isinstance(path, Path)
 
 
 def parse_path_or_url(path_or_url: str | AnyPath) -> AnyPath:
     """Parse a path or URL given by the user.
 
-    `~` and environment variables are expanded as in a shell. `file:///folder` is a local path.
+    `~` and environment variables are expanded as in a shell. `file:///folder` is a local path. The path
+    or URL need not exist, and no request is sent.
 
     Args:
         path_or_url: String given by the user. A path object is returned unchanged.
 
     Raises:
-        RemoteError: If the URL is invalid.
+        RemoteError: If the URL is invalid. Also if a string such as `s3:/bucket` is probably a URL with a
+            missing slash, unless a local file with this name exists.
         CheckpointError: If the string contains an unknown environment variable or user name.
     """
     if not isinstance(path_or_url, str):
@@ -134,7 +140,8 @@ def strip_file_scheme(text: str) -> str:
 def expand_user_and_variables(text: str) -> str:
     """Expand `~`, `~user`, `$VAR`, and `${VAR}` as a shell does for unquoted text.
 
-    The path of an existing file is returned unchanged.
+    `~` is only expanded at the beginning. The path of an existing file or folder is returned
+    unchanged.
 
     Raises:
         CheckpointError: If an environment variable or a user does not exist. Without this error, a

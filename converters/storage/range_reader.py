@@ -55,7 +55,8 @@ _cached_runs: dict[_CachedRun, None] = {}
 def _mark_used_and_evict(run: _CachedRun) -> None:
     """Mark a cached byte range ("run") as most recently used, and evict old runs from a full cache.
 
-    The least recently used runs are evicted first. Runs that are still being fetched are kept.
+    The least recently used runs are evicted first. Runs that are still being fetched are kept. The
+    caller must hold `_lock`.
     """
     _cached_runs.pop(run, None)
     _cached_runs[run] = None
@@ -84,7 +85,11 @@ class RemoteFile(CheckpointFile):
         self._ends: set[int] = set()
 
     def read_into(self, buffer: memoryview, at: int, certain_end: int = 0, possible_end: int = 0) -> None:
-        """Read bytes into a buffer. See `CheckpointFile.read_into`."""
+        """Read bytes into a buffer. See `CheckpointFile.read_into`.
+
+        If `possible_end` is 0, the bytes count as a header, so a new run may be shorter than for tensor
+        data. It is an error if `certain_end` is beyond the end of the file.
+        """
         check_not_forked(self.path)
         done = 0
         min_bytes = DATA_BYTES if possible_end else HEADER_BYTES
@@ -113,6 +118,9 @@ class RemoteFile(CheckpointFile):
     ) -> _CachedRun:
         """Return the cached byte range ("run") that contains `start`, or begin to fetch a new one.
 
+        A new run ends at the end of the file or at the start of the next cached run, if not earlier. The
+        caller must hold `_lock`.
+
         Args:
             start: Offset of a byte in the object.
             certain_end: See `CheckpointFile.read_into`.
@@ -140,7 +148,8 @@ class RemoteFile(CheckpointFile):
         """Wait until a byte range ("run") of the object has been fetched, and return its bytes.
 
         Raises:
-            CheckpointError: If the object was deleted or became shorter.
+            CheckpointError: If the object was deleted or became shorter, or if the request failed. The
+                next read of the byte range then requests it again, unless the object became shorter.
         """
         try:
             data = run.data.result()

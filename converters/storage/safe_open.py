@@ -41,6 +41,9 @@ def resolve_local_path_inside(path: Path, within: Path) -> str:
         within: Folder that must contain the result. For a snapshot in the Hugging Face Hub cache,
             the result may also be a blob of the same repository.
 
+    Returns:
+        The absolute path without links, which may not exist.
+
     Raises:
         LinkError: If the result is neither inside `within` nor such a blob.
     """
@@ -54,7 +57,11 @@ def resolve_local_path_inside(path: Path, within: Path) -> str:
 
 
 def is_safe_relative_path(name: str) -> bool:
-    """Return whether a file name from a checkpoint is a relative path that does not leave its folder."""
+    """Return whether a file name from a checkpoint is a relative path that does not leave its folder.
+
+    Returns False for a name that is empty or contains a backslash, a NUL character, or a surrogate.
+    Links are not checked.
+    """
     path = PurePosixPath(name)
     # Names with surrogates (U+D800 to U+DFFF) are invalid, because a surrogate is only half of a character.
     has_invalid_character = any(c in "\0\\" or "\ud800" <= c <= "\udfff" for c in name)
@@ -64,10 +71,11 @@ def is_safe_relative_path(name: str) -> bool:
 def get_child_inside(folder: AnyPath, name: str) -> AnyPath:
     """Return the path of a folder entry, and check that it does not lead out of the folder.
 
-    Links in the returned path are not resolved.
+    Links in the returned path are not resolved, and the entry need not exist.
 
     Raises:
-        LinkError: If the entry is a link to a target outside the folder.
+        LinkError: If the name or a link leads to a path outside the folder.
+        RemoteError: If the folder is in an object store, and the name is not a valid object name.
     """
     path = folder / name
     if not is_in_store(path) and not is_in_store(folder):
@@ -102,11 +110,13 @@ def _list_blob_folders(root: str) -> list[str]:
 def open_regular_file(path: str | Path) -> int:
     """Open a regular file for reading, without following a link or blocking on a named pipe.
 
+    Links to parent folders are followed. See `resolve_local_path_inside`, which checks them.
+
     Returns:
         File descriptor. The caller must close it.
 
     Raises:
-        OSError: If the file cannot be opened or is not a regular file.
+        OSError: If the file cannot be opened, or if the path is a link or not a regular file.
     """
     fd = os.open(path, os.O_RDONLY | _OPEN_FLAGS)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -116,10 +126,10 @@ def open_regular_file(path: str | Path) -> int:
 
 
 def open_new_file(path: Path) -> int:
-    """Create a new file, open it for writing, and return its descriptor.
+    """Create a new file, open it for writing, and return its descriptor, which the caller must close.
 
     Raises:
-        OSError: If the path exists, even as a broken link.
+        OSError: If the path exists, even as a broken link, or if the file cannot be created.
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0)
     return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
@@ -127,6 +137,8 @@ def open_new_file(path: Path) -> int:
 
 def open_for_writing(path: Path, flags: int, mode: int = 0o666) -> int:
     """Open a regular file for writing, creating it if necessary. A link is not followed.
+
+    The content of an existing file is kept unless `flags` contains `os.O_TRUNC`.
 
     Args:
         path: Path of the file.
@@ -163,7 +175,7 @@ def read_small_file(
     Args:
         path: Path of the file.
         within: Folder that must contain the targets of links. By default, this is the parent folder of
-            the file.
+            the file. Ignored in an object store, which has no links.
         max_bytes: Maximum size of the file in bytes.
         truncate: Whether to return the first `max_bytes` bytes of a larger file instead of raising an
             error.
@@ -171,6 +183,7 @@ def read_small_file(
     Raises:
         LinkError: If a link points outside `within`.
         OSError: If the file does not exist, is not a regular file, or is too large.
+        RemoteError: If the file is in an object store that cannot be accessed.
     """
     if is_in_store(path):
         size = path.get_file_size()
@@ -223,7 +236,8 @@ def read_json_object_or_empty(path: AnyPath | None) -> dict[str, Any]:
     """Read a JSON object from a small file, if possible.
 
     Returns:
-        The object. Empty if `path` is None, or if the file does not exist or is damaged.
+        The object. Empty if `path` is None, or if the file does not exist, cannot be read, is larger
+            than `MAX_SMALL_FILE_BYTES`, or does not contain a JSON object.
 
     Raises:
         LinkError: If `path` is a link to a file outside its folder.

@@ -34,7 +34,7 @@ class RemoteError(CheckpointError):
 
 
 class AccessDeniedError(RemoteError):
-    """Error raised if the store denies access with the given credentials.
+    """Error raised if the store denies access, or if there are no valid credentials.
 
     The object may or may not exist.
     """
@@ -60,7 +60,11 @@ class NoConditionalWritesError(RemoteError):
 
 
 def parse_hub_page_url(url: str) -> str | None:
-    """Return the repository name if a URL is a repository page on the Hugging Face Hub, otherwise None."""
+    """Return the repository name if a URL is a repository page on the Hugging Face Hub, otherwise None.
+
+    The name has the form `owner/name`, also for a dataset, and does not include a revision. Pages of
+    Spaces are not included.
+    """
     page = re.fullmatch(
         r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/(?:datasets/)?"
         r"(?!(?:datasets|spaces|docs|blog|collections|papers|api)/)([\w.-]+/[\w.-]+)(?:[/?#].*)?",
@@ -133,7 +137,9 @@ def translate_store_error(
 
 
 def format_store_error(error: BaseException) -> str:
-    """Format an obstore exception as one short line without credentials.
+    """Format an obstore exception as one line of at most 300 characters without credentials.
+
+    If the exception has no message, the name of its type is returned.
 
     If the exception contains a response from the store, only the status, error code, and message of the
     response are kept.

@@ -34,7 +34,8 @@ class Tile:
         starts: Index of the tile's first element in the result, per dimension.
         sizes: Number of elements along each dimension of the result.
         source: Name of the source tensor, or `ZEROS`.
-        source_starts: Index of the tile's first element in the source, per dimension.
+        source_starts: Index of the tile's first element in the source, per dimension of the source.
+            Empty for `ZEROS`.
         source_dims: Source dimension for each dimension of the result, or -1 if there is none.
         steps: Step in the source between consecutive elements, for each dimension of the result.
     """
@@ -117,16 +118,16 @@ def slice_arrangement(
 
     Args:
         arrangement: Arrangement to slice.
-        dim: Dimension to slice.
-        start: Index of the first element.
-        count: Number of elements.
-        step: Step between consecutive elements.
+        dim: Dimension to slice, which may be negative.
+        start: Index of the first element. It must not be negative.
+        count: Number of elements. If it is 0, the result has no tiles.
+        step: Step between consecutive elements. It must be positive.
 
     Returns:
         An arrangement with `count` elements along `dim`.
 
     Raises:
-        CheckpointError: If the slice exceeds the shape.
+        CheckpointError: If the slice exceeds the shape, or if the dimension does not exist.
     """
     dim = _normalize_dim(arrangement.shape, dim)
     if start < 0 or count < 0 or (count and start + (count - 1) * step >= arrangement.shape[dim]):
@@ -161,7 +162,8 @@ def select_from_arrangement(arrangement: Arrangement, dim: int, index: int) -> A
     """Select one index along `dim` and remove this dimension, as `torch.select` does.
 
     Raises:
-        CheckpointError: If the index exceeds the dimension.
+        CheckpointError: If the index is negative or exceeds the dimension, or if the dimension does
+            not exist.
     """
     dim = _normalize_dim(arrangement.shape, dim)
     element = slice_arrangement(arrangement, dim, index, 1)
@@ -192,7 +194,11 @@ def chunk_arrangement(arrangement: Arrangement, dim: int, count: int) -> list[Ar
 
     Returns:
         Chunks of equal size, except that the last chunk may be smaller. There may be fewer than `count`
-        chunks if the dimension is small.
+        chunks if the size of the dimension is not divisible by `count`. Unlike in `torch.chunk`, the
+        list is empty if the size is 0.
+
+    Raises:
+        CheckpointError: If the dimension does not exist.
     """
     dim = _normalize_dim(arrangement.shape, dim)
     length = arrangement.shape[dim]
@@ -213,7 +219,8 @@ def split_arrangement(arrangement: Arrangement, dim: int, sizes: Sequence[int]) 
         The parts, in order.
 
     Raises:
-        CheckpointError: If the sizes do not add up to the size of the dimension.
+        CheckpointError: If the sizes do not add up to the size of the dimension, or if the dimension
+            does not exist.
     """
     parts, low = [], 0
     for size in sizes:
@@ -231,14 +238,15 @@ def concat_arrangements(parts: Sequence[Arrangement], dim: int) -> Arrangement:
     """Concatenate arrangements along `dim`.
 
     Args:
-        parts: Arrangements whose shapes differ only in `dim`.
+        parts: Arrangements whose shapes differ only in `dim`. There must be at least one.
         dim: Dimension along which to concatenate.
 
     Returns:
         An arrangement with the tiles of all parts.
 
     Raises:
-        CheckpointError: If the shapes do not match, or if there are too many tiles.
+        CheckpointError: If the shapes do not match, if the dimension does not exist, or if the result
+            has more than `_MAX_TILES` tiles.
     """
     first = parts[0]
     dim = _normalize_dim(first.shape, dim)
@@ -294,7 +302,11 @@ def stack_arrangements(parts: Sequence[Arrangement], dim: int) -> Arrangement:
 
 
 def transpose_arrangement(arrangement: Arrangement, first: int, second: int) -> Arrangement:
-    """Swap two dimensions of an arrangement, as `torch.transpose` does."""
+    """Swap two dimensions of an arrangement, as `torch.transpose` does.
+
+    Raises:
+        CheckpointError: If one of the dimensions does not exist.
+    """
     first, second = (_normalize_dim(arrangement.shape, dim) for dim in (first, second))
     order = list(range(len(arrangement.shape)))
     order[first], order[second] = order[second], order[first]
@@ -331,8 +343,8 @@ def interleave_arrangement(arrangement: Arrangement, dim: int, groups: int) -> A
         An arrangement of the same shape.
 
     Raises:
-        CheckpointError: If the dimension is not divisible by `groups`, or if the result has more
-            than `_MAX_TILES` tiles.
+        CheckpointError: If the size of the dimension is not divisible by `groups`, if the dimension
+            does not exist, or if the result has more than `_MAX_TILES` tiles.
     """
     length = arrangement.shape[_normalize_dim(arrangement.shape, dim)]
     if groups < 1 or length % groups:
@@ -356,10 +368,11 @@ def build_arranged_tensor(name: str, arrangement: Arrangement, tensors: Mapping[
 
     Returns:
         The new tensor. If the arrangement is one complete, unchanged source tensor, this source
-        tensor itself is returned.
+        tensor itself is returned, which keeps its old name.
 
     Raises:
-        CheckpointError: If the source tensors have different dtypes.
+        CheckpointError: If the source tensors have different dtypes. Also if there is no source
+            tensor, because the dtype is then unknown.
     """
     identical = arrangement.find_identical_source(lambda source: tensors[source].shape)
     if identical is not None:
@@ -382,7 +395,7 @@ def build_arranged_tensor(name: str, arrangement: Arrangement, tensors: Mapping[
 
 
 def _intersect_boxes(tile: Tile, tensor: Tensor) -> list[Box]:
-    """Return the boxes that make up one tile of a rearranged tensor.
+    """Return the boxes that make up one tile of a rearranged tensor. The tile must not be `ZEROS`.
 
     A tensor consists of rectangular pieces, called boxes. Each box has a `View`, which locates its
     elements. Each box of the source tensor that overlaps the tile is cropped to the tile, and moved
