@@ -193,17 +193,21 @@ def chunk_arrangement(arrangement: Arrangement, dim: int, count: int) -> list[Ar
         count: Number of chunks.
 
     Returns:
-        Chunks of equal size, except that the last chunk may be smaller. There may be fewer than `count`
-        chunks if the size of the dimension is not divisible by `count`. Unlike in `torch.chunk`, the
-        list is empty if the size is 0.
+        `count` chunks of equal size, except that the last chunk may be smaller.
 
     Raises:
-        CheckpointError: If the dimension does not exist.
+        CheckpointError: If the dimension does not exist, or if `torch.chunk` would return fewer than
+            `count` chunks or empty chunks.
     """
     dim = _normalize_dim(arrangement.shape, dim)
     length = arrangement.shape[dim]
     size = -(-length // count)
     starts = range(0, length, size) if size else ()
+    if len(starts) != count:
+        raise UnconvertibleNamesError(
+            f"cannot split a tensor with shape {list(arrangement.shape)} along dimension {dim} into {count} "
+            "chunks"
+        )
     return [slice_arrangement(arrangement, dim, low, min(size, length - low)) for low in starts]
 
 

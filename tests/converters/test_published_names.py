@@ -25,6 +25,7 @@ from portable.converters.storage.byte_sources import InMemorySource
 from portable.converters.tensors.arrangements import (
     arrange_source,
     build_arranged_tensor,
+    chunk_arrangement,
     concat_arrangements,
 )
 from portable.converters.tensors.tensor import Box, Tensor, View, compute_row_major_strides
@@ -453,6 +454,12 @@ def test_arrangements_of_other_shapes_are_an_error(dim: int) -> None:
     matrix, row = arrange_source("a", (2, 3)), arrange_source("b", (2,))
     with pytest.raises(CheckpointError, match=r"cannot concatenate|no dimension"):
         concat_arrangements([matrix, row], dim)
+
+
+@pytest.mark.parametrize(("length", "count"), [(0, 2), (1, 2), (5, 4)])
+def test_chunks_that_torch_would_omit_are_an_error(length: int, count: int) -> None:
+    with pytest.raises(CheckpointError, match=f"into {count} chunks"):
+        chunk_arrangement(arrange_source("a", (length, 3)), 0, count)
 
 
 def test_error_names_optimizer_state_of_another_shape(
