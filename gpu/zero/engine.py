@@ -159,9 +159,8 @@ def build_engine(
     require(
         stage != 2 or not experts or rank_info.world_size == 1,
         f"strategy: zero2 does not support {type(model).__name__}, because zero2 reduces gradients as they "
-        "are "
-        "computed, and their order depends on the experts that each rank's tokens choose; set strategy to "
-        "zero1, zero3 or full_shard",
+        "are computed, and their order depends on the experts that each rank's tokens choose; set strategy "
+        "to zero1, zero3 or full_shard",
     )
     if stage == 3:
         # DeepSpeed gathers a leaf module as one unit, and fills missing gradients with zeros.

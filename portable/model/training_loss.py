@@ -257,6 +257,10 @@ class TrainingLoss:
         versions_before = [
             (name, tensor, torch_internals.get_tensor_version(tensor)) for name, tensor in batch.items()
         ]
+        # Views would be part of a graph that XLA compiles, and a meta tensor has no values to check.
+        is_backward_checked = torch.is_grad_enabled() and batch["labels"].device.type not in ("meta", "xla")
+        if is_backward_checked:
+            outputs = _map_tensors(outputs, lambda tensor: tensor.view_as(tensor))
         with ShardReadGuard(self.key, in_loss=True):
             value = self._loss(outputs, batch)
         changed = next(
@@ -273,7 +277,8 @@ class TrainingLoss:
         if problem is not None:
             raise UserError(f"{self.key}: {problem}")
         if torch.is_grad_enabled():
-            self._check_backward(outputs, batch, value[0])
+            if is_backward_checked:
+                self._check_backward(outputs, batch, value[0])
             self._check_sum_over_rows(outputs, batch, value[0])
             self._is_checked = True
         return value
@@ -316,11 +321,16 @@ class TrainingLoss:
     def _check_backward(self, outputs: Outputs, batch: Batch, total: Tensor) -> None:
         """Raise UserError if the backward pass of the loss fails, for example after an in-place change.
 
-        The gradients are computed with respect to ``outputs``, not parameters. The check is skipped on XLA
-        and meta devices. Out-of-memory errors are raised unchanged.
+        The gradients are computed with respect to ``outputs``, not parameters. Out-of-memory errors are
+        raised unchanged.
+
+        Args:
+            outputs: Views of the outputs of the model, with which the loss was called. They must not be
+                the tensors that the model returned, because DeepSpeed and FSDP2 add hooks to these
+                tensors, which begin the backward pass of the engine.
+            batch: Columns of the micro-batch.
+            total: The summed loss.
         """
-        if total.device.type in ("meta", "xla"):
-            return
         model_output = outputs.model.values() if isinstance(outputs.model, dict) else ()
         values = [*vars(outputs).values(), *model_output]
         sources = [value for value in values if isinstance(value, torch.Tensor) and value.requires_grad]
@@ -511,19 +521,29 @@ def _select_rows(outputs: Outputs, row_slice: slice, label_shape: Sequence[int])
     """
     num_rows, num_sequences = label_shape[0], label_shape[1] if len(label_shape) == 3 else 1
 
-    def select_tensor_rows(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
-        if num_sequences > 1 and value.shape[:1] == (num_rows * num_sequences,):
-            return value.unflatten(0, (num_rows, num_sequences))[row_slice].flatten(0, 1)
-        return value[row_slice] if value.shape[:1] == (num_rows,) else value
+    def select_tensor_rows(tensor: Tensor) -> Tensor:
+        if num_sequences > 1 and tensor.shape[:1] == (num_rows * num_sequences,):
+            return tensor.unflatten(0, (num_rows, num_sequences))[row_slice].flatten(0, 1)
+        return tensor[row_slice] if tensor.shape[:1] == (num_rows,) else tensor
+
+    return _map_tensors(outputs, select_tensor_rows)
+
+
+def _map_tensors(outputs: Outputs, function: Callable[[Tensor], Tensor]) -> Outputs:
+    """Return a copy of outputs in which each tensor is replaced with the result of a function.
+
+    Values of other types, such as tuples of tensors in the complete output of the model, are kept.
+    """
+
+    def map_value(value: Any) -> Any:
+        return function(value) if isinstance(value, torch.Tensor) else value
 
     model_output = outputs.model
     if isinstance(model_output, dict):  # a ModelOutput, to which a custom model may have added entries
         model_output = copy.copy(model_output)
         for name, value in outputs.model.items():
-            model_output[name] = select_tensor_rows(value)
-    tensors = {name: select_tensor_rows(value) for name, value in vars(outputs).items() if name != "model"}
+            model_output[name] = map_value(value)
+    tensors = {name: map_value(value) for name, value in vars(outputs).items() if name != "model"}
     return Outputs(**tensors, model=model_output)
 
 
