@@ -335,11 +335,11 @@ def measure_image_tower(model: nn.Module, request: PassRequest, columns: Batch) 
         if request.compute == "autocast":
             stack.enter_context(torch.autocast("cpu", TORCH_DTYPES[request.precision]))
         features = tower.get_image_features(**images)
-        kept_bytes = watch.live_bytes
+        remaining = watch.live_memory
         watch.end_phase()
         del features
     (peak,) = watch.get_peaks()
-    return TowerMemory(peak.total_bytes, kept_bytes)
+    return TowerMemory(peak, remaining)
 
 
 def build_fake_batch(model: nn.Module, request: PassRequest) -> Batch:
@@ -407,12 +407,12 @@ class LiveStorageTracker:
     def end_phase(self) -> None:
         """Record the peak memory of the current phase, and begin the next phase."""
         self._peaks.append(self._peak)
-        self._peak = Peak(self._live[_WORK], self._live[_COPY])
+        self._peak = self.live_memory
 
     @property
-    def live_bytes(self) -> int:
-        """Total bytes of all live storages, excluding parameters, buffers, and accumulated gradients."""
-        return self._live[_WORK] + self._live[_COPY]
+    def live_memory(self) -> Peak:
+        """Sizes of all live storages, excluding parameters, buffers, and accumulated gradients."""
+        return Peak(self._live[_WORK], self._live[_COPY])
 
     def get_peaks(self) -> list[Peak]:
         """Return the peak memory of each completed phase."""
@@ -445,8 +445,8 @@ class LiveStorageTracker:
         ):
             if isinstance(result, torch.Tensor):
                 self._track_storage(result, kind)
-        if self._peak.total_bytes < self.live_bytes:
-            self._peak = Peak(self._live[_WORK], self._live[_COPY])
+        if self._peak.total_bytes < self.live_memory.total_bytes:
+            self._peak = self.live_memory
         return results
 
     def _get_storage_kind(self, tensor: torch.Tensor) -> int | None:
@@ -483,7 +483,7 @@ class LiveStorageTracker:
         """Stop counting a parameter's gradient as activation memory.
 
         This hook runs after autograd has accumulated the gradient into ``grad``. Before, the
-        gradient is part of :attr:`live_bytes`, like any other tensor of the backward pass.
+        gradient is part of :attr:`live_memory`, like any other tensor of the backward pass.
         """
         assert parameter.grad is not None
         storage = parameter.grad.untyped_storage()

@@ -187,7 +187,7 @@ class MetaModel:
             except Exception as error:
                 size = sum(values.nbytes for values in columns.values())
                 why = f"vision tower: {type(error).__name__}: {to_one_line(error)}"
-                self._cached_towers[key] = TowerMemory(10 * size, 2 * size, why)
+                self._cached_towers[key] = TowerMemory(Peak(10 * size, 0), Peak(2 * size, 0), why)
         return self._cached_towers[key]
 
 

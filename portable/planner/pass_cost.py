@@ -67,27 +67,34 @@ class Activations:
         """Return the peak activation memory of a pass that also runs an image tower.
 
         The tower runs first, on the images of ``num_samples`` samples. Each sample is assumed to
-        need the memory in ``tower``. The memory that the tower keeps is added to the peaks of both
-        phases, :attr:`before_layers` and :attr:`in_layers`. The tower's own peak only affects
-        :attr:`before_layers`, which is at least this peak.
+        need the memory in ``tower``, but all samples share the copies of weights. The memory that
+        the tower keeps is added to the peaks of both phases, :attr:`before_layers` and
+        :attr:`in_layers`. The tower's own peak only affects :attr:`before_layers`, which is at
+        least this peak.
         """
-        before, layers = self.before_layers, self.in_layers
-        peak, kept_bytes = num_samples * tower.peak_bytes, num_samples * tower.kept_bytes
+        before, layers = (
+            Peak(
+                peak.work_bytes + num_samples * tower.kept.work_bytes,
+                peak.copy_bytes + tower.kept.copy_bytes,
+            )
+            for peak in (self.before_layers, self.in_layers)
+        )
+        in_tower = Peak(num_samples * tower.peak.work_bytes, tower.peak.copy_bytes)
         return Activations(
-            Peak(max(before.work_bytes + kept_bytes, peak), before.copy_bytes),
-            Peak(layers.work_bytes + kept_bytes, layers.copy_bytes),
+            max(before, in_tower, key=lambda peak: peak.total_bytes),
+            layers,
             self.failure or tower.failure,
             self.host_bytes,
         )
 
 
 class TowerMemory(NamedTuple):
-    """Memory of an image tower for the images of one sample, in bytes."""
+    """Memory of an image tower for the images of one sample."""
 
-    peak_bytes: int
+    peak: Peak
     """Peak in the forward pass of the tower."""
-    kept_bytes: int
-    """Size of the tensors that are in memory after this pass: the images, their features, and the activations
+    kept: Peak
+    """Memory in use after this pass: the images, their features, and the activations and copies of weights
     that the backward pass needs if a part of the tower is trained.
     """
     failure: str | None = None
