@@ -243,7 +243,7 @@ class TemplateRenderer:
 
         Returns:
             One sample. If ``split_turns`` is set, a conversation has one sample per trained
-            answer instead, except for answers in its prompt. The list may then be empty.
+            answer instead. Answers in its prompt are omitted if only the completion is trained.
 
         Raises:
             RecordError: If the document cannot be rendered. See :meth:`_build_draft`.
@@ -253,7 +253,8 @@ class TemplateRenderer:
             return [self._build_completion_draft(document.text, document.num_prompt_chars or 0)]
         if not self.split_turns:
             return [self._build_draft(conversation, self.train_on)]
-        begin = conversation.num_prompt_messages or 0
+        is_completion = _select_train_on(conversation, self.train_on) == "completion"
+        begin = (conversation.num_prompt_messages or 0) if is_completion else 0
         return self.render_turns(
             conversation, [index for index in conversation.trained_message_indices if index >= begin]
         )
@@ -312,12 +313,7 @@ class TemplateRenderer:
             AnswerNotFoundError: If the start of an answer cannot be determined.
             UserError: If the template is missing or not valid.
         """
-        if train_on is None:
-            prompted = (
-                conversation.num_prompt_messages is not None
-                and conversation.trained_roles == DEFAULT_TRAINED_ROLES
-            )
-            train_on = "completion" if prompted else "assistant"
+        train_on = _select_train_on(conversation, train_on)
         plain, conversation = conversation, self._convert_tool_calls(conversation)
         messages = conversation.messages
         marked = train_on in ("assistant", "last_assistant") and _GENERATION_MARK.search(
@@ -786,6 +782,18 @@ def _check_messages_shown(conversation: Conversation, text: str) -> None:
                 and json.dumps(content, ensure_ascii=False)[1:-1] not in text
             ):
                 raise build_template_error(conversation, reason)
+
+
+def _select_train_on(conversation: Conversation, train_on: TrainOn | None) -> TrainOn:
+    """Select the default of ``train_on`` for a conversation if the argument is None.
+
+    The default is ``completion`` if the record has a prompt and the trained roles are the default
+    roles, and ``assistant`` otherwise.
+    """
+    if train_on is not None:
+        return train_on
+    has_prompt = conversation.num_prompt_messages is not None
+    return "completion" if has_prompt and conversation.trained_roles == DEFAULT_TRAINED_ROLES else "assistant"
 
 
 def _select_first_trained_message(conversation: Conversation, begin: int | None, train_on: TrainOn) -> int:
