@@ -82,9 +82,12 @@ def test_target_language_must_match_tokenizer(settings: Settings, tmp_path: Path
     vocab = {"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3, chr(0x2581): 4}
     NllbTokenizer(vocab=vocab, merges=[]).save_pretrained(tmp_path / "own")
     several = replace(plain, tokenizer=str(tmp_path / "own"), source_language="eng_Latn")
+    NllbTokenizer(vocab=vocab, merges=[], tgt_lang="deu_LatnX").save_pretrained(tmp_path / "other")
+    other = replace(several, tokenizer=str(tmp_path / "other"))
     for given, language, told in (
         (several, None, "is missing"),
         (several, "deu_LatnX", ".*did you mean de"),
+        (other, None, ".*not support the language 'deu_LatnX'; did you mean deu_Latn"),
         (plain, "de", "is 'de', but .* is not a multilingual tokenizer"),
     ):
         for look in (build_data, inspect_data_sizes):

@@ -156,6 +156,7 @@ def check_languages(tokenizer: Any, *, source: str | None, target: str | None) -
     """
     is_multilingual = hasattr(tokenizer, "src_lang") and hasattr(tokenizer, "tgt_lang")
     codes_by_side = {"source": source, "target": target}
+    languages = {}
     for side, key in (("source", "src_lang"), ("target", "tgt_lang")):
         name, code = f"data.{side}_language", codes_by_side[side]
         if not is_multilingual:
@@ -171,16 +172,17 @@ def check_languages(tokenizer: Any, *, source: str | None, target: str | None) -
                 f"{name}: is missing, but {type(tokenizer).__name__} marks texts with their language; set "
                 f"{name} to one of the language codes ({format_name_list(_list_languages(tokenizer))})"
             )
+        languages[side] = str(language)
     if is_multilingual and tokenizer.unk_token_id is not None:
         for side in ("source", "target"):
             vocabulary = Vocabulary.from_tokenizer(tokenizer, targets=side == "target")
             if tokenizer.unk_token_id in (*vocabulary.prefix, *vocabulary.suffix):
                 codes = _list_languages(tokenizer)
-                code = codes_by_side[side] or ""
-                near = find_similar_names(code, codes)
+                near = find_similar_names(languages[side], codes)
                 hint = f"did you mean {near[0]}?" if near else f"use one of {format_name_list(codes)}"
                 raise UserError(
-                    f"data.{side}_language: the tokenizer does not support the language {code!r}; {hint}"
+                    f"data.{side}_language: the tokenizer does not support the language "
+                    f"{languages[side]!r}; {hint}"
                 )
 
 
