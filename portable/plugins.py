@@ -542,9 +542,30 @@ def compute_plugin_digest(text: str) -> str:
 
 
 def _compute_code_digest(source: str) -> str:
-    """Compute a digest of Python source code that ignores comments and layout."""
-    tree = ast.dump(ast.parse(source))
-    return hashlib.blake2b(tree.encode(), digest_size=6).hexdigest()
+    """Compute a digest of Python source code that ignores comments and layout.
+
+    The digest does not depend on the version of Python.
+    """
+    return hashlib.blake2b(_dump_syntax(ast.parse(source)).encode(), digest_size=6).hexdigest()
+
+
+def _dump_syntax(value: Any) -> str:
+    """Format a syntax tree, or the value of a field, as ``ast.dump`` of Python 3.11 does.
+
+    The result of ``ast.dump`` itself differs between versions. Python 3.12 has added the field
+    ``type_params``, and Python 3.13 omits empty lists.
+    """
+    if isinstance(value, list):
+        return f"[{', '.join(map(_dump_syntax, value))}]"
+    if not isinstance(value, ast.AST):
+        return repr(value)
+    fields = [
+        f"{name}={_dump_syntax(item)}"
+        for name, item in ast.iter_fields(value)
+        if not (item is None and getattr(type(value), name, ...) is None)
+        and not (name == "type_params" and not item)
+    ]
+    return f"{type(value).__name__}({', '.join(fields)})"
 
 
 # -- objects -----------------------------------------------------------------------------------------------

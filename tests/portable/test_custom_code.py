@@ -5,6 +5,7 @@ Also code that reads sharded parameters, and modules named like packages of this
 
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
 import sys
@@ -399,3 +400,17 @@ def test_package_installs_only_portable() -> None:
         for file in (ROOT / "configs").glob(line)
     }
     assert shipped == {file for file in (ROOT / "configs").rglob("*") if file.is_file()}
+
+
+def test_code_digest_is_same_in_each_python_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python 3.12 has added the field ``type_params``, and the dump of Python 3.13 omits empty lists."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    text = (
+        "def loss(a: int = 1, *, b=None):\n    return f'{a!r:>{b}}', [], None\n\n\nclass Other:\n    pass\n"
+    )
+    (tmp_path / "digested_code.py").write_text(text)
+    for kind in (ast.FunctionDef, ast.ClassDef):
+        if "type_params" not in kind._fields:
+            monkeypatch.setattr(kind, "_fields", (*kind._fields, "type_params"))
+            monkeypatch.setattr(kind, "type_params", [], raising=False)
+    assert plugins.compute_plugin_digest("digested_code:loss") == "36cad338f125"
