@@ -503,9 +503,10 @@ def _find_first_failure(report_folder: Path, rank: int, exit_code: int) -> RankF
     """Find the failure that caused the other failures.
 
     In order of priority, the result is a hang, a killed rank, a user error, or the earliest other
-    error. Only ``rank`` can be the killed rank. If there are no reports, the result is the failure
-    of ``rank``, even if no signal killed this rank. The message about a hang lists all hanging
-    ranks.
+    error. A hang has no priority over an error that was reported before it, because a rank that
+    waits for a failed rank also hangs. Only ``rank`` can be the killed rank. If there are no
+    reports, the result is the failure of ``rank``, even if no signal killed this rank. The message
+    about a hang lists all hanging ranks, and all ranks without a report.
 
     Args:
         report_folder: Folder of the ranks' reports.
@@ -513,15 +514,19 @@ def _find_first_failure(report_folder: Path, rank: int, exit_code: int) -> RankF
         exit_code: Exit code of that process.
     """
     reports = [json.loads(path.read_text("utf-8")) for path in report_folder.glob("rank*.json")]
-    if hung := sorted((report for report in reports if report["hang"]), key=lambda report: report["rank"]):
-        silent = sorted(_read_rank_pids(report_folder).keys() - {report["rank"] for report in hung})
+    hung = sorted((report for report in reports if report["hang"]), key=lambda report: report["rank"])
+    errors = [report for report in reports if not report["hang"]]
+    if hung and min(report["time"] for report in hung) <= min(
+        (report["time"] for report in errors), default=float("inf")
+    ):
+        silent = sorted(_read_rank_pids(report_folder).keys() - {report["rank"] for report in reports})
         lines = [report["message"] for report in hung] + [f"rank {rank} did not respond" for rank in silent]
         return RankFailure(hung[0]["rank"], RUN_ERROR, "; ".join(lines), is_hang=True)
     # A killed rank writes no report and is the cause of the errors that other ranks report.
-    if exit_code < 0 or not reports:
+    if exit_code < 0 or not errors:
         return RankFailure(rank, exit_code, None)
     # A user error is the cause even if a waiting rank failed slightly before it.
-    first = min(reports, key=lambda report: (report["code"] != USER_ERROR, report["time"]))
+    first = min(errors, key=lambda report: (report["code"] != USER_ERROR, report["time"]))
     return RankFailure(first["rank"], first["code"], first["message"], traceback=first["traceback"])
 
 

@@ -19,7 +19,7 @@ import torch
 from portable.errors import ReportedElsewhereError, RunError, UserError
 from portable.loop import StopSignals
 from portable.output.output_dir import lock_run_folder
-from portable.ranks.launch import launch_ranks
+from portable.ranks.launch import launch_ranks, report_hang
 from portable.reporting.metrics import read_metrics
 from portable.run.rank import run_rank
 from tests.ranks import free_port, wait_for
@@ -277,7 +277,7 @@ def _rank_function(how: str) -> int:
     rank = int(os.environ["RANK"])
     if rank == 1 and how == "refuses":
         raise UserError("data.source: nothing there")
-    if rank == 1 and how == "breaks":
+    if rank == 1 and how.startswith("breaks"):
         raise ValueError("a bug of ours")
     if how == "killed":
         # Rank 1 is killed, and the other fails in its wake, as soon as it can notice.
@@ -287,6 +287,10 @@ def _rank_function(how: str) -> int:
             os.kill(os.getpid(), signal.SIGKILL)
         wait_for(lambda: note.exists() and note.read_text() != "" and not alive(int(note.read_text())))
         raise RuntimeError("connection closed by peer")
+    if how == "breaks while awaited":
+        folder = Path(os.environ["NOTES"]).parent
+        wait_for(lambda: bool([*folder.glob("portable-launch-*/rank1.json")]))
+        report_hang("no progress")
     if how == "asked twice":
         notes = Path(os.environ["NOTES"])
 
@@ -361,6 +365,7 @@ KILLED = "RunError: rank 1 failed first: it was killed by SIGKILL"
 FIRST_LINES = {
     "refuses": "UserError: data.source: nothing there",
     "breaks": "RunError: rank 1 failed first: ValueError: a bug of ours (traceback above)",
+    "breaks while awaited": "RunError: rank 1 failed first: ValueError: a bug of ours (traceback above)",
     "killed, counted": f"{KILLED} by the kernel, which ran out of host memory; set this lower",
     "killed, not counted": f"{KILLED}, but not by the kernel's OOM killer",
     "asked twice": "StoppedError: stopped by a second Ctrl-C without saving; there is no checkpoint yet",
@@ -377,7 +382,7 @@ def test_launcher_names_first_failing_rank(how: str, tmp_path: Path, zygote: Zyg
     assert told.startswith(FIRST_LINES[how])
     assert ("set this lower" in told) == how.startswith("killed")
     # A traceback appears only for bugs, and not for their effects on other ranks.
-    assert errors.count("Traceback (most recent") == (how == "breaks")
+    assert errors.count("Traceback (most recent") == how.startswith("breaks")
 
 
 @pytest.mark.parametrize(
