@@ -192,8 +192,8 @@ class ReportedRun:
             ``config.yaml``, but no other unreadable file.
 
         Raises:
-            UserError: If the folder does not contain a run with a logged step, if ``metrics.jsonl``
-                cannot be read, or if a link points outside of the folder.
+            UserError: If the folder does not contain a run with a logged step, or if
+                ``metrics.jsonl`` cannot be read or is a link to a file outside of the folder.
         """
         try:
             if not folder.is_dir():
@@ -647,12 +647,11 @@ def _read_events(folder: AnyPath) -> LogRows:
     """Read the events of a run. Return no events if the file does not exist or cannot be read.
 
     Raises:
-        CheckpointError: If a symlink points outside the folder of the run, or if a request to the
-            object store fails.
+        CheckpointError: If a request to the object store fails.
     """
     try:
         return read_log_rows(folder / EVENTS_FILE, "event")
-    except OSError:
+    except (OSError, LinkError):
         return LogRows([], 0)
 
 
@@ -664,12 +663,11 @@ def _read_log_end(path: AnyPath) -> str:
         ``_MAX_LOG_BYTES``. A log that is written by a run is far smaller.
 
     Raises:
-        CheckpointError: If a symlink points outside the folder of the run, or if a request to the
-            object store fails.
+        CheckpointError: If a request to the object store fails.
     """
     try:
         text = read_small_file(path, max_bytes=_MAX_LOG_BYTES).decode("utf-8", "replace")
-    except (OSError, ValueError):
+    except (OSError, ValueError, LinkError):
         return ""
     return text[-_MAX_TEXT_LENGTH:].partition("\n")[2] if len(text) > _MAX_TEXT_LENGTH else text
 
@@ -689,8 +687,7 @@ def read_data_preview(path: AnyPath) -> dict[str, Any] | None:
         exist or is invalid.
 
     Raises:
-        CheckpointError: If a symlink points outside the folder of the file, or if a request to the
-            object store fails.
+        CheckpointError: If a request to the object store fails.
     """
     try:
         preview = json.loads(read_small_file(path, max_bytes=_MAX_CONFIG_BYTES))
@@ -713,7 +710,16 @@ def read_data_preview(path: AnyPath) -> dict[str, Any] | None:
                 for sample in samples[:10]
             ],
         }
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
+    except (
+        OSError,
+        LinkError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+        OverflowError,
+    ):
         return None
 
 
@@ -740,8 +746,7 @@ def _read_settings(path: AnyPath) -> _RunSettings:
     read, ``error`` contains the reason.
 
     Raises:
-        CheckpointError: If a symlink points outside the folder of the file, or if a request to the
-            object store fails.
+        CheckpointError: If a request to the object store fails.
     """
     try:
         text = read_small_file(path, max_bytes=_MAX_CONFIG_BYTES).decode("utf-8")
@@ -751,6 +756,8 @@ def _read_settings(path: AnyPath) -> _RunSettings:
         return _RunSettings({}, "")
     except OSError as error:
         return _RunSettings({}, to_one_line(error.strerror or error))
+    except LinkError:
+        return _RunSettings({}, "a link to a file outside of the folder")
     except (UserError, ValueError) as error:
         is_too_deep = isinstance(error.__cause__, RecursionError)
         return _RunSettings({}, "nested too deeply" if is_too_deep else "not readable")

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from portable.errors import UserError
+from portable.output.existing_run import DATA_SAMPLES_FILE
 from portable.reporting.html_report import TARGET_NUM_POINTS, downsample_points, main
 from portable.reporting.metrics import MetricsFile, read_events
 from portable.run.rank import run_rank
@@ -127,6 +128,18 @@ def test_report_rejects_folder_that_is_not_a_run(
         assert line.startswith(f"error: {folder}") and said in line and not page.exists()
     assert main([str(run), "--out", str(tmp_path / "missing" / "page.html")]) == 2
     assert capsys.readouterr().err.startswith("error: --out: ")
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "events.jsonl", "log.txt", DATA_SAMPLES_FILE])
+def test_report_ignores_optional_file_that_links_outside(name: str, tmp_path: Path) -> None:
+    folder = invented(tmp_path / "run", [{"step": 1, "loss": 2.0, "samples": 4}])
+    (folder / name).unlink(missing_ok=True)
+    (tmp_path / "outside").write_text('{"step": 1, "event": "secret", "time": 1, "secret": 1}\n')
+    (folder / name).symlink_to(tmp_path / "outside")
+    assert main([str(folder), "--out", str(tmp_path / "page.html")]) == 0
+    page = (tmp_path / "page.html").read_text()
+    assert "secret" not in page
+    assert ("config.yaml (a link to a file outside of the folder)" in page) == (name == "config.yaml")
 
 
 ROW = b'{"step": 1, "loss": 2.5, "samples": 4, "time": 1700000000.0}\n'
