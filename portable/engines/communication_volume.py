@@ -20,11 +20,12 @@ def compute_internode_bytes(total_bytes: float, cluster: Cluster) -> float:
     """Compute the average number of bytes that a device sends to other nodes in a collective.
 
     The collective is a ring over all devices, which visits all devices of a node before the next
-    node. Only one device per node therefore sends to another node. The result is this traffic,
-    divided evenly among the devices of the node. It is 0 for a single node.
+    node. Only one device per node therefore sends to another node, and sends as much as each of the
+    other devices. The result is this traffic, divided evenly among the devices of the node. It is 0
+    for a single node.
 
     Args:
         total_bytes: Bytes that each device sends in the collective, within and between nodes.
         cluster: Number of nodes, and devices per node.
     """
-    return 0.0 if cluster.nodes == 1 else total_bytes * (cluster.nodes - 1) / cluster.nodes / cluster.per_node
+    return 0.0 if cluster.nodes == 1 else total_bytes / cluster.per_node

@@ -16,11 +16,12 @@ import pytest
 from portable.checks import check_config
 from portable.cli import main as train
 from portable.config import load_config
+from portable.engines.communication_volume import compute_internode_bytes
 from portable.errors import RUN_ERROR, RunError
 from portable.model.build import build_model_on_meta, load_model_config
 from portable.model.flops import compute_flops_per_token
+from portable.planner import cli, plan_tables
 from portable.planner import device_lookup as devices
-from portable.planner import plan_tables
 from portable.planner.cli import main
 from portable.planner.memory_model import PLACEHOLDER_DISK_PATH, Cluster, StrategySetting
 from portable.planner.meta_model import MetaModel
@@ -101,6 +102,15 @@ def test_plan_lists_options_in_documented_order_with_bytes(plan: Plan) -> None:
     assert zero3 == ["none none", "none cpu", "cpu none", "cpu cpu", "nvme none", "nvme nvme"]
     for option in plan("--device", "h100", "--devices", "8", "--host-memory", "1kB")["options"]:
         assert option["fits"] is (option["host_bytes"] == 0)
+
+
+@pytest.mark.parametrize(("nodes", "per_node"), [(1, 8), (2, 1), (3, 4)])
+def test_internode_bytes_match_ring_all_gather(nodes: int, per_node: int) -> None:
+    devices = nodes * per_node
+    senders = [rank for rank in range(devices) if rank // per_node != (rank + 1) % devices // per_node]
+    blocks_per_device = devices - 1  # each device sends all blocks except the block of its successor
+    average = len(senders) * blocks_per_device / devices
+    assert compute_internode_bytes(blocks_per_device, Cluster(devices, per_node)) == average
 
 
 def test_plan_sorts_options_by_sent_bytes(plan: Plan) -> None:

@@ -138,6 +138,7 @@ def compute_replicated_footprint(model: ModelInventory, config: RunConfig, clust
     accumulated_bytes = gradients if cluster.devices > 1 and accumulates else 0
     compute = COMPUTE_BYTES[config.precision]
     in_update, sent = compute_muon_update_cost(model, compute, cluster.devices, replicated=True)
+    sent += 2 * gradients * sent_share
     return Footprint(
         gathered=accumulated_bytes,
         in_layers=accumulated_bytes,
@@ -147,8 +148,8 @@ def compute_replicated_footprint(model: ModelInventory, config: RunConfig, clust
         compute="autocast",
         host=2 * gradients + moments if on_host else 0,
         in_update=in_update,
-        links=Traffic(per_step=2 * gradients * sent_share + sent),
-        network=Traffic(per_step=compute_internode_bytes(2 * gradients + sent, cluster)),
+        links=Traffic(per_step=sent),
+        network=Traffic(per_step=compute_internode_bytes(sent, cluster)),
     )
 
 
