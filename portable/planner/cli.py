@@ -28,6 +28,7 @@ from portable.planner.plan_tables import describe_next_reductions, format_plan, 
 from portable.planner.preparation import build_model_and_work, resolve_data_dependent_defaults
 from portable.planner.run_time import estimate_run_hours, fetch_sky_prices, parse_prices
 from portable.registry import CompileTarget, load_backend_package
+from portable.terminal import print_status
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -157,8 +158,8 @@ def _print_cost_table(config: RunConfig, options: dict[str, Any], prices: dict[s
 
     For each device type with a price, the table shows the smallest number of devices (1, 2, 4 or 8)
     on which the run fits without offloading. More devices would finish sooner, but cost about the
-    same. Device types are omitted if the run does not fit or is not supported, or if the time of
-    the run cannot be estimated.
+    same. Device types are omitted if the run does not fit or is not supported. A note lists the
+    device types that are omitted because their peak FLOP/s are unknown.
 
     Args:
         config: Config of the run.
@@ -195,7 +196,8 @@ def _print_cost_table(config: RunConfig, options: dict[str, Any], prices: dict[s
         "h100=2.50,l4=0.70, or run: pip install skypilot",
     )
     config = resolve_data_dependent_defaults(config)
-    models: dict[str, ModelAndWork] = {}
+    models: dict[tuple[str, str], ModelAndWork] = {}
+    untimed: dict[str, str] = {}
     rows: list[dict[str, Any]] = []
     for name, price in prices.items():
         for count in _DEVICE_COUNTS:
@@ -205,9 +207,10 @@ def _print_cost_table(config: RunConfig, options: dict[str, Any], prices: dict[s
                 )
             except UserError:  # The batch cannot be divided, or the backend differs.
                 continue
-            if target.backend not in models:
-                models[target.backend] = build_model_and_work(device_config)
-            model, work = models[target.backend]
+            key = target.backend, device_config.precision
+            if key not in models:
+                models[key] = build_model_and_work(device_config)
+            model, work = models[key]
             if work is None:
                 raise UserError(
                     "--budget: the number of tokens is unknown; set train.steps, or tokenize the "
@@ -215,11 +218,23 @@ def _print_cost_table(config: RunConfig, options: dict[str, Any], prices: dict[s
                 )
             planner = Planner(device_config, model, target)
             best = planner.find_best_option(planner.build_options())
-            if best is not None and (hours := estimate_run_hours(planner, best, work)) is not None:
+            if best is None or best.setting.offload_targets:
+                continue
+            if (hours := estimate_run_hours(planner, best, work)) is None:
+                untimed[name] = device_config.precision
+            else:
                 cost = hours.compute_cost(price * count)
                 kind = {"device": name, "devices": count, "strategy": best.setting.strategy}
                 rows.append({**kind, "hours": hours, "cost": cost, "within_budget": cost.most <= budget})
-                break
+            break
+    if untimed:
+        names = ", ".join(f"{name} in {precision}" for name, precision in untimed.items())
+        message = f"the speed of {names} is unknown, so the hours of the run cannot be estimated"
+        require(
+            bool(rows),
+            f"--budget: {message}; set another precision, or add another device to --price-per-hour",
+        )
+        print_status(f"note: --budget: {message}")
     require(
         bool(rows),
         f"--budget: the run does not fit on up to {_DEVICE_COUNTS[-1]} devices of any of these types: "

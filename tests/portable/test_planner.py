@@ -20,13 +20,14 @@ from portable.engines.communication_volume import compute_internode_bytes
 from portable.errors import RUN_ERROR, RunError
 from portable.model.build import build_model_on_meta, load_model_config
 from portable.model.flops import compute_flops_per_token
-from portable.planner import cli, plan_tables
 from portable.planner import device_lookup as devices
+from portable.planner import plan_tables
 from portable.planner.cli import main
 from portable.planner.memory_model import PLACEHOLDER_DISK_PATH, Cluster, StrategySetting
 from portable.planner.meta_model import MetaModel
 from portable.planner.plan import Planner, PlanTarget
 from portable.planner.plan_tables import describe_next_reductions
+from portable.planner.preparation import build_model_and_work
 from portable.planner.run_time import EstimateRange, compute_hours
 from portable.registry import load_backend_package
 from tests.image_models import write_image_model, write_squares
@@ -354,6 +355,10 @@ def test_plan_without_device_has_no_fits(plan: Plan, capsys: pytest.CaptureFixtu
             ["--budget: the prices of the devices are unknown; add"],
         ),
         (
+            ["--budget", "50", "--train.steps", "9", "--price-per-hour", "t4=0.35"],
+            ["--budget: the speed of t4 in fp32 is unknown, so", "; set another precision"],
+        ),
+        (
             ["--price-per-hour", "h101=2"],
             ["--price-per-hour: unknown device 'h101'; did you mean h100?"],
         ),
@@ -551,6 +556,26 @@ def test_plan_with_budget_sorts_machines_by_cost(plan: Plan) -> None:
     few = plan(*words, "--price-per-hour", "h100=2.50,l4=0.70", "--budget", "0.1", told=True)
     first, second = few.splitlines()
     assert "1 x h100" in first + second and "exceeds the budget of 0.1" in second
+
+
+def test_plan_with_budget_builds_model_for_each_precision(
+    plan: Plan, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    build = Mock(wraps=build_model_and_work)
+    monkeypatch.setattr("portable.planner.cli.build_model_and_work", build)
+    words = [
+        *EIGHT,
+        "--train.steps",
+        "1000",
+        "--budget",
+        "20",
+        "--price-per-hour",
+        "t4=0.35,h100=2.50,l4=0.70",
+    ]
+    assert "note: --budget: the speed of t4 in fp32" not in plan(*words, "--precision", "fp16", told=True)
+    build.reset_mock()
+    assert {row["device"] for row in plan(*words)} == {"h100", "l4"}
+    assert [call.args[0].precision for call in build.call_args_list] == ["fp32", "bf16"]
 
 
 def test_plan_counts_image_tower(
