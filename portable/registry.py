@@ -250,7 +250,7 @@ def load_backend_package(name: str) -> BackendPackage:
     try:
         package: BackendPackage = getattr(importlib.import_module(module), attribute)
     except ModuleNotFoundError as error:
-        if error.name not in (module, module.partition(".")[0]):
+        if not f"{module}.".startswith(f"{error.name}."):
             raise
         others = ", ".join(sorted(other for other, location in BACKENDS.items() if location.module != module))
         raise UserError(f"backend: {name} is not part of this version; use one of {others}") from error
@@ -271,7 +271,7 @@ def import_engine_module(strategy: str, module_name: str) -> Any:
     try:
         return importlib.import_module(f"{package}.{module_name}")
     except ModuleNotFoundError as error:
-        if error.name not in (package, package.partition(".")[0]):
+        if not f"{package}.".startswith(f"{error.name}."):
             raise
         others = ", ".join(name for name, engine in ENGINE_PACKAGES.items() if engine != package)
         raise UserError(f"strategy: {strategy} is not part of this version; use one of {others}") from error

@@ -17,7 +17,9 @@ from portable.checkpoint.trainer_state import TrainerState
 from portable.cli import main
 from portable.commands.init import read_starter_configs
 from portable.config import load_config
+from portable.errors import UserError
 from portable.model import build as models
+from portable.registry import import_engine_module, load_backend_package
 from tests.runs import TINY_MODEL, flags, tiny
 from tests.tiny_models import tiny_config
 
@@ -300,3 +302,16 @@ def test_command_line_rejects_unwritable_output_folder(
     (tmp_path / "run" / ".lock").mkdir(parents=True)
     line = refusal(capsys, flags(tiny(tmp_path / "run", corpus)))
     assert "output_dir" in line and "is a directory" in line.lower()
+
+
+@pytest.mark.parametrize("folder", ["tpu", "gpu"])
+def test_missing_backend_folder_is_reported_in_one_line(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = f"portable.{folder}"
+    for name in [name for name in sys.modules if f"{name}.".startswith(f"{package}.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, package, None)  # makes the import raise ModuleNotFoundError
+    with pytest.raises(UserError, match=r"^backend: \w+ is not part of this version; use one of cpu, "):
+        load_backend_package({"tpu": "xla", "gpu": "cuda"}[folder])
+    if folder == "gpu":
+        with pytest.raises(UserError, match=r"^strategy: zero2 is not part of this version; use one of no_"):
+            import_engine_module("zero2", "engine")
