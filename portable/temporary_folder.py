@@ -126,7 +126,8 @@ def _create_locked_folder(kind: str) -> LockedFolder:
     """
     while True:
         folder = Path(tempfile.mkdtemp(prefix=f"{kind}-"))
-        lock = try_lock_folder(folder)
+        # Wait, because another process that takes the folder for a leftover locks it before removing it.
+        lock = try_lock_folder(folder, waits=True)
         if folder.exists():  # another process may have removed it before it was locked
             return LockedFolder(folder, lock)
         release_folder_lock(lock)

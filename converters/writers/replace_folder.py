@@ -181,15 +181,16 @@ def replace_and_delete_folder(new: Path, target: Path) -> None:
         release_folder_lock(lock)
 
 
-def try_lock_folder(folder: Path) -> int | None:
-    """Try to lock a folder until this process ends or releases the lock. Does not wait for the lock.
+def try_lock_folder(folder: Path, *, waits: bool = False) -> int | None:
+    """Try to lock a folder until this process ends or releases the lock.
 
     Args:
         folder: Folder to lock.
+        waits: Whether to wait while another process holds the lock.
 
     Returns:
-        A file descriptor that holds the lock. None if another process holds the lock, if the folder
-        cannot be opened, or if locks are not supported.
+        A file descriptor that holds the lock. None if another process holds the lock and `waits` is
+        False, if the folder cannot be opened, or if locks are not supported.
     """
     try:
         import fcntl
@@ -200,7 +201,7 @@ def try_lock_folder(folder: Path) -> int | None:
     except OSError:
         return None
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
     except OSError:
         os.close(descriptor)
         return None
@@ -237,7 +238,8 @@ def create_locked_folder(target: Path) -> LockedFolder:
     while True:
         folder = build_temporary_path(target)
         folder.mkdir()
-        lock = try_lock_folder(folder)
+        # Wait, because another process that takes the folder for a leftover locks it before removing it.
+        lock = try_lock_folder(folder, waits=True)
         if folder.exists():  # otherwise, another process removed it as a leftover before it was locked
             return LockedFolder(folder, lock)
         release_folder_lock(lock)

@@ -7,11 +7,13 @@ import json
 import os
 import re
 import resource
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +24,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from portable.converters.writers.replace_folder import (
+    create_locked_folder,
+    release_folder_lock,
+    try_lock_folder,
+)
 from portable.errors import UserError
 from portable.ranks import collectives
 from portable.ranks.collectives import reduce_any, sum_over_ranks
@@ -248,6 +255,37 @@ def test_scratch_folder_in_use_or_of_other_user_is_kept(
     monkeypatch.setattr(os, "getuid", lambda: theirs)
     with create_scratch_folder("kind"):
         assert (temporary / "kind-theirs").exists()
+
+
+@pytest.mark.parametrize("kind", ["scratch", "output"])
+def test_new_folder_removed_as_leftover_is_replaced(
+    kind: str, temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process locks the new folder before its creator does, and removes the folder."""
+    create = os.mkdir
+    removed: list[Path] = []
+
+    def create_and_remove(path: str | Path, mode: int = 0o777) -> None:
+        create(path, mode)
+        if not removed:
+            removed.append(Path(path))
+            lock = try_lock_folder(Path(path))
+
+            def remove() -> None:
+                shutil.rmtree(path)
+                release_folder_lock(lock)
+
+            threading.Timer(0.3, remove).start()
+
+    monkeypatch.setattr(os, "mkdir", create_and_remove)
+    if kind == "scratch":
+        with create_scratch_folder("kind") as folder:
+            assert folder not in removed and try_lock_folder(folder) is None
+    else:
+        folder, lock = create_locked_folder(temporary / "out")
+        assert folder not in removed and try_lock_folder(folder) is None
+        release_folder_lock(lock)
+    assert not removed[0].exists()
 
 
 # -- notification of failures ------------------------------------------------------------------------------
