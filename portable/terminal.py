@@ -157,7 +157,11 @@ def discard_native_stdout() -> Iterator[None]:
     Output of native code is also discarded. This hides messages about connections that the C++ code
     of gloo prints to stdout. The descriptor is redirected for all threads. Text that is still in a
     buffer at the end of the context, such as the buffer of ``sys.stdout``, is printed afterward.
+    Does nothing if stdout was closed at start-up, because the descriptor may belong to another file.
     """
+    if sys.stdout is None:
+        yield
+        return
     sys.stdout.flush()
     stdout = os.dup(1)
     with Path(os.devnull).open("w") as nowhere:

@@ -264,7 +264,8 @@ class PeerWatch:
         # Wait longer for a main thread that has noticed an error, because it may still be closing the output
         # and the process group.
         if not (self._main_thread_exits and self._has_left.wait(_CLOSE_SECONDS)):
-            sys.stdout.flush()
+            if sys.stdout is not None:  # None if it was closed at start-up
+                sys.stdout.flush()
             os._exit(self._first_failure.code)
 
 

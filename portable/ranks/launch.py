@@ -397,7 +397,8 @@ def _run_rank_process(
         _write_report(Path(report_folder), error.exit_code, to_one_line(error))
         # Do not use sys.exit, because it would wait for other threads (a loader, a collective that waits for
         # this rank).
-        sys.stdout.flush()
+        if sys.stdout is not None:  # None if it was closed at start-up
+            sys.stdout.flush()
         os._exit(error.exit_code)
     except Exception as error:
         message = f"{type(error).__name__}: {to_one_line(error)} (traceback above)"

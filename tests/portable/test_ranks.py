@@ -7,6 +7,7 @@ import json
 import os
 import re
 import resource
+import shlex
 import shutil
 import signal
 import socket
@@ -286,6 +287,13 @@ def test_new_folder_removed_as_leftover_is_replaced(
         assert folder not in removed and try_lock_folder(folder) is None
         release_folder_lock(lock)
     assert not removed[0].exists()
+
+
+def test_native_stdout_may_be_closed() -> None:
+    script = "from portable.terminal import discard_native_stdout\nwith discard_native_stdout(): print(1)"
+    command = f"{shlex.quote(sys.executable)} -c {shlex.quote(script)} >&-"
+    ended = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 # -- notification of failures ------------------------------------------------------------------------------
