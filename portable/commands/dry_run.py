@@ -196,6 +196,8 @@ def _build_run_rows(
         steps = None if data.train_samples is None else compute_total_steps(config, data.train_samples)
     if steps is not None and (reason := explain_long_warmup(config.train, steps)) is not None:
         raise UserError(reason)
+    if steps is not None:
+        build_schedule(config.train, steps)  # raises an error if the schedule is invalid at this length
     source = choose_resume_source(config, open_checkpoints(resolved.output_place))
     foreign_rows = (
         [] if source is None else _build_foreign_checkpoint_rows(config, model, adapter, source, steps)

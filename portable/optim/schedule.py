@@ -20,7 +20,7 @@ from portable.config.derived_defaults import compute_warmup_steps
 from portable.config.number_types import MAX_LEARNING_RATE, MAX_STEPS
 from portable.config.rules import SettingProblem
 from portable.config.sections import ScheduleKind as Kind
-from portable.errors import require
+from portable.errors import UserError, require
 
 if TYPE_CHECKING:
     from portable.config.sections import TrainConfig
@@ -482,7 +482,7 @@ def get_schedule_class(name: str) -> type[Schedule]:
     return CustomSchedule if plugins.is_plugin_name(name) else SCHEDULES[name]
 
 
-class ScheduleParamsError(ValueError):
+class ScheduleParamsError(UserError):
     """Error raised for invalid values of ``train.schedule_params``.
 
     Args:
@@ -503,7 +503,8 @@ def build_schedule(settings: TrainConfig, total_steps: int) -> Schedule:
 
     Raises:
         ScheduleParamsError: If ``train.schedule_params`` lacks a required key of the schedule, or
-            contains an unknown key or an invalid value.
+            contains an unknown key or an invalid value. Also raised if Adam's first beta leaves its
+            range within the run.
     """
     values: dict[str, Any] = {
         "peak": settings.learning_rate,
@@ -516,7 +517,7 @@ def build_schedule(settings: TrainConfig, total_steps: int) -> Schedule:
     if schedule_type is CustomSchedule:
         values["code"] = settings.schedule
     try:
-        return schedule_type(**values)
+        schedule = schedule_type(**values)
     except ValidationError as error:
         first_error = error.errors()[0]
         key = f"train.schedule_params.{first_error['loc'][0]}"
@@ -526,6 +527,18 @@ def build_schedule(settings: TrainConfig, total_steps: int) -> Schedule:
                 ("train.schedule", key), f"train.schedule: {settings.schedule} needs {key}; set {key}"
             )
         raise ScheduleParamsError(problem) from error
+    if (
+        isinstance(schedule, OneCycle)
+        and (last_betas := schedule.compute_betas(total_steps - 1)) is not None
+        and not 0 <= last_betas[0] < 1
+    ):
+        key = "train.schedule_params." + ("decay_mom_rate" if schedule.decay_mom_rate else "cycle_max_mom")
+        message = (
+            f"{key}: Adam's first beta is {last_betas[0]:.4g} at step {total_steps}, but must be at least 0 "
+            f"and less than 1; set {key} closer to 0"
+        )
+        raise ScheduleParamsError(SettingProblem((key,), message))
+    return schedule
 
 
 def build_one_cycle_schedule(settings: TrainConfig) -> OneCycle | None:
