@@ -38,16 +38,16 @@ class MetricsFile(JsonLinesWriter):
         if unreadable:
             lost = format_count(unreadable, "row")
             print_status(f"warning: {path}: skipped {lost} that cannot be read")
-        self._evaluated_steps = {row["step"] for row in rows if any(map(is_evaluation_metric, row))}
+        self._evaluated_steps = {row["step"] for row in rows if is_evaluation_row(row)}
 
     def append_row(self, row: Mapping[str, Any]) -> None:
-        """Append a row, and record its step as evaluated if it contains evaluation metrics.
+        """Append a row, and record its step as evaluated if it is the row of an evaluation.
 
         Args:
             row: Values of a step, keyed by metric name. ``step`` is required.
         """
         super().append_row(row)
-        if any(map(is_evaluation_metric, row)):
+        if is_evaluation_row(row):
             self._evaluated_steps.add(row["step"])
 
     def has_evaluation(self, step: int) -> bool:
@@ -88,6 +88,15 @@ def is_evaluation_metric(name: str) -> bool:
     The names of these metrics begin with ``eval_``.
     """
     return name.startswith(EVALUATION_PREFIX)
+
+
+def is_evaluation_row(row: Mapping[str, Any]) -> bool:
+    """Return whether a row of ``metrics.jsonl`` contains the results of an evaluation.
+
+    The row of a training step always contains ``loss``. It may also contain values with the prefix
+    ``eval_``, which a callback has logged.
+    """
+    return "loss" not in row and any(map(is_evaluation_metric, row))
 
 
 def format_evaluation_line(values: Mapping[str, float]) -> str:

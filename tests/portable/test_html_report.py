@@ -79,9 +79,11 @@ def test_metrics_file_reads_only_the_end_of_a_long_log(tmp_path: Path) -> None:
     metrics = MetricsFile(tmp_path, from_step=40_000)
     read = int(re.findall(r"rchar: (\d+)", Path("/proc/self/io").read_text())[0]) - before
     metrics.append_row({"step": 40_001, "eval_loss": 1.0})
+    metrics.append_row({"step": 40_002, "loss": 1.0, "eval_mine": 1.0})  # logged by a callback
     metrics.close()
     assert [metrics.has_evaluation(step) for step in (40_000, 40_001, 40_002)] == [True, True, False]
-    assert path.read_text() == "".join(lines[:40_001]) + '{"step": 40001, "eval_loss": 1.0}\n'
+    appended = '{"step": 40001, "eval_loss": 1.0}\n{"step": 40002, "loss": 1.0, "eval_mine": 1.0}\n'
+    assert path.read_text() == "".join(lines[:40_001]) + appended
     assert read < path.stat().st_size / 3, read
 
 
