@@ -17,7 +17,7 @@ from portable.converters.errors import redact_credentials
 from portable.converters.storage.path_or_url import is_url
 from portable.converters.writers.gguf_models import MODEL_TYPES
 from portable.private.transformers_internals import find_causal_lm_class, list_model_types
-from portable.reporting.metrics import is_evaluation_metric
+from portable.reporting.metrics import is_evaluation_metric, is_evaluation_row
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -268,7 +268,7 @@ def _format_curve_table(metrics: Sequence[Mapping[str, Any]], key: str) -> list[
     points = [(row["step"], row[key]) for row in metrics if isinstance(row.get(key), int | float)]
     if not points:
         return []
-    stride = -(-len(points) // _MAX_CURVE_ROWS)
+    stride = max(1, -(-(len(points) - 1) // (_MAX_CURVE_ROWS - 1)))
     chosen = [*points[:-1:stride], points[-1]]
     return [f"| step | {key} |", "|---|---|", *(f"| {step} | {value:.4f} |" for step, value in chosen), ""]
 
@@ -277,17 +277,17 @@ def _format_evaluation_table(metrics: Sequence[Mapping[str, Any]]) -> list[str]:
     """Format the metrics of the last evaluation as a Markdown table, with one row per metric.
 
     Returns:
-        The lines of the table. Empty if the evaluation has fewer than two metrics, because the
-        model card already shows a single evaluation loss in its table of loss values.
+        The lines of the table. Empty if ``eval_loss`` is the only metric of the evaluation, because
+        the model card already shows it in its table of loss values.
     """
-    rows = [row for row in metrics if any(map(is_evaluation_metric, row))]
+    rows = [row for row in metrics if is_evaluation_row(row)]
     values = {
         n: v
         for row in rows[-1:]
         for n, v in row.items()
         if is_evaluation_metric(n) and isinstance(v, int | float)
     }
-    if len(values) < 2:  # the curve of the evaluation loss already shows a single value
+    if values.keys() <= {"eval_loss"}:
         return []
     return [
         "| last evaluation | value |",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -26,7 +27,7 @@ from portable.errors import RunError, UserError
 from portable.output import hub as hub_module
 from portable.output.export import EXPORT_MARKER_FILE
 from portable.output.hub import HubRepository
-from portable.reporting.model_card import MODEL_CARD_FILE
+from portable.reporting.model_card import MODEL_CARD_FILE, build_model_card
 from portable.run.rank import run_rank
 from portable.run.uploads import HubUploadCallback
 from tests import hub_datasets
@@ -130,6 +131,27 @@ def test_model_card_config_reproduces_run(tmp_path: Path, corpus: Path) -> None:
     mine = load_config(tmp_path / "run" / "config.yaml").fingerprint()
     assert {key for key in mine if mine[key] != again[key]} <= {"data.source", "data.format"}
     assert "source: corpus.jsonl\n" in text
+
+
+@pytest.mark.parametrize("number", [1, 10, 11, 20, 100])
+def test_model_card_has_ten_points_and_last_evaluation(number: int) -> None:
+    """A value that a callback logs is not an evaluation, although its name begins with ``eval_``."""
+    rows: list[dict[str, Any]] = [
+        {"step": step, "loss": 2.0, "eval_mine": 7.0} for step in range(1, number + 1)
+    ]
+    rows.insert(number - 1, {"step": number - 1, "eval_loss/news": 1.5})
+    config = load_config(None, {"output_dir": "runs/mine", "backend": "cpu"})
+    card = build_model_card(
+        config,
+        adapter=None,
+        architecture="LlamaForCausalLM",
+        model_type="llama",
+        data_description="texts",
+        metrics=rows,
+    )
+    points = re.findall(r"^\| (\d+) \| 2\.0000 \|$", card, re.MULTILINE)
+    assert len(points) <= 10 and points[0] == "1" and points[-1] == str(number)
+    assert "| last evaluation | value |\n|---|---|\n| eval_loss/news | 1.5000 |\n\n" in card
 
 
 RELEASE = threading.Event()
