@@ -136,7 +136,8 @@ def test_adapter_run_exports_adapter_that_peft_loads(base: Path, trained: Path, 
     plain = AutoModelForCausalLM.from_pretrained(base)(torch.arange(30)[None]).logits
     assert (with_peft - plain).abs().max() > 0.1
     card = (final / MODEL_CARD_FILE).read_text("utf-8")
-    assert str(base) in card and "| `adapter.use_dora` | True |" in card and "| step | eval_loss |" in card
+    assert f"Base model: `{base.name}`" in card and str(base.parent) not in card
+    assert "| `adapter.use_dora` | True |" in card and "| step | eval_loss |" in card
 
 
 PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -234,7 +235,9 @@ def test_adapter_run_rejects_another_base(
         shutil.move(tmp_path / "aside", base)
 
 
-def test_adapter_run_with_added_tokens_saves_tables(base: Path, corpus: Path, tmp_path: Path) -> None:
+def test_adapter_run_with_added_tokens_saves_tables(
+    base: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The base has no rows for the tokens, so the adapter must contain the full tables."""
     import peft
 
@@ -248,6 +251,7 @@ def test_adapter_run_with_added_tokens_saves_tables(base: Path, corpus: Path, tm
     assert main([str(final), str(merged), "--merge-into", str(base), "--quiet"]) == 0
     by_card: dict[str, Any] = {}
     code = (final / MODEL_CARD_FILE).read_text("utf-8").partition("```python\n")[2].partition("```")[0]
+    monkeypatch.chdir(base.parent)  # the card names only the folder of the base
     exec(code.replace("path/of/this/folder", str(final)), by_card)
     found = by_card["model"], peft.AutoPeftModelForCausalLM.from_pretrained(final)
     with torch.no_grad():

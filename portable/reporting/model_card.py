@@ -61,8 +61,7 @@ def build_model_card(
     """Build the model card in Markdown.
 
     Exports are made to be shared. The card therefore contains no samples of the data, and names local
-    files without their folders. The base model is an exception: its complete path is shown, except in
-    shell commands, so that the Python code for an adapter runs on this machine.
+    files and folders, such as the base model, without their parent folders.
 
     Args:
         config: Config of the run.
@@ -115,12 +114,19 @@ def build_model_card(
             "",
             f"# {Path(config.output_dir).name}",
             "",
-            _describe_origin(config, adapter, architecture, is_adapter_export=is_adapter_export),
+            _describe_origin(
+                None if config.model.from_scratch else base,
+                adapter,
+                architecture,
+                is_adapter_export=is_adapter_export,
+            ),
             "",
             f"Trained on: {_FOLDER_IN_PATH.sub('', data_description)}.",
             "",
             *_format_untrained_tensors(copied_names, missing_names),
-            *_format_adapter_usage(loader, name, rows, is_adapter_export=is_adapter_export),
+            *_format_adapter_usage(
+                loader, base, rows, is_local_base=local, is_adapter_export=is_adapter_export
+            ),
             "```sh",
             *(f"{use}    # {purpose}" for purpose, use in commands),
             "```",
@@ -179,10 +185,13 @@ def _format_front_matter(
 
 
 def _describe_origin(
-    config: RunConfig, adapter: Adapter | None, architecture: str, *, is_adapter_export: bool
+    base_name: str | None, adapter: Adapter | None, architecture: str, *, is_adapter_export: bool
 ) -> str:
-    """Describe the base model, and whether the export is an adapter, a merged adapter or trained weights."""
-    base = "a model with random weights" if config.model.from_scratch else f"`{config.model.name_or_path}`"
+    """Describe the base model, and whether the export is an adapter, a merged adapter or trained weights.
+
+    ``base_name`` is None if the run has started from random weights.
+    """
+    base = "a model with random weights" if base_name is None else f"`{base_name}`"
     if adapter is None:
         return f"Architecture: {architecture}. Trained from {base}."
     relation = (
@@ -213,7 +222,12 @@ def _format_untrained_tensors(copied: Sequence[str], missing: Sequence[str]) -> 
 
 
 def _format_adapter_usage(
-    auto_class: str, base_name: str | None, num_embedding_rows: int | None, *, is_adapter_export: bool
+    auto_class: str,
+    base_name: str | None,
+    num_embedding_rows: int | None,
+    *,
+    is_local_base: bool,
+    is_adapter_export: bool,
 ) -> list[str]:
     """Format the Python code that loads an exported adapter, as lines of Markdown.
 
@@ -222,20 +236,23 @@ def _format_adapter_usage(
     Args:
         auto_class: Name of the transformers class that loads the base model, such as
             ``AutoModelForCausalLM``.
-        base_name: Name or path of the base model. None if it is unknown.
+        base_name: Name of the base model, or of its folder. None if it is unknown.
         num_embedding_rows: Number of rows to which the base model's embeddings are resized. None if
             the run did not add tokens.
+        is_local_base: Whether the base model is a local folder. If so, a comment asks the reader to
+            set its path.
         is_adapter_export: Whether the export is an adapter instead of a complete model.
     """
     if not is_adapter_export or base_name is None:
         return []
+    comment = "  # set the path of the base model" if is_local_base else ""
     grown = [] if num_embedding_rows is None else [f"base.resize_token_embeddings({num_embedding_rows})"]
     return [
         "```python",
         "from peft import PeftModel",
         f"from transformers import {auto_class}",
         "",
-        f"base = {auto_class}.from_pretrained({json.dumps(base_name)})",
+        f"base = {auto_class}.from_pretrained({json.dumps(base_name)}){comment}",
         *grown,
         f'model = PeftModel.from_pretrained(base, "{_PATH_PLACEHOLDER}")',
         "```",
