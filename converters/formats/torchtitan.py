@@ -125,18 +125,25 @@ def rename_from_torchtitan(checkpoint: Checkpoint, config: Mapping[str, Any] | N
         the model type is not supported, `checkpoint` is returned unchanged.
 
     Raises:
-        CheckpointError: If the config does not contain a number of heads that fits the tensors.
+        CheckpointError: If the config lacks a needed number, such as the number of heads, or if this
+            number does not fit the tensors. Also raised if two tensors would get the same name, or if a
+            stack contains too many experts.
     """
     if _EMBEDDING not in checkpoint.tensors:
         return checkpoint
     conversion = _TorchtitanConversion(checkpoint, checkpoint.read_config() if config is None else config)
     if conversion.module_names is None:
         return checkpoint
-    tensors = {
-        new_name: converted
-        for name, tensor in checkpoint.tensors.items()
-        for new_name, converted in conversion.convert_tensor(name, tensor).items()
-    }
+    tensors: dict[str, Tensor] = {}
+    sources: dict[str, str] = {}
+    for name, tensor in checkpoint.tensors.items():
+        for new_name, converted in conversion.convert_tensor(name, tensor).items():
+            if (other := sources.setdefault(new_name, name)) != name:
+                raise CheckpointError(
+                    f"{checkpoint.root}: {to_printable(other)} and {to_printable(name)} would both get the "
+                    f"name {to_printable(new_name)}; remove one of the two tensors from the checkpoint"
+                )
+            tensors[new_name] = converted
     aliases = {
         conversion.to_published_name(alias): conversion.to_published_name(owner)
         for alias, owner in checkpoint.aliases.items()
@@ -272,10 +279,13 @@ class _TorchtitanConversion:
         (new_name,) = new_names
         if new_name.endswith((".experts.gate_up_proj", ".experts.down_proj")) and len(shape) == 3:
             return True
-        is_permuted = self._model_type in _PERMUTED and new_name.endswith(
-            (".q_proj.weight", ".k_proj.weight")
+        module, _, kind = new_name.rpartition(".")
+        is_permuted = (
+            self._model_type in _PERMUTED
+            and module.endswith((".q_proj", ".k_proj"))
+            and (kind, len(shape)) in (("weight", 2), ("bias", 1))
         )
-        return _SINGLE_EXPERT.fullmatch(new_name) is not None or (is_permuted and len(shape) == 2)
+        return _SINGLE_EXPERT.fullmatch(new_name) is not None or is_permuted
 
 
 def _convert_optimizer(

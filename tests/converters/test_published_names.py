@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from portable.converters import open_checkpoint, write_safetensors
 from portable.converters.cli import main
 from portable.converters.errors import CheckpointError
+from portable.converters.formats.torchtitan import rename_from_torchtitan
 from portable.converters.names.known_words import find_unknown_names
 from portable.converters.names.name_rules import get_default_rules, select_used_rules, sort_naturally
 from portable.converters.names.published_names import are_memory_names, arrange_for_files, arrange_for_memory
@@ -390,6 +391,31 @@ def test_convert_of_torchtitan_and_meta_names_gives_published_names(
         assert main([str(tmp_path / "base"), str(tmp_path / "y.gguf"), *argv]) == 0
         x, y = (read_gguf(tmp_path / name) for name in ("x.gguf", "y.gguf"))
         assert x.keys() == y.keys() and all(np.array_equal(x[name], y[name]) for name in x)
+
+
+@pytest.mark.parametrize(
+    ("stored", "expected"),
+    [
+        ({"layers.0.attention.wq.bias": range(8)}, [0, 2, 1, 3, 4, 6, 5, 7]),
+        ({"layers.0.attention.wk.bias": range(4)}, [0, 2, 1, 3]),
+        ({"layers.0.attention.wv.bias": range(4)}, [0, 1, 2, 3]),
+        ({"output.weight": [1], "lm_head.weight": [2]}, "output.weight and lm_head.weight would both get"),
+    ],
+)
+def test_rename_from_torchtitan_permutes_biases_and_rejects_equal_names(
+    stored: dict[str, Any], expected: list[int] | str, tmp_path: Path
+) -> None:
+    config = {"model_type": "llama", "num_attention_heads": 2, "num_key_value_heads": 1}
+    tensors = {name: torch.tensor([*values], dtype=torch.float32) for name, values in stored.items()}
+    torch.save({"tok_embeddings.weight": torch.zeros(2, 2), **tensors}, tmp_path / "m.pt")
+    checkpoint = open_checkpoint(tmp_path / "m.pt")
+    if isinstance(expected, str):
+        with pytest.raises(CheckpointError, match=expected):
+            rename_from_torchtitan(checkpoint, config)
+        return
+    renamed = rename_from_torchtitan(checkpoint, config)
+    ((_, bias),) = [(name, t) for name, t in renamed.tensors.items() if name.endswith(".bias")]
+    assert bias.read().tolist() == expected
 
 
 @pytest.mark.parametrize(
