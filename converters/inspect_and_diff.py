@@ -9,7 +9,7 @@ import json
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from math import inf, prod, sqrt
+from math import inf, isfinite, prod, sqrt
 from typing import TYPE_CHECKING, Any
 
 from portable.converters.adapters.adapter import find_adapter
@@ -82,15 +82,21 @@ class TensorStatistics:
         if finite.size:
             self.least = min(self.least, float(finite.min()))
             self.largest = max(self.largest, float(finite.max()))
-            self._sums[0] += float(finite.sum())
-            self._sums[1] += float(np.square(finite).sum())
+            with np.errstate(over="ignore"):
+                self._sums[0] += float(finite.sum())
+                self._sums[1] += float(np.square(finite).sum())
             left = self.count - self.not_finite
             self.mean, self.rms = self._sums[0] / left, sqrt(self._sums[1] / left)
 
     def to_json(self) -> dict[str, Any]:
-        """Convert the statistics to JSON values. The minimum and maximum are None if no element is finite."""
+        """Convert the statistics to JSON values.
+
+        Returns:
+            The attributes. The minimum and maximum are None if no element is finite. The mean and the
+            RMS are 0 in this case, and None if their sums exceed the range of float64.
+        """
         values = {key: value for key, value in asdict(self).items() if key != "_sums"}
-        return {key: None if value in (inf, -inf) else value for key, value in values.items()}
+        return {key: value if isfinite(value) else None for key, value in values.items()}
 
 
 @dataclass
@@ -150,10 +156,11 @@ class TensorDifference:
             The attributes except for `tolerance`, and `relative`, which is the RMS of the differences
             divided by the RMS of the first tensor. Both are computed from finite values, and differences
             within the tolerance count as 0. `relative` is None if all finite elements of the first tensor
-            are zero.
+            are zero, or if the squares of the elements exceed the range of float64.
         """
         values = {key: value for key, value in asdict(self).items() if key not in ("tolerance", "_sums")}
-        return {**values, "relative": sqrt(self._sums[0] / self._sums[1]) if self._sums[1] else None}
+        relative = sqrt(self._sums[0] / self._sums[1]) if self._sums[1] else inf
+        return {**values, "relative": relative if isfinite(relative) else None}
 
 
 def _convert_to_float64(block: Array) -> Array:
@@ -342,7 +349,10 @@ def format_inspection(document: Mapping[str, Any]) -> str:
             "  adapter: "
             + ", ".join(f"{key} {to_printable(value)}" for key, value in document["adapter"].items())
         )
-    lines += [f"  tied: {alias} is {owner}" for alias, owner in document.get("tied", {}).items()]
+    lines += [
+        f"  tied: {to_printable(alias)} is {to_printable(owner)}"
+        for alias, owner in document.get("tied", {}).items()
+    ]
     counts = ", ".join(f"{count:,} {dtype}" for dtype, count in document["elements"].items())
     rows = [
         (

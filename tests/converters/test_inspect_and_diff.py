@@ -9,6 +9,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import save_file
 
 from portable.converters import open_checkpoint
@@ -66,6 +67,26 @@ def test_inspect_prints_statistics(tmp_path: Path, capsys: pytest.CaptureFixture
     assert document["tensors"]["none"]["statistics"]["least"] is None
     assert main(["inspect", str(source), "--stats"]) == 0
     assert "3 tensors, " in capsys.readouterr().out
+
+
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+def test_inspect_and_diff_of_overflowing_sums_print_null(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values = np.full(4, 1e308)
+    left, right = saved(tmp_path / "a", weight=values), saved(tmp_path / "b", weight=values / 2)
+    _, document = run(capsys, "inspect", left, "--stats")
+    statistics = document["tensors"]["weight"]["statistics"]
+    assert (statistics["least"], statistics["mean"], statistics["rms"]) == (1e308, None, None)
+    _, document = run(capsys, "diff", left, right)
+    assert document["values"]["weight"]["relative"] is None
+
+
+def test_inspect_prints_tied_names_on_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shared = torch.ones(2, 2)
+    torch.save({"a.weight": shared, "b\nproblem: none.weight": shared}, tmp_path / "m.pt")
+    main(["inspect", str(tmp_path / "m.pt")])
+    assert "  tied: b problem: none.weight is a.weight\n" in capsys.readouterr().out
 
 
 def test_diff_tolerance_excludes_close_elements(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
