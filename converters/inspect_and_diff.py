@@ -106,9 +106,10 @@ class TensorDifference:
     Attributes:
         tolerance: Largest absolute difference at which two finite elements count as equal.
         elements: Number of elements that differ by more than the tolerance. Two NaN elements count as
-            equal.
+            equal. Elements of different dtypes are compared as float64.
         not_finite: Number of differing elements that are NaN or infinite in at least one tensor.
-        largest: Largest absolute difference between two finite elements that differ.
+        largest: Largest absolute difference between two finite elements that differ. 0 if there are
+            none.
     """
 
     tolerance: float = 0.0
@@ -174,10 +175,13 @@ def list_inspected_tensors(checkpoint: Checkpoint, *, includes_optimizer: bool) 
     Args:
         checkpoint: Checkpoint to inspect.
         includes_optimizer: Whether to also return the tensors of the optimizer state, as
-            `<parameter>.<state>`.
+            `<parameter>.<state>`. States that are Python numbers are omitted.
 
     Returns:
         The tensors, keyed by name.
+
+    Raises:
+        CheckpointError: If the optimizer state is requested, but cannot be read.
     """
     tensors = dict(checkpoint.tensors)
     state = checkpoint.optimizer if includes_optimizer else None
@@ -242,7 +246,8 @@ def _inspect_gguf_file(path: AnyPath, options: argparse.Namespace) -> dict[str, 
         options: Options of `inspect`.
 
     Raises:
-        CheckpointError: If the file is damaged, or if an option only applies to checkpoints.
+        CommandError: If `--tag`, `--optimizer` or `--stats` is given.
+        CheckpointError: If the file is damaged.
     """
     for option in ("tag", "optimizer", "stats"):
         if getattr(options, option):
@@ -414,7 +419,8 @@ def run_diff(make_parser: ParserFactory, argv: Sequence[str]) -> int:
     Returns:
         The exit code: 0 if the tensors of both checkpoints have the same names, shapes and values,
         otherwise 1. If the names differ, they are first converted to published names if possible.
-        Values are equal if they differ by at most `--tolerance`.
+        Values are equal if they differ by at most `--tolerance`. With `--optimizer`, only the tensors
+        of the optimizer states are compared, not Python numbers or parameter groups.
     """
     arguments = make_parser(
         prog="portable-convert diff",
@@ -467,7 +473,8 @@ def compare_tensors(
 ) -> dict[str, Any]:
     """Compare two sets of tensors element by element.
 
-    Tensors of different dtypes are equal if their values are equal.
+    Tensors of different dtypes are equal if their values are equal. Tensors of different shapes are
+    not compared.
 
     Args:
         left: Tensors of the first checkpoint, keyed by name.

@@ -79,7 +79,8 @@ def _find_model_file(source: CheckpointPath) -> str | None:
 def _explain_incomplete(source: CheckpointPath) -> str | None:
     """Return an error message if a folder has several .safetensors files but no index.
 
-    Call this function only if the folder has no index, because it does not search for one.
+    The function does not search for an index. It is only called if `_find_model_file` has found no
+    file to open.
 
     Returns:
         The message as one line. None for any other path.
@@ -98,12 +99,16 @@ def _explain_incomplete(source: CheckpointPath) -> str | None:
 def _open_safetensors_checkpoint(source: CheckpointPath, name: str) -> Checkpoint:
     """Open a safetensors file, or the files that an index lists, as a checkpoint.
 
-    If the folder also contains an optimizer state, the checkpoint includes it. The state is ignored
-    if the file does not have a standard name such as `model.safetensors`.
+    If the folder also contains an optimizer state, in `optimizer.safetensors`, `optimizer.pt` or
+    `optimizer.bin`, the checkpoint includes it. The state is ignored if the model's file does not
+    have a standard name such as `model.safetensors`.
 
     Args:
         source: Path that the user specified, with options. It is the file or its folder.
         name: Name of the safetensors file or of the index, which ends in `.index.json`.
+
+    Raises:
+        CheckpointError: If a file is missing or damaged, or if the folder contains several models.
     """
     root = source.path if source.path.is_dir() else source.path.parent
     folder = CheckpointFolder(root)
@@ -149,13 +154,16 @@ def _open_safetensors_checkpoint(source: CheckpointPath, name: str) -> Checkpoin
 def _read_safetensors_optimizer(folder: CheckpointFolder, tensors: dict[str, Tensor]) -> OptimizerState:
     """Read the optimizer state that `portable-convert --optimizer` writes to the folder of the model.
 
+    The state is in `optimizer.safetensors`, and the parameter groups are in `optimizer.json`. The
+    shapes of the states are not compared with the shapes of the parameters.
+
     Args:
         folder: Folder of the model.
         tensors: Tensors of the model, keyed by name.
 
     Raises:
-        CheckpointError: If the optimizer state does not match its parameter groups or the tensors
-            of the model.
+        CheckpointError: If a file is missing or damaged, or if a state does not belong to a tensor of
+            the model or to a parameter group.
     """
     stored, _ = read_safetensors_file(folder.get_file(OPTIMIZER_FILE_NAME))
     state: dict[str, dict[str, Tensor | Scalar]] = {}

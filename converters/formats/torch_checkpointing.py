@@ -142,7 +142,10 @@ def _find_checkpoint_folder(source: CheckpointPath) -> AnyPath | None:
     """Find the folder of a checkpoint.
 
     The path may be the folder, its file `metadata.pkl`, or a file in it with a name such as
-    `model_0.pt`. None if the path does not belong to a checkpoint of this format.
+    `model_0.pt`.
+
+    Returns:
+        The folder. None if the path does not belong to a checkpoint of this format.
     """
     path = source.path if source.path.is_dir() else source.path.parent
     if _METADATA not in list_file_names(path) or not any(
@@ -154,10 +157,14 @@ def _find_checkpoint_folder(source: CheckpointPath) -> AnyPath | None:
 
 
 def _open_torch_checkpointing(source: CheckpointPath, path: AnyPath) -> Checkpoint:
-    """Open the checkpoint in the folder `path`. The files of all ranks are read and merged.
+    """Open the checkpoint in the folder `path`, and merge the files of all ranks.
+
+    Sharded tensors are read lazily. Copies of an unsharded tensor, such as a buffer, are read and
+    compared.
 
     Raises:
-        CheckpointError: If the checkpoint is damaged, is not supported, or contains no model.
+        CheckpointError: If the checkpoint is damaged, is not supported, or contains no model. Also
+            raised if the copies of an unsharded tensor differ.
     """
     folder = CheckpointFolder(path)
     world, items = _read_metadata(path)
@@ -218,6 +225,8 @@ def _open_torch_checkpointing(source: CheckpointPath, path: AnyPath) -> Checkpoi
 
 def _read_metadata(path: AnyPath) -> _Metadata:
     """Read `metadata.pkl`, which lists the saved items and the layouts of their tensors.
+
+    Items without sharded tensors, such as a data loader, are omitted.
 
     Raises:
         CheckpointError: If the file is damaged, has an unsupported version, or lists no sharded
@@ -656,7 +665,11 @@ def _read_step(folder: CheckpointFolder) -> dict[str, int]:
     """Read the training step from the file `step_0.pt` or `step_0.json`.
 
     Returns:
-        `{"step": step}`. Empty if the file is missing or does not contain an integer.
+        `{"step": step}`. Empty if the file is missing or does not contain an integer, or if the JSON
+        file is damaged.
+
+    Raises:
+        CheckpointError: If `step_0.pt` is damaged.
     """
     name = next((name for name in list_file_names(folder.path) if _STEP.fullmatch(name)), None)
     step = None

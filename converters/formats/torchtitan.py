@@ -197,6 +197,10 @@ class _TorchtitanConversion:
         """Return the published name of a tensor.
 
         Unknown tensors keep their names, and so do stacks of experts, except in gpt-oss.
+
+        Raises:
+            CheckpointError: If the tensor belongs to a layer for multi-token prediction, and the config
+                has no valid `num_hidden_layers`.
         """
         match = _LAYER.fullmatch(name)
         if match is None:
@@ -227,7 +231,8 @@ class _TorchtitanConversion:
             for rotary frequencies.
 
         Raises:
-            CheckpointError: If the stack contains more than `MAX_EXPERTS` experts.
+            CheckpointError: If the stack contains more than `MAX_EXPERTS` experts, or if the name cannot
+                be converted (`to_published_name`).
         """
         if _FREQUENCIES.fullmatch(name):
             return []
@@ -246,8 +251,8 @@ class _TorchtitanConversion:
         """Convert a torchtitan tensor to the names and the layout of the published model.
 
         A stack of experts is split into one tensor per expert. The stacks of gpt-oss are instead kept,
-        and the last two dimensions of their weights are swapped. The rows of some query and key weights
-        are reordered. Other tensors are only renamed.
+        and the last two dimensions of their weights are swapped. The rows of the query and key weights and
+        biases are reordered for Llama and Mistral. Other tensors are only renamed.
 
         Args:
             name: Name of the tensor in torchtitan.
@@ -257,6 +262,10 @@ class _TorchtitanConversion:
         Returns:
             The tensors, keyed by published name. If only the name changes, the value is `tensor`
             itself. Other results are lazy. Empty for rotary frequencies, which are not published.
+
+        Raises:
+            CheckpointError: If the name cannot be converted, or if the number of heads in the config is
+                missing or does not fit the rows.
         """
         new_names = self.list_published_names(name, tensor.shape)
         if not self.is_rearranged(name, tensor.shape):
@@ -296,7 +305,9 @@ def _convert_optimizer(
     Args:
         optimizer: Optimizer state with torchtitan's parameter names.
         conversion: Conversion that was applied to the parameters.
-        shapes: Shapes of the parameters, keyed by torchtitan's name.
+        shapes: Shapes of the parameters, keyed by torchtitan's name. A state that has the shape of
+            its parameter is converted like the parameter. Other states, such as `step`, are copied to
+            each new name.
 
     Raises:
         OptimizerStateError: If the conversion rearranges a parameter, and a state tensor of the

@@ -128,7 +128,7 @@ class ParameterDestination:
             dimension, as in MaxText's kernels. transformers stores it last.
         pairs_adjacent: Whether MaxText's rotary embedding pairs adjacent elements of a head.
             transformers pairs the first half of a head with the second half.
-        num_rows: Number of rows to keep if the parameter has padding rows, otherwise None.
+        num_rows: Number of rows to keep, because further rows are padding. None to keep all rows.
         factor: Number by which the weights are multiplied.
         divisor: Number by which the weights are divided.
         term: Number that is then added to the weights.
@@ -264,13 +264,15 @@ def build_named_layout(shapes: Mapping[Path, Shape], location: str) -> MaxTextLa
     """Build a layout that changes only the names of the parameters, and keeps their values.
 
     It is used if MaxText did not write the checkpoint, or if the model's `config.json` is not
-    known. Each name is derived from the parameter's path in the tree: the keys of the path are
-    joined with dots, and the parts that wrappers add are removed. For example, a prefix that all
-    names share may be such a part.
+    known. The name of a parameter consists of the keys of its path in the tree, joined with dots.
+    The parts that module wrappers add are removed (`strip_common_prefixes`).
 
     Args:
         shapes: Shape of each parameter, keyed by its path in the tree.
         location: Path of the checkpoint, used in error messages.
+
+    Raises:
+        CheckpointError: If two parameters get the same name, or if a name is too long.
     """
     plain = strip_common_prefixes({".".join(path): path for path in shapes}, location=location)
     return MaxTextLayout({path: ParameterDestination((name,)) for name, path in plain.items()})
@@ -332,6 +334,11 @@ class _MaxTextModel:
         Args:
             shapes: Shapes of the arrays, keyed by path.
             prefix: Keys before `decoder` in the paths of the parameters.
+
+        Raises:
+            CheckpointError: If a parameter is missing, occurs twice, has an unexpected shape, or does
+                not belong to the model. Also raised if the embeddings of a Llama or Mistral model are
+                tied, because the checkpoint does not record how MaxText scales their logits.
         """
         layout = MaxTextLayout()
         for path, shape in shapes.items():
@@ -493,6 +500,9 @@ class _MaxTextModel:
 
     def _check_all_parameters(self, layout: MaxTextLayout) -> None:
         """Check that the layout contains each parameter of the model exactly once.
+
+        The output head may be missing if the family supports tied embeddings and
+        `tie_word_embeddings` in the config is not False.
 
         Raises:
             CheckpointError: If a parameter is missing or occurs twice.

@@ -67,11 +67,15 @@ def _find_tree_folder(path: AnyPath) -> AnyPath | None:
     """Find the folder of the Orbax tree that a path refers to.
 
     The path may be this folder, or the `_METADATA` or manifest file in it. It may also be a step
-    folder in which the tree is one of the items, for example `params`.
+    folder in which the tree is one of the items, for example `params`. If the step folder contains
+    several trees, the first name in `_ITEMS` that it contains is selected.
 
     Returns:
-        The folder of the tree. None if no tree exists, if several items could be the model, or if
-        the save did not finish.
+        The folder of the tree. None if no tree exists, if there are several trees but none of them
+        has a name in `_ITEMS`, or if the save did not finish.
+
+    Raises:
+        CheckpointError: If the selected item is a link to a folder outside the step folder.
     """
     folder = path.parent if path.is_file() and path.name in (METADATA, MANIFEST) else path
     if _TEMPORARY in folder.name or not folder.is_dir():
@@ -140,15 +144,20 @@ def _open_orbax_checkpoint(source: CheckpointPath, path: AnyPath) -> Checkpoint:
 class _OrbaxTree:
     """Arrays of an Orbax tree, keyed by path.
 
-    The constructor opens all arrays. TensorStore may omit chunks of zeros. Missing chunks are
-    therefore read as zeros, with a warning.
+    The constructor opens all arrays, and reads their headers but not their elements. TensorStore may
+    omit chunks of zeros. Unless the metadata excludes this, missing chunks are read as zeros. If
+    chunks are files, the constructor logs a warning about missing chunks.
 
     Args:
         folder: Folder of the tree.
 
+    Raises:
+        CheckpointError: If the metadata, a header or a chunk is damaged or missing.
+
     Attributes:
         metadata: Metadata of the tree.
-        num_absent_chunks: Number of missing chunks that are read as zeros.
+        num_absent_chunks: Number of missing chunk files that are read as zeros. Chunks of scalars and
+            random states, and chunks in a database, are not counted.
         arrays: Lazy tensors, keyed by path in the tree.
         scalar_paths: Paths of the numbers that are not model parameters, such as the step.
     """
@@ -265,8 +274,15 @@ class _OrbaxTree:
         The tensors of a MaxText model get the names that transformers uses, if the model's
         `config.json` is known. Other tensors are named by their paths in the tree.
 
+        The array `step` in the tree contains the training step. If there is no such array, the step
+        is the number that is the name of the step folder.
+
         Args:
             source: Path that the user specified, with options.
+
+        Raises:
+            CheckpointError: If the tree contradicts `config.json`, if two parameters get the same
+                name, or if the array `step` is damaged.
         """
         folder = self.folder.path
         companions = find_companions(folder)
@@ -319,7 +335,8 @@ class _OrbaxTree:
     ) -> OptimizerState | None:
         """Build Adam's state of each parameter: both moments, and the step count (`step`).
 
-        If the tree does not record the step count, `step` is missing.
+        If the tree does not record the step count, `step` is missing. Parameters without moments are
+        omitted.
 
         Args:
             moments: Paths of the optimizer's arrays in the tree.
@@ -330,8 +347,8 @@ class _OrbaxTree:
             The optimizer state. It has one parameter group, which contains no hyperparameters.
 
         Raises:
-            OptimizerStateError: If an array is not a moment of exactly one parameter, or if a
-                moment is missing.
+            OptimizerStateError: If an array is not a moment of exactly one parameter, if its shape
+                differs from the parameter's shape, or if a parameter has only one moment.
         """
         # Parameters by the ends of their paths, because the optimizer may omit the first keys, such as the
         # name of the model.

@@ -158,13 +158,14 @@ def _map_keys_to_names(
     """Map each parameter's key in a saved optimizer to the parameter's name.
 
     A string key is already a name. If the keys are indices, the names come from `param_names` of
-    the parameter groups. If `param_names` is missing, the indices are matched to the model's
-    parameters by the shapes of their states. This requires that the parameters of each group are in
-    module order, and that the match is unique.
+    the parameter groups. If `param_names` is missing, or its length is wrong, the indices are matched
+    to the model's parameters by the shapes of their states. This requires that the parameters of each
+    group are in module order, and that the match is unique.
 
     Raises:
-        CheckpointError: If the keys are damaged, or if the model lacks one of the parameters.
-        OptimizerStateError: If the names cannot be determined from the indices.
+        CheckpointError: If the keys are damaged.
+        OptimizerStateError: If the model lacks one of the parameters, or if the names cannot be
+            determined from the indices.
     """
     flat = [key for group in keys for key in group]
     if all(type(key) is str for key in flat):
@@ -199,7 +200,7 @@ def _require_plain_name(parameter: str, tensors: Mapping[str, Tensor], location:
     Prefixes that wrappers such as DDP added to the name are removed.
 
     Raises:
-        CheckpointError: If the model has no such parameter.
+        OptimizerStateError: If the model has no such parameter.
     """
     name = find_plain_name(parameter, tensors)
     if name not in tensors:
@@ -290,8 +291,8 @@ def read_hyperparameters(group: Mapping[Any, Any]) -> dict[str, Any]:
     """Return the hyperparameters of a parameter group as JSON values.
 
     `group` is an entry of an optimizer's `param_groups`. Its parameter list and parameter names are
-    omitted. A small tensor, such as a learning rate, becomes a number or a list. A large tensor
-    becomes None.
+    omitted. A tensor of at most `MAX_GROUP_TENSOR` elements, such as a learning rate, is read, and
+    becomes a number or a list. A larger tensor becomes None.
     """
     settings: dict[str, Any] = {}
     for key, value in group.items():

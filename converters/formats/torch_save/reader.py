@@ -85,9 +85,10 @@ def _find_model_file(source: CheckpointPath) -> str | None:
     other candidate.
 
     Returns:
-        Name of the file. None if no file or several files could be the model, or if the files
-        belong to separate ranks. Also None if the folder contains safetensors files but not
-        `pytorch_model_fsdp.bin`. Safetensors files are preferred to all other files.
+        Name of the file. None if no file or several files could be the model. Without a well-known
+        name, also None if any file has the name of a rank's file, such as `model_rank0.pt`. Also None
+        if the folder contains safetensors files but not `pytorch_model_fsdp.bin`. Safetensors files
+        are preferred to all other files.
     """
     path = source.path
     if path.is_file():
@@ -152,6 +153,9 @@ def _explain_incomplete(source: CheckpointPath) -> str | None:
 def _open_torch_checkpoint(source: CheckpointPath, name: str) -> Checkpoint:
     """Open the file or index `name` as a checkpoint.
 
+    The optimizer may be in the same file. Otherwise, if the path is a folder, the optimizer is read
+    from `optimizer.pt` or `optimizer.bin`.
+
     Raises:
         CheckpointError: If a file is damaged or does not contain a full state dict, or if the folder
             contains several models.
@@ -202,7 +206,12 @@ def _open_torch_checkpoint(source: CheckpointPath, name: str) -> Checkpoint:
 
 
 def load_torch_file(file: CheckpointFile) -> Any:
-    """Load a file like `torch.load`, but without running code. Tensors become `StoredTensor`s."""
+    """Load a file like `torch.load`, but without running code. Tensors become `StoredTensor`s.
+
+    Raises:
+        CheckpointError: If the file is damaged or has the format of torch before 1.6, or if its pickle
+            refers to an unsupported type.
+    """
     return TorchZip(file).load_object()
 
 
@@ -276,8 +285,18 @@ class StateDictParts(NamedTuple):
 def split_state_dict(saved: Any, location: str) -> StateDictParts:
     """Split the content of a file into the model's tensors, the optimizers, and the training step.
 
+    The model's tensors are at the top level or in a nested dict such as `model`, which
+    `find_model_container` selects. Their names do not include the path of this dict, and tensors in
+    other dicts are dropped. If it cannot select a dict, all tensors are returned, and their names
+    include the paths of their dicts. Other values, such as strings, are ignored.
+
+    Args:
+        saved: Unpickled content of the file.
+        location: Path of the file, used in error messages.
+
     Raises:
-        CheckpointError: If the content is not a full state dict. The message names the format if it
+        CheckpointError: If the content is not a full state dict, if two tensors get the same name, or
+            if the nested dict of the model contains a NumPy array. The message names the format if it
             is known.
     """
     if not isinstance(saved, dict):
@@ -354,7 +373,7 @@ def split_state_dict(saved: Any, location: str) -> StateDictParts:
 
 
 def find_tied_aliases(views: Mapping[str, StoredTensor], tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Find tied tensors: names whose tensors are the same view of the same storage.
+    """Find tied tensors: names whose tensors have the same dtype and are the same view of one storage.
 
     One of these names becomes the owner of the tensor. The other names become aliases of the owner.
     Empty tensors are never tied.

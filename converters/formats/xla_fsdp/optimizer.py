@@ -49,6 +49,10 @@ def build_xla_optimizer(
     Each rank's model file contains a dict `model`. Each of its sharded entries contains a part of
     one or more parameters. Its other entries have no layout.
 
+    A replicated state of an entry, such as `step`, is copied to all parameters of the entry. The
+    value comes from the first rank. Numbers must be equal on all ranks, but only the first replicated
+    tensor is compared with the copies on the other ranks.
+
     Args:
         saved: File and `optimizer.state_dict()` of every rank, in order.
         layouts: Layout of the parameters in each sharded entry, keyed by the keys of `model`. The
@@ -64,7 +68,8 @@ def build_xla_optimizer(
 
     Raises:
         CheckpointError: If the ranks differ, or if the state cannot be assigned to parameters
-            unambiguously.
+            unambiguously. Also raised if a state is neither a number nor a tensor, or has a shape
+            other than its shard.
     """
     location, _ = saved[0]
     ranks = [(file, _get_state_by_index(value, file)) for file, value in saved]
@@ -146,10 +151,12 @@ def _map_indices_to_keys(
     """Map each parameter index of the optimizer to the parameter's key in the rank files.
 
     A plain optimizer numbers its parameters. In the rank files, the parameters are stored under
-    their keys in the dict `model`. If the groups contain the names of their parameters, these names
-    are used. Otherwise, indices and keys are matched by shape. If several assignments fit and the
-    Trainer wrote the optimizer, its two groups (with and without weight decay) are matched
-    separately.
+    their keys in the dict `model`. If the groups contain the names of their parameters, and these
+    names are distinct keys, they are used. Otherwise, indices and keys are matched by shape. If the
+    optimizer has fewer parameters than the model, keys of frozen flat parameters are skipped.
+
+    If this match fails or is ambiguous and the Trainer wrote the optimizer, its two groups (with and
+    without weight decay) are matched separately.
 
     Args:
         indices: Parameter indices in each group.

@@ -70,10 +70,7 @@ class XlaRankFile:
 
 
 def _match_rank_file_name(name: str) -> re.Match[str] | None:
-    """Match a file name that contains the rank and the world size.
-
-    None if the name has a different form.
-    """
+    """Match a file name that contains the rank and the world size. None if it has a different form."""
     return _RANK_FILE.fullmatch(name) if name.endswith(_SUFFIXES) else None
 
 
@@ -101,7 +98,8 @@ def _list_candidate_files(path: AnyPath) -> list[str]:
 def _get_folder_of_rank_files(source: CheckpointPath) -> CheckpointFolder | None:
     """Find the folder of rank files. The path may be the folder or one of the files.
 
-    None if there are no rank files.
+    Returns:
+        The folder. None if there are no rank files.
     """
     path = source.path
     folder = CheckpointFolder(path.parent if path.is_file() else path)
@@ -136,10 +134,14 @@ def _list_rank_files(source: CheckpointPath, folder: CheckpointFolder) -> list[s
         source: Path that was opened: a folder, or one rank file of the checkpoint.
         folder: Folder that contains the files.
 
+    Returns:
+        Names of the files that differ only in the rank, for example `rank0-of-2.pth`. If no names
+        contain the rank and the world size, or `source` is a file with another name, the names of all
+        other files that contain `shard_metadata`.
+
     Raises:
-        CheckpointError: If the folder contains the rank files of several checkpoints, and `source`
-            does not select one of them. It does so if it is a file whose name contains the rank and
-            the world size.
+        CheckpointError: If the folder contains the rank files of several checkpoints, and `source` is
+            not a file whose name contains the rank and the world size.
     """
     entries = _list_candidate_files(folder.path)
     names_by_set: dict[tuple[str, int, str], list[str]] = {}
@@ -319,7 +321,8 @@ def _build_key_tensors(
     """Build the tensors of one entry in the `model` dict of the rank files.
 
     If the entry is sharded, the shards of all ranks are joined. Otherwise, the entry is a buffer,
-    and all ranks have a copy of it.
+    and all ranks have a copy of it. The copy of the first rank is used. The values of the copies are
+    not compared.
 
     Args:
         key: Key of the entry.
@@ -331,7 +334,8 @@ def _build_key_tensors(
         Tensors, keyed by name. Empty if the value is not a tensor.
 
     Raises:
-        CheckpointError: If the ranks differ.
+        CheckpointError: If the dtype or shape differs between the ranks, or if the shards do not fit
+            the layout.
     """
     if layout is not None:
         return join_shards(layout, shards, str(key))

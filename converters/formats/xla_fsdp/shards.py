@@ -66,7 +66,7 @@ class XlaFsdpLayout:
 
     @property
     def is_flat(self) -> bool:
-        """Whether the parameters were flattened before sharding."""
+        """Whether the entry differs from its parameter: several parameters, or one in another shape."""
         return len(self.parameters) > 1 or self.parameters[0].shape != self.shape
 
 
@@ -83,8 +83,8 @@ def parse_layouts(
         Layouts of the sharded entries, keyed by their keys in `model`.
 
     Raises:
-        CheckpointError: If the ranks differ, or if `shard_metadata` does not describe exactly the
-            sharded entries.
+        CheckpointError: If the ranks differ, if there are no sharded entries, or if `shard_metadata`
+            does not describe exactly the sharded entries.
     """
     (location, first), others = metadata_by_file[0], metadata_by_file[1:]
     layouts: dict[str, XlaFsdpLayout] = {}
@@ -140,7 +140,7 @@ def _get_metadata_table(metadata: Metadata, name: str, location: str) -> dict[An
 
 
 def _get_shard_info(metadata: Metadata, head: str, suffix: str, location: str) -> dict[Any, Any]:
-    """Return the entry of `shard_metadata` that describes a shard.
+    """Return the entry of `shard_info` in `shard_metadata` that describes a shard.
 
     The shard's key in `model` is `head` and `suffix`, joined by a dot, or only `suffix` if `head`
     is empty.
@@ -282,8 +282,8 @@ def join_shards(
         Tensors, keyed by parameter name. The names include the prefixes of the XLA FSDP wrappers.
 
     Raises:
-        CheckpointError: If the shards differ in dtype or shape, or if their size does not match the
-            layout and the number of ranks.
+        CheckpointError: If a shard is not a tensor, if the shards differ in dtype or shape, or if their
+            size does not match the layout and the number of ranks.
     """
     location, first = shards[0]
     key += suffix
@@ -308,7 +308,8 @@ def _join_flat_shards(
 ) -> dict[str, Tensor]:
     """Join the shards of a flat entry, and split the result into the original parameters.
 
-    The padding at the end of the joined entry is dropped.
+    The padding at the end of the joined entry is dropped. Padding to a multiple of a power of two, at
+    most 4096, is supported.
 
     Args:
         layout: Layout of the original parameters in the entry.
