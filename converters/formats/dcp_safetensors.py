@@ -17,7 +17,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from portable.converters.checkpoint import Checkpoint, OptimizerState
+from portable.converters.checkpoint import Aliases, Checkpoint, OptimizerState
 from portable.converters.config_and_tokenizer_files import find_companions, read_trainer_metadata
 from portable.converters.containers.shard_index import (
     DCP_INFO_KEY,
@@ -28,10 +28,11 @@ from portable.converters.containers.shard_index import (
 from portable.converters.errors import CheckpointError, DamagedCheckpointError, prefix_checkpoint_errors
 from portable.converters.formats import CheckpointPath, Format
 from portable.converters.formats.safetensors import read_safetensors_file
+from portable.converters.formats.torch_save.optimizer import check_state_shapes
 from portable.converters.names.canonical import (
     classify_state_dict_keys,
+    find_plain_name,
     infer_key_paths,
-    remove_wrapper_parts,
     strip_common_prefixes,
 )
 from portable.converters.storage.byte_sources import InMemorySource, parse_json
@@ -129,17 +130,24 @@ def _open_sharded_safetensors(source: CheckpointPath, path: AnyPath) -> Checkpoi
     roles = classify_state_dict_keys(
         infer_key_paths(stored, location=location), frozenset(stored), location=location
     )
-    state = {
-        remove_wrapper_parts(name): {state_name: stored[key] for state_name, key in keys.items()}
-        for name, keys in roles.optimizer_state.items()
-    }
+    tensors = strip_common_prefixes(
+        {name: stored[key] for name, key in roles.model.items()}, location=location
+    )
+
+    def open_optimizer(_: Aliases) -> OptimizerState:
+        state = {
+            find_plain_name(name, tensors): {state_name: stored[key] for state_name, key in keys.items()}
+            for name, keys in roles.optimizer_state.items()
+        }
+        for name, values in state.items():
+            check_state_shapes(name, values, tensors, location)
+        return OptimizerState(state, [{"params": list(state)}])
+
     return Checkpoint(
         format="dcp-safetensors",
         root=source.path,
-        tensors=strip_common_prefixes(
-            {name: stored[key] for name, key in roles.model.items()}, location=location
-        ),
-        optimizer=OptimizerState(state, [{"params": list(state)}]) if state else None,
+        tensors=tensors,
+        optimizer=open_optimizer if roles.optimizer_state else None,
         metadata=read_trainer_metadata(path),
         companions=find_companions(source.path),
     )

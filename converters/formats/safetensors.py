@@ -29,6 +29,7 @@ from portable.converters.containers.shard_index import (
 )
 from portable.converters.errors import CheckpointError, DamagedCheckpointError, prefix_checkpoint_errors
 from portable.converters.formats import CheckpointPath, Format
+from portable.converters.formats.torch_save.optimizer import check_state_shapes
 from portable.converters.formats.torch_save.reader import deduplicate_tied_names, open_optimizer_file
 from portable.converters.limits import MAX_HEADER
 from portable.converters.names.canonical import split_state_key, strip_common_prefixes
@@ -154,16 +155,15 @@ def _open_safetensors_checkpoint(source: CheckpointPath, name: str) -> Checkpoin
 def _read_safetensors_optimizer(folder: CheckpointFolder, tensors: dict[str, Tensor]) -> OptimizerState:
     """Read the optimizer state that `portable-convert --optimizer` writes to the folder of the model.
 
-    The state is in `optimizer.safetensors`, and the parameter groups are in `optimizer.json`. The
-    shapes of the states are not compared with the shapes of the parameters.
+    The state is in `optimizer.safetensors`, and the parameter groups are in `optimizer.json`.
 
     Args:
         folder: Folder of the model.
         tensors: Tensors of the model, keyed by name.
 
     Raises:
-        CheckpointError: If a file is missing or damaged, or if a state does not belong to a tensor of
-            the model or to a parameter group.
+        CheckpointError: If a file is missing or damaged, if a state does not belong to a tensor of the
+            model or to a parameter group, or if its shape differs from the shape of its parameter.
     """
     stored, _ = read_safetensors_file(folder.get_file(OPTIMIZER_FILE_NAME))
     state: dict[str, dict[str, Tensor | Scalar]] = {}
@@ -174,6 +174,8 @@ def _read_safetensors_optimizer(folder: CheckpointFolder, tensors: dict[str, Ten
                 f"{folder.path / OPTIMIZER_FILE_NAME}: {key!r} does not belong to a tensor of the model"
             )
         state.setdefault(parameter, {})[state_name] = tensor
+    for parameter, values in state.items():
+        check_state_shapes(parameter, values, tensors, str(folder.path / OPTIMIZER_FILE_NAME))
     file = folder.get_file(OPTIMIZER_GROUPS_FILE_NAME)
     groups = read_json_object(file).get("param_groups")
     if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):

@@ -7,11 +7,14 @@ import pickle
 import shutil
 import struct
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
@@ -132,6 +135,23 @@ def test_dcp_optimizer_state_keyed_by_index_is_read(tmp_path: Path) -> None:
     optimizer.step()
     dcp_save({"model": model.state_dict(), "optim": optimizer.state_dict()}, checkpoint_id=tmp_path / "ok")
     assert_optimizer(open_checkpoint(tmp_path / "ok"), live(model, optimizer))
+
+
+@pytest.mark.parametrize(
+    ("writer", "key"),
+    [
+        (FileSystemWriter, "w"),
+        (FileSystemWriter, 0),
+        (partial(HuggingFaceStorageWriter, save_distributed=True), "w"),
+    ],
+)
+def test_dcp_optimizer_state_of_another_shape_is_rejected(
+    writer: Any, key: str | int, tmp_path: Path
+) -> None:
+    moments = {"exp_avg": torch.ones(5, 3), "exp_avg_sq": torch.ones(5)}
+    state = {"w": torch.ones(5, 3), "optim": {"state": {key: moments}}}
+    dcp_save(state, storage_writer=writer(str(tmp_path)), no_dist=True)
+    assert "exp_avg_sq of 'w' has shape [5], but the parameter has shape [5, 3]; copy" in refused(tmp_path)
 
 
 def test_dcp_flat_parameters_of_fsdp1_are_rejected(tmp_path: Path) -> None:

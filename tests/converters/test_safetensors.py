@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,16 @@ def test_safetensors_round_trips_optimizer(tmp_path: Path) -> None:
     assert back.param_groups == [{**groups[0], "betas": [0.9, 0.95]}]
     assert set(back.state["b.weight"]) == {"row", "step", "flag"}
     assert_same(back.state["b.weight"]["row"], WEIGHTS["b.weight"])  # type: ignore[arg-type]
+
+
+def test_safetensors_optimizer_state_of_another_shape_is_rejected(tmp_path: Path) -> None:
+    source = model(tmp_path / "in", {"a.weight": torch.ones(5, 3)})
+    (source / "optimizer.json").write_text(json.dumps({"param_groups": [{"params": ["a.weight"]}]}))
+    path = source / "optimizer.safetensors"
+    safetensors.torch.save_file({"a.weight.row": torch.ones(5), "a.weight.exp_avg": torch.ones(5)}, path)
+    line = f"{path}: exp_avg of 'a.weight' has shape [5], but the parameter has shape [5, 3]; copy the"
+    with pytest.raises(CheckpointError, match=re.escape(line)):
+        _ = open_checkpoint(source).optimizer
 
 
 def test_safetensors_dtype_casts_only_floats_with_dimensions(tmp_path: Path) -> None:

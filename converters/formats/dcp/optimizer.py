@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from portable.converters.checkpoint import OptimizerState, ParamGroups, Scalar
 from portable.converters.containers.pickle_reader import to_json_value
 from portable.converters.errors import DamagedCheckpointError
-from portable.converters.formats.torch_save.optimizer import find_moment_shape
+from portable.converters.formats.torch_save.optimizer import check_state_shapes, find_moment_shape
 from portable.converters.names.canonical import KeyRoles, StateDictPath, find_plain_name, is_parameter_index
 from portable.converters.names.index_keys import (
     flatten_group_keys,
@@ -55,8 +55,9 @@ def build_optimizer_state(
         they are damaged.
 
     Raises:
-        CheckpointError: If two states have the same name, or if state that is keyed by index
-            does not fit the model's parameters or has damaged parameter groups.
+        CheckpointError: If two states have the same name, if the shape of a state differs from the
+            shape of its parameter, or if state that is keyed by index does not fit the model's
+            parameters or has damaged parameter groups.
     """
     state: State = {}
     for parameter, entries in roles.optimizer_state.items():
@@ -74,6 +75,8 @@ def build_optimizer_state(
         )
 
     if not state or not all(is_parameter_index(name) and name not in tensors for name in state):
+        for name, values in state.items():
+            check_state_shapes(name, values, tensors, location)
         return OptimizerState(state, build_groups)
     groups = build_groups()
     keys = [group["params"] for group in groups] if groups else [sorted(state, key=int)]
@@ -83,7 +86,10 @@ def build_optimizer_state(
     names = map_indices_to_names(keys, shapes, candidates, f"{location}: the optimizer")
     for group in groups:
         group["params"] = [names[key] for key in group["params"]]
-    return OptimizerState({names[index]: value for index, value in state.items()}, groups)
+    named_state = {names[index]: values for index, values in state.items()}
+    for name, values in named_state.items():
+        check_state_shapes(name, values, tensors, location)
+    return OptimizerState(named_state, groups)
 
 
 def _build_param_groups(

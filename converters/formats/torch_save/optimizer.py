@@ -90,7 +90,7 @@ def build_named_optimizer(
     for key in (key for group in keys for key in group):
         if key in state:
             name = names[key]
-            _check_state_shapes(name, state[key], tensors, location)
+            check_state_shapes(name, state[key], tensors, location)
             state_by_name[name] = {
                 state_name: to_lazy_tensor(value, f"{name}.{state_name}")
                 if isinstance(value, TensorLeaf)
@@ -268,17 +268,24 @@ def find_moment_shape(values: Mapping[Any, Any]) -> Shape | None:
     return next(filter(None, shapes), None)
 
 
-def _check_state_shapes(
+def check_state_shapes(
     name: str, values: Mapping[str, TensorLeaf | Scalar], tensors: Mapping[str, Tensor], location: str
 ) -> None:
     """Check that the states in `_PARAMETER_SHAPED_STATES` have the shape of their parameter.
 
     Other states may have any shape.
 
+    Args:
+        name: Name of the parameter. States of a parameter that the model does not contain are not
+            checked.
+        values: States of the parameter, keyed by state name.
+        tensors: Tensors of the model, keyed by name.
+        location: Path of the optimizer, used in error messages.
+
     Raises:
         CheckpointError: If a shape differs.
     """
-    for state_name in _PARAMETER_SHAPED_STATES:
+    for state_name in _PARAMETER_SHAPED_STATES if name in tensors else ():
         value = values.get(state_name)
         if isinstance(value, TensorLeaf) and value.shape != tensors[name].shape:
             raise DamagedCheckpointError(
