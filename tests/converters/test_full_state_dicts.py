@@ -202,7 +202,13 @@ def test_full_state_dict_errors_name_reason(tmp_path: Path) -> None:
     assert "contains a lazily conjugated or negated tensor, which is not supported unless" in said(
         {"a": conjugate}
     )
-    assert "'model.b' is a numpy array; save the array as" in said({"model": {"a": tensor, "b": np.ones(2)}})
+    for arrays, name in (
+        ({"model": {"a": tensor, "b": np.ones(2)}}, "model.b"),
+        ({"a": tensor, "norm.weight": np.ones(2)}, "norm.weight"),
+        ({"norm.weight": np.ones(2)}, "norm.weight"),
+        ({"g": {"a": tensor}, "d": {"a": tensor, "norm": np.ones(2)}}, "d.norm"),
+    ):
+        assert f"{name!r} is a numpy array; save the array as a tensor" in said(arrays)
     assert "one rank's part" in said({"a": tensor}, "pytorch_model_fsdp_rank0.bin")
     loop: dict[str, Any] = {"a": tensor}
     loop["loop"] = loop
@@ -211,6 +217,14 @@ def test_full_state_dict_errors_name_reason(tmp_path: Path) -> None:
     for _ in range(12):
         wide = [wide] * 12
     assert "is too large" in said({"a": wide})
+
+
+def test_full_state_dict_without_container_ignores_random_states(tmp_path: Path) -> None:
+    state = np.random.get_state()
+    random_states = {"rng_state": state[1], "np_rng_state": state, "rng": {"numpy": state}}
+    for weights in ({"a": torch.randn(2)}, {"g": {"a": torch.ones(1)}, "d": {"a": torch.ones(1)}}):
+        torch.save({**weights, **random_states}, tmp_path / "m.pt")
+        assert len(open_checkpoint(tmp_path / "m.pt").tensors) == len(weights)
 
 
 def test_full_state_dict_folder_with_several_models_is_rejected(tmp_path: Path) -> None:

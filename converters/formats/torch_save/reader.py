@@ -72,6 +72,8 @@ dict.
 """
 _NUMPY_ARRAYS = ("numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct")
 """Global names of the functions that a pickled NumPy array refers to."""
+_RANDOM_STATE = re.compile(r"(?i)(?:^|_)(?:rng|random|seed|numpy|np)(?:_|$)")
+"""Pattern of the keys under which programs save the state of NumPy's random generator."""
 _LOCAL_STATE_FILE = re.compile(r"pytorch_model_fsdp_rank\d+\.bin")
 """Pattern of the per-rank file names that Accelerate uses with FSDP1's LOCAL_STATE_DICT."""
 OPTIMIZERS = ("optimizer.pt", "optimizer.bin")
@@ -296,7 +298,7 @@ def split_state_dict(saved: Any, location: str) -> StateDictParts:
 
     Raises:
         CheckpointError: If the content is not a full state dict, if two tensors get the same name, or
-            if the nested dict of the model contains a NumPy array. The message names the format if it
+            if a NumPy array may be a parameter. The message names the format if it
             is known.
     """
     if not isinstance(saved, dict):
@@ -352,12 +354,14 @@ def split_state_dict(saved: Any, location: str) -> StateDictParts:
         elif isinstance(value, int) and len(path) == 1 and path[0] in ("step", "global_step"):
             counters["step"] = value
     container = find_model_container(list(leaves))
-    if container:  # outside a container, arrays are not parameters but random states
-        array_paths = (path for path in arrays if path[:-1] == container)
-        array_path = next((path for path in array_paths if not str(path[-1]).endswith("_extra_state")), None)
-        if array_path is not None:
+    for path in arrays:
+        # Inside a dict such as `model`, every array except an extra state may be a parameter.
+        is_other_state = str(path[-1]).endswith("_extra_state") or (
+            not container and any(_RANDOM_STATE.search(str(part)) for part in path)
+        )
+        if (container is None or path[:-1] == container) and not is_other_state:
             raise CheckpointError(
-                f"{location}: {format_untrusted_value('.'.join(map(str, array_path)))} is a numpy array; "
+                f"{location}: {format_untrusted_value('.'.join(map(str, path)))} is a numpy array; "
                 "save the array as a tensor"
             )
     model: dict[str, TensorLeaf] = {}
