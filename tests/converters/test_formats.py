@@ -353,6 +353,7 @@ LIES: dict[str, dict[tuple[str, str], list[tuple[Change, str]]]] = {
             (lambda v: v["model"].update({"evil": Evil()}), r"io\.open"),
             (lambda v: v["shard_metadata"].update(world_size=5), "contains rank 2 of 5"),
             (lambda v: v["optimizer"]["state"][0]["step"].fill_(2.0), "different runs or steps"),
+            (lambda v: v["optimizer"]["state"][3]["step"].fill_(2.0), r"'step' of '.*' differs from the"),
             (lambda v: v["optimizer"]["param_groups"][0].update(lr=0.5), "different runs or steps"),
         ],
         ("each4", "*"): [

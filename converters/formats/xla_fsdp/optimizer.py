@@ -18,10 +18,12 @@ from portable.converters.formats.torch_save.optimizer import (
 from portable.converters.formats.xla_fsdp.shards import XlaFsdpLayout, join_shards
 from portable.converters.limits import MAX_GROUP_TENSOR
 from portable.converters.names.index_keys import map_indices_to_names
+from portable.converters.storage.folder_operations import map_with_prefetch
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from portable.converters.storage.path_or_url import AnyPath
     from portable.converters.tensors.tensor import Tensor
 
 Shape = tuple[int, ...]
@@ -42,6 +44,7 @@ def build_xla_optimizer(
     shapes: Mapping[str, Shape],
     plain_names: Mapping[str, str],
     *,
+    root: AnyPath,
     from_trainer: bool,
 ) -> OptimizerState:
     """Build the optimizer state of a model that was trained with XLA FSDP.
@@ -49,9 +52,8 @@ def build_xla_optimizer(
     Each rank's model file contains a dict `model`. Each of its sharded entries contains a part of
     one or more parameters. Its other entries have no layout.
 
-    A replicated state of an entry, such as `step`, is copied to all parameters of the entry. The
-    value comes from the first rank. Numbers must be equal on all ranks, but only the first replicated
-    tensor is compared with the copies on the other ranks.
+    A replicated state of an entry, such as `step`, is copied to all parameters of the entry. It must
+    be equal on all ranks.
 
     Args:
         saved: File and `optimizer.state_dict()` of every rank, in order.
@@ -60,6 +62,7 @@ def build_xla_optimizer(
         shapes: Shape of one rank's shard, keyed by the keys of the sharded entries.
         plain_names: Parameter names without wrapper prefixes, keyed by the names with these
             prefixes.
+        root: Folder of the files.
         from_trainer: Whether transformers' Trainer wrote the optimizer. Such an optimizer always
             has the same two parameter groups.
 
@@ -87,15 +90,12 @@ def build_xla_optimizer(
             )
     keys = _map_indices_to_keys(indices, groups, states, shapes, from_trainer, location)
     state: dict[str, Mapping[str, Tensor | Scalar]] = {}
-    has_replicated_tensor = False
     for index in (index for group in indices for index in group if index in states):
         state_by_name: dict[str, dict[str, Tensor | Scalar]] = {}
         for state_name, value in states[index].items():
             parts = [(file, values[index].get(state_name)) for file, values in ranks]
             if not _is_sharded_state(state_name, value, shapes[keys[index]], location):
-                if not has_replicated_tensor or not isinstance(value, StoredTensor):
-                    _check_equal_on_ranks(parts, f"the optimizer's {state_name!r}")
-                has_replicated_tensor = has_replicated_tensor or isinstance(value, StoredTensor)
+                _check_equal_on_ranks(parts, f"the optimizer's {state_name!r} of {keys[index]!r}", root)
                 if value is not None:
                     replicated = (
                         value
@@ -263,7 +263,7 @@ def _is_sharded_state(description: Any, value: Any, shard: Shape, location: str)
     raise OptimizerStateError(f"{location}: the optimizer's {description!r} is neither a tensor nor a number")
 
 
-def _check_equal_on_ranks(parts: Sequence[tuple[str, Any]], description: str) -> None:
+def _check_equal_on_ranks(parts: Sequence[tuple[str, Any]], description: str, root: AnyPath) -> None:
     """Check that all ranks have equal copies of a replicated value.
 
     If the copies differ, the files are from different steps or runs.
@@ -271,29 +271,32 @@ def _check_equal_on_ranks(parts: Sequence[tuple[str, Any]], description: str) ->
     Args:
         parts: File and value of each rank.
         description: Description of the value, used in error messages.
+        root: Folder of the files. In an object store, the copies are read concurrently.
 
     Raises:
         CheckpointError: If the copies differ, or if a copy is a tensor with too many elements.
     """
-    (location, first), *others = parts
-    expected = _to_comparable(first, location)
-    for file, value in others:
-        if _to_comparable(value, file) != expected:
+    location, _ = parts[0]
+    copies = map_with_prefetch(root, _to_comparable, parts)
+    expected = next(copies)
+    for (file, _), copy in zip(parts[1:], copies, strict=True):
+        if copy != expected:
             raise MixedCheckpointError(f"{file}: {description} differs from the value in {location}")
 
 
-def _to_comparable(value: Any, location: str) -> Any:
+def _to_comparable(part: tuple[str, Any]) -> Any:
     """Convert a value to JSON values, so that it can be compared with the values of other ranks.
 
     A tensor becomes a number or a list.
 
     Args:
-        value: Value from the file of one rank, such as a step count.
-        location: Path of the file, used in error messages.
+        part: Path of the file of one rank, used in error messages, and a value from this file, such as
+            a step count.
 
     Raises:
         CheckpointError: If a tensor has too many elements.
     """
+    location, value = part
     if not isinstance(value, StoredTensor):
         return to_json_value(value)
     with prefix_checkpoint_errors(location):

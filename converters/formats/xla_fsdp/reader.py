@@ -291,7 +291,7 @@ def _open_xla_fsdp_checkpoint(source: CheckpointPath, folder: CheckpointFolder) 
             return None
         saved = [(file.location, file.content["optimizer"]) for file in optimizers]
         trainer = bool(models[0].location.endswith(_TRAINER_MODEL))
-        return build_xla_optimizer(saved, layouts, shapes, plain_names, from_trainer=trainer)
+        return build_xla_optimizer(saved, layouts, shapes, plain_names, root=root, from_trainer=trainer)
 
     return Checkpoint(
         format="xla-fsdp",
@@ -321,8 +321,9 @@ def _build_key_tensors(
     """Build the tensors of one entry in the `model` dict of the rank files.
 
     If the entry is sharded, the shards of all ranks are joined. Otherwise, the entry is a buffer,
-    and all ranks have a copy of it. The copy of the first rank is used. The values of the copies are
-    not compared.
+    and all ranks have a copy of it. The copy of the first rank is used, as in torch_xla. The values of
+    the copies are not compared, because each rank updates its buffers on its own. For example, the
+    statistics of a BatchNorm differ between the ranks.
 
     Args:
         key: Key of the entry.
