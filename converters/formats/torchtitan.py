@@ -136,18 +136,25 @@ def rename_from_torchtitan(checkpoint: Checkpoint, config: Mapping[str, Any] | N
         return checkpoint
     tensors: dict[str, Tensor] = {}
     sources: dict[str, str] = {}
+
+    def check_new_name(new_name: str, name: str) -> None:
+        if (other := sources.setdefault(new_name, name)) != name:
+            raise CheckpointError(
+                f"{checkpoint.root}: {to_printable(other)} and {to_printable(name)} would both get the "
+                f"name {to_printable(new_name)}; remove one of the two tensors from the checkpoint"
+            )
+
     for name, tensor in checkpoint.tensors.items():
         for new_name, converted in conversion.convert_tensor(name, tensor).items():
-            if (other := sources.setdefault(new_name, name)) != name:
-                raise CheckpointError(
-                    f"{checkpoint.root}: {to_printable(other)} and {to_printable(name)} would both get the "
-                    f"name {to_printable(new_name)}; remove one of the two tensors from the checkpoint"
-                )
+            check_new_name(new_name, name)
             tensors[new_name] = converted
-    aliases = {
-        conversion.to_published_name(alias): conversion.to_published_name(owner)
-        for alias, owner in checkpoint.aliases.items()
-    }
+    aliases: dict[str, str] = {}
+    for alias, owner in checkpoint.aliases.items():
+        new_alias, new_owner = (conversion.to_published_name(name) for name in (alias, owner))
+        # Two names of a tied tensor may get the same new name, such as output.weight and lm_head.weight.
+        if new_alias != new_owner and aliases.get(new_alias) != new_owner:
+            check_new_name(new_alias, alias)
+            aliases[new_alias] = new_owner
     shapes = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
 
     def load_optimizer(_: Aliases) -> OptimizerState | None:

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from portable.converters import open_checkpoint, write_safetensors
+from portable.converters import Checkpoint, open_checkpoint, write_safetensors
 from portable.converters.cli import main
 from portable.converters.errors import CheckpointError
 from portable.converters.formats.torchtitan import rename_from_torchtitan
@@ -416,6 +416,21 @@ def test_rename_from_torchtitan_permutes_biases_and_rejects_equal_names(
     renamed = rename_from_torchtitan(checkpoint, config)
     ((_, bias),) = [(name, t) for name, t in renamed.tensors.items() if name.endswith(".bias")]
     assert bias.read().tolist() == expected
+
+
+def test_rename_from_torchtitan_of_tied_names_keeps_every_tensor(tmp_path: Path) -> None:
+    embedding, head = torch.zeros(2, 2), torch.ones(2, 2)
+
+    def rename(**tensors: torch.Tensor) -> Checkpoint:
+        torch.save({name.replace("_weight", ".weight"): t for name, t in tensors.items()}, tmp_path / "m.pt")
+        return rename_from_torchtitan(open_checkpoint(tmp_path / "m.pt"), {"model_type": "llama"})
+
+    two_heads = rename(tok_embeddings_weight=embedding, output_weight=head, lm_head_weight=head)
+    assert two_heads.tensors.keys() == {"model.embed_tokens.weight", "lm_head.weight"}
+    three_names = rename(tok_embeddings_weight=embedding, output_weight=embedding, lm_head_weight=embedding)
+    assert three_names.aliases == {"lm_head.weight": "model.embed_tokens.weight"}
+    with pytest.raises(CheckpointError, match=r"output.weight and lm_head.weight would both get the name"):
+        rename(tok_embeddings_weight=embedding, output_weight=head, lm_head_weight=embedding)
 
 
 @pytest.mark.parametrize(
