@@ -5,6 +5,7 @@ Implements `portable-convert inspect SRC` and `portable-convert diff A B`.
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections import Counter
 from dataclasses import asdict, dataclass, field
@@ -29,7 +30,6 @@ from portable.converters.tensors.tensor import Tensor
 from portable.converters.writers.parallel_jobs import run_jobs_in_threads
 
 if TYPE_CHECKING:
-    import argparse
     from collections.abc import Callable, Mapping, Sequence
 
     from portable.converters.checkpoint import Checkpoint
@@ -431,7 +431,7 @@ def run_diff(make_parser: ParserFactory, argv: Sequence[str]) -> int:
     arguments.add_argument("right", metavar="B", help="checkpoint to compare with A")
     arguments.add_argument(
         "--tolerance",
-        type=float,
+        type=_parse_tolerance,
         default=0.0,
         help="maximum absolute difference at which two elements count as equal (default: 0)",
     )
@@ -446,6 +446,21 @@ def run_diff(make_parser: ParserFactory, argv: Sequence[str]) -> int:
     document = compare_tensors(*sides, tolerance=options.tolerance)
     print_line(json.dumps(document, indent=1) if options.json else _format_differences(document))
     return SAME if document["same"] else DIFFERENT
+
+
+def _parse_tolerance(text: str) -> float:
+    """Parse the value of `--tolerance`, a finite number of at least 0.
+
+    Raises:
+        argparse.ArgumentTypeError: If the text is not such a number.
+    """
+    try:
+        tolerance = float(text)
+    except ValueError:
+        tolerance = -1.0
+    if not 0 <= tolerance < inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a finite number of at least 0, such as 1e-6")
+    return tolerance
 
 
 def _rename_to_common_names(checkpoints: list[Checkpoint]) -> list[Checkpoint]:

@@ -14,6 +14,7 @@ from safetensors.numpy import save_file
 
 from portable.converters import open_checkpoint
 from portable.converters.cli import main
+from tests.converters.compare import error_of
 from tests.converters.samples import folder_of, parameters
 
 
@@ -95,6 +96,15 @@ def test_diff_tolerance_excludes_close_elements(tmp_path: Path, capsys: pytest.C
     _, document = run(capsys, "diff", left, right, "--tolerance", 0.1)
     expected = {"elements": 2, "not_finite": 1, "largest": 5.0, "relative": 1.0}
     assert document["values"]["weight"] == expected
+
+
+@pytest.mark.parametrize("tolerance", ["-1", "nan", "inf", "1e-6x"])
+def test_diff_tolerance_is_a_finite_number(
+    tolerance: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = saved(tmp_path / "a", weight=np.zeros(1))
+    line = error_of(capsys, "diff", path, path, "--tolerance", tolerance, code=2)
+    assert f"argument --tolerance: '{tolerance}' is not a finite number of at least 0" in line
 
 
 def test_diff_reports_differences(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
