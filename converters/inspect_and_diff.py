@@ -106,10 +106,10 @@ class TensorDifference:
     Attributes:
         tolerance: Largest absolute difference at which two finite elements count as equal.
         elements: Number of elements that differ by more than the tolerance. Two NaN elements count as
-            equal. Elements of different dtypes are compared as float64.
+            equal. Elements of different dtypes are compared as float64, unless both are integers.
         not_finite: Number of differing elements that are NaN or infinite in at least one tensor.
         largest: Largest absolute difference between two finite elements that differ. 0 if there are
-            none.
+            none. A difference that exceeds the range of float64 counts as the largest float64.
     """
 
     tolerance: float = 0.0
@@ -132,21 +132,21 @@ class TensorDifference:
                 return
             right_values = _convert_to_float64(right)
             # Compare integers directly, because not all 64-bit integers can be represented as float64.
-            unequal = (
-                left_values != right_values
-                if left.dtype != right.dtype or left.dtype.kind == "c"
-                else left != right
-            )
+            are_integers = left.dtype.kind in "iu" and right.dtype.kind in "iu"
+            unequal = left != right if are_integers else left_values != right_values
             unequal &= ~(np.isnan(left_values) & np.isnan(right_values))
-            distance = np.abs(left_values - right_values)[unequal]
-            if left.dtype == right.dtype and left.dtype.kind in "iu":
+            is_finite = (np.isfinite(left_values) & np.isfinite(right_values))[unequal]
+            finite = np.abs(left_values - right_values)[unequal][is_finite]
+            # The difference of two finite elements may overflow.
+            finite = np.minimum(finite, np.finfo(np.float64).max)
+            if are_integers:
                 # Unequal integers above 2^53 may become equal as float64.
-                distance = np.maximum(distance, 1.0)
+                finite = np.maximum(finite, 1.0)
             if self.tolerance:
-                distance = distance[~(np.isfinite(distance) & (distance <= self.tolerance))]
-            finite = distance[np.isfinite(distance)]
-            self.elements += distance.size
-            self.not_finite += distance.size - finite.size
+                finite = finite[finite > self.tolerance]
+            not_finite = is_finite.size - int(np.count_nonzero(is_finite))
+            self.elements += finite.size + not_finite
+            self.not_finite += not_finite
             self.largest = max(self.largest, float(finite.max(initial=0.0)))
             self._sums[0] += float(np.square(finite).sum())
 

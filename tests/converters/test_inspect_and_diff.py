@@ -107,6 +107,28 @@ def test_diff_tolerance_is_a_finite_number(
     assert f"argument --tolerance: '{tolerance}' is not a finite number of at least 0" in line
 
 
+@pytest.mark.parametrize(
+    ("left", "right", "expected"),
+    [
+        # The difference exceeds the range of float64.
+        ([1.7e308, 1], [-1.7e308, 1], {"elements": 1, "not_finite": 0, "largest": np.finfo(float).max}),
+        ([np.inf, 1], [-1.7e308, 1], {"elements": 1, "not_finite": 1, "largest": 0}),
+        (
+            np.array([(1 << 60) + 1, 5, -1]),
+            np.array([1 << 60, 5, (1 << 64) - 1], np.uint64),
+            {"elements": 2, "not_finite": 0, "largest": 2.0**64},
+        ),
+    ],
+)
+def test_diff_compares_extreme_elements(
+    left: Any, right: Any, expected: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = [saved(tmp_path / name, w=np.asarray(values)) for name, values in (("a", left), ("b", right))]
+    _, document = run(capsys, "diff", *paths)
+    difference = document["values"]["w"]
+    assert {name: difference[name] for name in expected} == expected
+
+
 def test_diff_reports_differences(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rng = np.random.default_rng(0)
     weight = rng.standard_normal((300, 400)).astype(np.float32)
