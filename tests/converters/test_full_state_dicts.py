@@ -220,7 +220,7 @@ def test_full_state_dict_errors_name_reason(tmp_path: Path) -> None:
 
 
 def test_full_state_dict_without_container_ignores_random_states(tmp_path: Path) -> None:
-    state = np.random.get_state()
+    state: Any = np.random.get_state()
     random_states = {"rng_state": state[1], "np_rng_state": state, "rng": {"numpy": state}}
     for weights in ({"a": torch.randn(2)}, {"g": {"a": torch.ones(1)}, "d": {"a": torch.ones(1)}}):
         torch.save({**weights, **random_states}, tmp_path / "m.pt")
