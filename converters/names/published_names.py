@@ -442,8 +442,7 @@ def _split_chunks(arrays: Arrays, operation: Operation, context: _OperationConte
             )
         targets = [targets[0].replace("*", str(i)) for i in range(count)]
     return {
-        name: [part]
-        for name, part in zip(targets, chunk_arrangement(values, dim, len(targets)), strict=True)
+        name: [part] for name, part in zip(targets, chunk_arrangement(values, dim, len(targets)), strict=True)
     }
 
 
