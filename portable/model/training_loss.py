@@ -523,7 +523,8 @@ def _select_rows(outputs: Outputs, row_slice: slice, label_shape: Sequence[int])
 
     def select_tensor_rows(tensor: Tensor) -> Tensor:
         if num_sequences > 1 and tensor.shape[:1] == (num_rows * num_sequences,):
-            return tensor.unflatten(0, (num_rows, num_sequences))[row_slice].flatten(0, 1)
+            sequences: Tensor = tensor.unflatten(0, (num_rows, num_sequences))[row_slice]
+            return sequences.flatten(0, 1)
         return tensor[row_slice] if tensor.shape[:1] == (num_rows,) else tensor
 
     return _map_tensors(outputs, select_tensor_rows)
