@@ -154,6 +154,18 @@ def test_dcp_optimizer_state_of_another_shape_is_rejected(
     assert "exp_avg_sq of 'w' has shape [5], but the parameter has shape [5, 3]; copy" in refused(tmp_path)
 
 
+@pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1)])  # one list of groups, or a key per setting
+def test_dcp_groups_of_many_parameters_are_complete(lr: float | torch.Tensor, tmp_path: Path) -> None:
+    names = [f"w{i}" for i in range(100_010)]
+    groups = [{"params": names, "lr": lr}]
+    state = {"model": {"w0": torch.ones(2)}, "optim": {"state": {}, "param_groups": groups}}
+    dcp_save(state, checkpoint_id=tmp_path, no_dist=True)
+    optimizer = open_checkpoint(tmp_path).optimizer
+    assert optimizer is not None
+    (group,) = optimizer.param_groups
+    assert group["params"] == names and group["lr"] == pytest.approx(0.1)
+
+
 def test_dcp_flat_parameters_of_fsdp1_are_rejected(tmp_path: Path) -> None:
     """A LOCAL_STATE_DICT saved through DCP does not contain the shapes of the parameters."""
     state = {"model": {"_flat_param": torch.ones(5), "layers.0._flat_param": torch.ones(7)}}

@@ -12,6 +12,7 @@ from portable.converters.checkpoint import OptimizerState, ParamGroups, Scalar
 from portable.converters.containers.pickle_reader import to_json_value
 from portable.converters.errors import DamagedCheckpointError
 from portable.converters.formats.torch_save.optimizer import check_state_shapes, find_moment_shape
+from portable.converters.limits import MAX_GROUP_VALUES
 from portable.converters.names.canonical import KeyRoles, StateDictPath, find_plain_name, is_parameter_index
 from portable.converters.names.index_keys import (
     flatten_group_keys,
@@ -117,7 +118,7 @@ def _build_param_groups(
     """
     complete_list = values.get(())
     if complete_list is not None:
-        groups = to_json_value(complete_list)
+        groups = to_json_value(complete_list, limit=MAX_GROUP_VALUES)
     elif values and all(path and isinstance(path[0], int) for path in values):
         groups = []
         for path, value in sorted(values.items(), key=lambda item: [str(part).zfill(9) for part in item[0]]):
@@ -129,7 +130,9 @@ def _build_param_groups(
                 )
             while len(groups) <= index:
                 groups.append({})
-            _set_group_value(groups[index], path[1:], to_json_value(value))
+            # A list of parameter names may be longer than the limit of `to_json_value`.
+            limit = 100_000 + (len(value) if isinstance(value, list) else 0)
+            _set_group_value(groups[index], path[1:], to_json_value(value, limit=limit))
     else:
         groups = _group_flat_hyperparameters(
             {".".join(map(str, path)): to_json_value(value) for path, value in values.items()}
