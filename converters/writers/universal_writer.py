@@ -15,6 +15,7 @@ zero/stage3.py.
 from __future__ import annotations
 
 from functools import partial
+from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 from portable.converters.config_and_tokenizer_files import plan_companion_files
@@ -58,9 +59,9 @@ def plan_universal(checkpoint: Checkpoint, choices: ContentOptions) -> Conversio
     Raises:
         CheckpointError: If the optimizer state is not requested or does not exist, if the requested
             dtype is neither `keep` nor `float32` (the dtype of the master weights), if the shape of
-            a state differs from its parameter (scalars are exempt), if the parameter groups are
-            empty, repeat a parameter or list a parameter that is not in the model, or if a
-            parameter name is not a valid folder name.
+            a state other than `step` differs from its parameter, if the step counts differ, if the
+            parameter groups are empty, repeat a parameter or list a parameter that is not in the
+            model, or if a parameter name is not a valid folder name.
     """
     if not choices.optimizer:
         raise CommandError("--to deepspeed-universal: this format needs the optimizer state; add --optimizer")
@@ -79,15 +80,18 @@ def _plan_with_optimizer(checkpoint: Checkpoint, optimizer: OptimizerState) -> C
 
     The weights of trained parameters are cast to float32.
 
+    DeepSpeed loads each state other than `step` as a tensor with the shape of its parameter. Other
+    scalars, such as `mu_product` of NAdam, can therefore not be written.
+
     Raises:
-        OptimizerStateError: If the parameter groups are invalid, or if the shape of a state differs
-            from its parameter. Scalars, such as the step, are exempt.
+        OptimizerStateError: If the parameter groups are invalid, if the shape of a state other than
+            `step` differs from its parameter, or if the step counts differ.
         CheckpointError: If a parameter name is not a valid folder name.
     """
     groups = convert_param_groups_to_plain(optimizer)
     group_names = [list(group.get("params", [])) for group in groups]
     model = {entry.name: entry for entry in list_model_entries(checkpoint, "keep")}
-    _check_param_groups(checkpoint, group_names, model)
+    _check_param_groups(checkpoint, group_names, model, optimizer)
     engine_step = _read_engine_step(checkpoint, optimizer)
     tag = f"global_step{engine_step}_universal"
     values: dict[str, Any] = {}
@@ -97,8 +101,7 @@ def _plan_with_optimizer(checkpoint: Checkpoint, optimizer: OptimizerState) -> C
         master_dtype = "F32" if master.dtype in CASTABLE_DTYPES else master.dtype
         parameter_entries = {MASTER: OutputTensor(f"{name}.{MASTER}", master_dtype, master)}
         for state_name, value in optimizer.state.get(name, {}).items():
-            is_scalar = not isinstance(value, Tensor) or not value.shape
-            if state_name == _STEP or (is_scalar and master.shape):
+            if state_name == _STEP:
                 # Keep the type of the step, because some optimizers store a number and others a tensor.
                 saved_value = (
                     OutputTensor(f"{name}.{state_name}", value.dtype, value)
@@ -106,7 +109,7 @@ def _plan_with_optimizer(checkpoint: Checkpoint, optimizer: OptimizerState) -> C
                     else value
                 )
                 values[f"{tag}/{ZERO}/{name}/{state_name}.pt"] = saved_value
-                step = value if state_name == _STEP else step
+                step = value
             elif not isinstance(value, Tensor) or value.shape != master.shape:
                 raise OptimizerStateError(
                     f"{checkpoint.root}: {state_name} of {name!r} has a different shape from its parameter, "
@@ -133,19 +136,23 @@ def _plan_with_optimizer(checkpoint: Checkpoint, optimizer: OptimizerState) -> C
 
 
 def _check_param_groups(
-    checkpoint: Checkpoint, group_names: list[list[str]], model: dict[str, OutputTensor]
+    checkpoint: Checkpoint,
+    group_names: list[list[str]],
+    model: dict[str, OutputTensor],
+    optimizer: OptimizerState,
 ) -> None:
     """Check that the groups list parameters of the model once, under valid folder names.
 
-    The groups do not have to contain all parameters of the model.
+    The groups do not have to contain parameters without optimizer state.
 
     Raises:
         CheckpointError: If a parameter name is not a valid folder name.
-        OptimizerStateError: If the groups are empty, or if a parameter is repeated or is not in the
-            model.
+        OptimizerStateError: If the groups are empty or do not contain a parameter with optimizer
+            state, or if a parameter is repeated or is not in the model.
     """
     location, names = checkpoint.root, [name for group in group_names for name in group]
-    if not names or len(set(names)) != len(names):
+    with_state = {name for name, values in optimizer.state.items() if values}
+    if not names or len(set(names)) != len(names) or not with_state.issubset(names):
         raise OptimizerStateError(
             f"{location}: the optimizer's parameter groups must contain each parameter exactly once, but do "
             "not"
@@ -165,14 +172,31 @@ def _check_param_groups(
 def _read_engine_step(checkpoint: Checkpoint, optimizer: OptimizerState) -> int:
     """Return the step to write to the engine's step counter.
 
-    This is the maximum of the step in the checkpoint's metadata and the step in the optimizer state
-    of the first parameter. A missing step counts as 0, as does a metadata step that is not a
-    non-negative integer.
+    This is the maximum of the step in the checkpoint's metadata and the step in the optimizer state.
+    A missing step counts as 0, as does a metadata step that is not a non-negative integer.
+
+    Raises:
+        OptimizerStateError: If the steps of two parameters differ, because DeepSpeed has one step
+            for all parameters, or if a step is not a finite number.
     """
+    common_step: float | None = None
+    for name, values in optimizer.state.items():
+        value = values.get(_STEP)
+        if value is None:
+            continue
+        step = value.tolist() if isinstance(value, Tensor) and not value.shape else value
+        if isinstance(step, Tensor) or not isfinite(step):
+            raise OptimizerStateError(f"{checkpoint.root}: the step of {name!r} is not a finite number")
+        common_step = step if common_step is None else common_step
+        if step != common_step:
+            raise OptimizerStateError(
+                f"{checkpoint.root}: the optimizer has updated {name!r} {step:g} times, but other parameters "
+                f"{common_step:g} times, and a DeepSpeed universal checkpoint needs equal counts"
+            )
     recorded_step = checkpoint.metadata.get("step")
-    step = next((values.get(_STEP) for values in optimizer.state.values()), 0)
-    counted = int(step.read().item() if isinstance(step, Tensor) else step or 0)
-    return max(counted, recorded_step if type(recorded_step) is int and recorded_step >= 0 else 0)
+    return max(
+        int(common_step or 0), recorded_step if type(recorded_step) is int and recorded_step >= 0 else 0
+    )
 
 
 def _build_optimizer_common_state(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
-from portable.converters import open_checkpoint, write_checkpoint
+from portable.converters import Checkpoint, CheckpointError, OptimizerState, open_checkpoint, write_checkpoint
 from portable.converters.cli import main
 from tests.converters.compare import assert_same, assert_state, bits, load
 from tests.converters.make_ranks import Stack
@@ -93,3 +94,32 @@ def test_deepspeed_loads_converted_universal_checkpoint(universal_loads: Path, s
     for name, value in load(universal_loads / "next.pt").items():
         if stage < 3 or value.ndim > 1:
             torch.testing.assert_close(after[name], value, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("state", "listed", "why"),
+    [
+        ({"mu_product": "scalar"}, "ab", "mu_product of 'a' has a different shape"),  # NAdam
+        ({"mu_product": 0.9}, "ab", "mu_product of 'a' has a different shape"),
+        ({"step": "scalar"}, "ab", "updated 'b' 2 times, but other parameters 3 times"),
+        ({"step": float("nan")}, "ab", "the step of 'a' is not a finite number"),
+        ({"step": "vector"}, "ab", "the step of 'a' is not a finite number"),
+        ({}, "a", "must contain each parameter exactly once"),
+    ],
+)
+def test_state_that_deepspeed_universal_cannot_hold_is_rejected(
+    state: dict[str, Any], listed: str, why: str, tmp_path: Path
+) -> None:
+    weights = {
+        "a": torch.ones(2, 2),
+        "b": torch.ones(2, 2),
+        "scalar": torch.tensor(3.0),
+        "vector": torch.ones(1),
+    }
+    source = open_checkpoint(model(tmp_path / "in", weights))
+    states: dict[str, Any] = {name: {"step": 2, "exp_avg": source.tensors[name]} for name in "ab"}
+    states["a"] |= {key: source.tensors.get(value, value) for key, value in state.items()}
+    optimizer = OptimizerState(states, [{"params": list(listed), "lr": 0.1}])
+    checkpoint = Checkpoint(format="x", root=tmp_path / "in", tensors=source.tensors, optimizer=optimizer)
+    with pytest.raises(CheckpointError, match=why):
+        write_checkpoint(checkpoint, tmp_path / "out", "deepspeed-universal", optimizer=True)
