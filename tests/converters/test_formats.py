@@ -305,6 +305,18 @@ LIES: dict[str, dict[tuple[str, str], list[tuple[Change, str]]]] = {
         ],
         ("zero2-bf16-2", FOURTH): [(f"zero2-4/global_step2/{FOURTH}", "had only 2 ranks")],
         ("zero2-fp32-3", "mp_rank_01_model_states.pt"): [(b"", "tensor-parallel rank 1")],
+        ("zero0-bf16-2", MP0): [
+            (
+                lambda c: optim(c["optimizer"]).update(param_groups=[0]),
+                "parameter groups of the optimizer do not match fp32_groups",
+            ),
+            (
+                lambda c: c["optimizer"].pop("fp32_groups"),
+                "may contain the fp32 master weights, has an unknown format; export",
+            ),
+        ],
+        # The weights are complete, so this error is only raised when the optimizer is read.
+        ("zero0-fp32-2", MP0): [(lambda c: c["optimizer"].pop("state"), r"state_dict\(\) of an optimizer")],
         ("zero2-fp32-3", "layer_00-model_00-model_states.pt"): [(b"", "pipeline parallel")],
         ("zero2-fp32-3", "expert_0_mp_rank_00_model_states.pt"): [(b"", "records no experts")],
         ("zero2-fp32-3", "zero_pp_rank_1_mp_rank_00_model_states.pt"): [(b"", "two runs")],
@@ -404,6 +416,9 @@ LIES: dict[str, dict[tuple[str, str], list[tuple[Change, str]]]] = {
                 lambda s: s["counts"].add_(1),
                 "counts: is replicated, but the values of rank 0 and rank 1 differ",
             )
+        ],
+        ("fsdp2-2", "model_world_size_2_rank_0.pt"): [
+            (lambda s: s.update(counts=None), "counts is a tensor only on some ranks")
         ],
     },
     "written_items": {

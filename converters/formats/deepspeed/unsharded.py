@@ -17,6 +17,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from portable.converters.containers.torchzip import StoredTensor
+from portable.converters.containers.untrusted_values import get_list_or_empty, get_mapping_or_empty
 from portable.converters.errors import DamagedCheckpointError, OptimizerStateError, UnsupportedCheckpointError
 from portable.converters.formats.deepspeed.checks import sample_rounds_to_weight
 from portable.converters.formats.deepspeed.flat_layout import (
@@ -81,8 +82,8 @@ def open_unsharded_checkpoint(folder: CheckpointFolder, model: ModelFile, root: 
     Raises:
         CheckpointError: If the file belongs to a ZeRO run, whose optimizer files are missing, or if
             the values of a buffer are missing. Also raised if the fp32 master weights do not match
-            the model's weights.
-        OptimizerStateError: If the optimizer is not supported.
+            the model's weights, or if the format of the optimizer is unknown and it may contain
+            master weights.
     """
     if model.group_shapes is not None:
         raise DamagedCheckpointError(f"{folder.path}: the optimizer states of all ranks are missing")
@@ -138,8 +139,8 @@ def _read_masters(
         trained in fp32, because its weights then have no separate fp32 copies.
 
     Raises:
-        CheckpointError: If the master weights cannot be matched to the weights of the model.
-        OptimizerStateError: If the optimizer is not supported.
+        CheckpointError: If the master weights cannot be matched to the weights of the model, or if
+            the optimizer has an unknown format and may contain master weights.
     """
     if not isinstance(saved, dict):
         return _Fp32Masters({}, [])
@@ -148,8 +149,12 @@ def _read_masters(
         return _name_shaped_masters(shaped, stored, parameter_names, model.location)
     if isinstance(flat, list):
         return _split_flat_masters(flat, stored, parameter_names, model.location)
-    if not is_optimizer_state_dict(saved):
-        raise OptimizerStateError(f"{model.location}: the optimizer state has an unknown format")
+    # Weights in fp32 have no separate master weights. The optimizer is then only rejected when it is read.
+    if not is_optimizer_state_dict(saved) and any(stored[name].dtype != "F32" for name in parameter_names):
+        raise UnsupportedCheckpointError(
+            f"{model.location}: the optimizer state, which may contain the fp32 master weights, has an "
+            "unknown format"
+        )
     return _Fp32Masters({}, [])
 
 
@@ -274,13 +279,15 @@ def _add_parameter_names(state: dict[str, Any], groups: list[list[str]], locatio
         CheckpointError: If the number or the lengths of the parameter groups differ from `groups`.
     """
     listed = state.get("param_groups")
-    if not isinstance(listed, list) or [len(group.get("params", ())) for group in listed] != list(
-        map(len, groups)
-    ):
+    params = [get_mapping_or_empty(group).get("params") for group in get_list_or_empty(listed)]
+    if [len(get_list_or_empty(keys)) for keys in params] != list(map(len, groups)):
         raise DamagedCheckpointError(
             f"{location}: the parameter groups of the optimizer do not match fp32_groups"
         )
-    named_groups = [{**group, "param_names": names} for group, names in zip(listed, groups, strict=True)]
+    named_groups = [
+        {**get_mapping_or_empty(group), "param_names": names}
+        for group, names in zip(get_list_or_empty(listed), groups, strict=True)
+    ]
     return {**state, "param_groups": named_groups}
 
 

@@ -331,13 +331,14 @@ def _merge_rank_into(
     """
     for key, value in content.items():
         name = f"{prefix}{key}" if type(key) in (str, int) else format_untrusted_value(key)
+        is_new = key not in merged  # a stored None is a value
         previous = merged.get(key)
-        if isinstance(value, dict) and (previous is None or isinstance(previous, dict)):
+        if isinstance(value, dict) and (is_new or isinstance(previous, dict)):
             if previous is None:
                 previous = merged[key] = {}
             _merge_rank_into(previous, value, rank, location, f"{name}.")
         elif isinstance(value, (ShardedRecord, StoredTensor)):
-            if previous is None:
+            if is_new:
                 about = f"{location}: {name}"
                 previous = RankParts(value, about) if isinstance(value, ShardedRecord) else RankCopies(about)
                 merged[key] = previous
@@ -346,7 +347,7 @@ def _merge_rank_into(
             previous.add_rank(value, rank)
         elif isinstance(value, dict) or isinstance(previous, (dict, RankParts, RankCopies)):
             raise DamagedCheckpointError(f"{location}: the type of {name} differs between the ranks")
-        elif key not in merged:
+        elif is_new:
             merged[key] = value
         elif to_json_value(previous) != to_json_value(value):
             raise MixedCheckpointError(f"{location}: the value of {name} differs between the ranks")
