@@ -279,15 +279,20 @@ def _build_renamed_checkpoint(
         if owner in new_names
     }
 
+    remedy = "leave out --names live" if names == "live" else "add --names live"
+
     def load_optimizer(_: Aliases) -> OptimizerState | None:
         state = checkpoint.optimizer
-        return None if state is None else _rearrange_optimizer_state(state, arrangements, tensors)
+        return None if state is None else _rearrange_optimizer_state(state, arrangements, tensors, remedy)
 
     return checkpoint.with_names(names, arranged_tensors, aliases, load_optimizer)
 
 
 def _rearrange_optimizer_state(
-    optimizer: OptimizerState, arrangements: Mapping[str, Arrangement], tensors: Mapping[str, Tensor]
+    optimizer: OptimizerState,
+    arrangements: Mapping[str, Arrangement],
+    tensors: Mapping[str, Tensor],
+    remedy: str,
 ) -> OptimizerState:
     """Rearrange the optimizer state in the same way as the parameters.
 
@@ -298,10 +303,12 @@ def _rearrange_optimizer_state(
         optimizer: Optimizer state, keyed by the old parameter names.
         arrangements: Arrangement of each new parameter, keyed by its new name.
         tensors: Old parameters, keyed by name.
+        remedy: How to keep the old names, used in error messages.
 
     Raises:
-        OptimizerStateError: If a new parameter consists of several old parameters and only some of
-            them have a state, or if a state cannot be rearranged. See `_rearrange_one_state`.
+        OptimizerStateError: If a new parameter consists of several old parameters whose states have
+            different names, or only some of which have a state, or if a state cannot be rearranged.
+            See `_rearrange_one_state`.
     """
     new_names: dict[str, list[str]] = {}
     state: dict[str, Mapping[str, Tensor | Scalar]] = {}
@@ -315,12 +322,17 @@ def _rearrange_optimizer_state(
         if len(states) != len(sources):
             missing = next(source for source in sources if source not in states)
             raise OptimizerStateError(
-                f"{name}: consists of several parameters, but {missing} has no optimizer state; add "
-                "--names live to keep the parameters separate"
+                f"{name}: consists of several parameters, but {missing} has no optimizer state; "
+                f"{remedy} to keep the parameters separate"
             )
         keys = next(iter(states.values()))
+        if any(values.keys() != keys.keys() for values in states.values()):
+            raise OptimizerStateError(
+                f"{name}: consists of several parameters that have different kinds of optimizer state; "
+                f"{remedy} to keep the parameters separate"
+            )
         state[name] = {
-            key: _rearrange_one_state(f"{name}.{key}", key, values, states, tensors) for key in keys
+            key: _rearrange_one_state(f"{name}.{key}", key, values, states, tensors, remedy) for key in keys
         }
 
     def load_param_groups() -> ParamGroups:
@@ -345,6 +357,7 @@ def _rearrange_one_state(
     arrangement: Arrangement,
     states: Mapping[str, Mapping[str, Tensor | Scalar]],
     tensors: Mapping[str, Tensor],
+    remedy: str,
 ) -> Tensor | Scalar:
     """Rearrange one optimizer state in the same way as its parameter.
 
@@ -355,6 +368,7 @@ def _rearrange_one_state(
             are called its sources.
         states: Optimizer states of the sources, keyed by source and then by state.
         tensors: Old parameters, keyed by name.
+        remedy: How to keep the old names, used in error messages.
 
     Returns:
         The rearranged state. If the parameter is only renamed, its state is returned unchanged. If
@@ -382,6 +396,6 @@ def _rearrange_one_state(
     if first is None or not (is_renamed or is_scalar):
         raise OptimizerStateError(
             f"{new_name}: this optimizer state cannot be converted, because its shape differs from the "
-            "shape of its parameter; add --names live to write the names that transformers uses in memory"
+            f"shape of its parameter; {remedy} to keep the names of the source"
         )
     return first  # type: ignore[no-any-return]

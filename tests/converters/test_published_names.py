@@ -15,13 +15,14 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from portable.converters import Checkpoint, open_checkpoint, write_safetensors
+from portable.converters import Checkpoint, OptimizerState, open_checkpoint, write_safetensors
 from portable.converters.cli import main
 from portable.converters.errors import CheckpointError
 from portable.converters.formats.torchtitan import rename_from_torchtitan
 from portable.converters.names.known_words import find_unknown_names
 from portable.converters.names.name_rules import get_default_rules, select_used_rules, sort_naturally
 from portable.converters.names.published_names import are_memory_names, arrange_for_files, arrange_for_memory
+from portable.converters.naming import rename_to_live
 from portable.converters.storage.byte_sources import InMemorySource
 from portable.converters.tensors.arrangements import (
     arrange_source,
@@ -229,6 +230,28 @@ def test_dcp_checkpoint_gets_published_names(mixtral: Path, tmp_path: Path) -> N
     assert float(written[name.format("w3") + ".step"]) == 1
     (group,) = json.loads((out / "optimizer.json").read_text())["param_groups"]
     assert set(group["params"]) == wanted.keys()
+
+
+@pytest.mark.parametrize(
+    ("state", "why"),
+    [
+        ({}, "w1.weight has no optimizer state"),
+        ({"step": 1}, "have different kinds of optimizer state"),
+    ],
+)
+def test_names_live_needs_equal_kinds_of_optimizer_state(
+    state: dict[str, Any], why: str, mixtral: Path
+) -> None:
+    source = open_checkpoint(mixtral / "pretrained")
+    states: dict[str, Any] = {name: {"step": 1, "exp_avg": value} for name, value in source.tensors.items()}
+    damaged = next(name for name in states if name.endswith("experts.1.w1.weight"))
+    states = {name: state if name == damaged else value for name, value in states.items()}
+    if not state:
+        del states[damaged]
+    optimizer = OptimizerState(states, [{"params": list(source.tensors)}])
+    checkpoint = source.with_names("stored", source.tensors, source.aliases, lambda _: optimizer)
+    with pytest.raises(CheckpointError, match=rf"{why}; leave out --names live to keep"):
+        _ = rename_to_live(checkpoint).optimizer
 
 
 def test_convert_names_live_restores_names_in_memory(mixtral: Path, tmp_path: Path) -> None:
