@@ -132,8 +132,9 @@ def _detect_checkpoint(root: AnyPath, tag: str | None) -> DetectedFormat:
 
     Raises:
         CheckpointError: If there is no complete checkpoint of a known format, if there is none with
-            the tag, if the path is ambiguous because the names of its steps differ not only in
-            their numbers, or if a symlink points outside the run folder.
+            the tag or the tag matches several step folders, if the path is ambiguous because the names
+            of its steps differ not only in their numbers, or if a symlink points outside the run
+            folder.
         OSError: If a local file or folder cannot be accessed.
     """
     if not _is_finished_write(root):
@@ -141,11 +142,14 @@ def _detect_checkpoint(root: AnyPath, tag: str | None) -> DetectedFormat:
     source = CheckpointPath(root, tag)
     steps = _list_step_folders(root)
     if tag is not None and steps:
-        matching = [
-            step
-            for number, step in steps
-            if tag == step.name or (is_parameter_index(tag) and int(tag) == number)
-        ]
+        matching = [step for _, step in steps if tag == step.name]
+        if not matching and is_parameter_index(tag):
+            matching = [step for number, step in steps if int(tag) == number]
+        if len(matching) > 1:
+            raise CommandError(
+                f"{root}: the tag {tag!r} matches {matching[0]} and {matching[1]}; specify the path of "
+                "one of these folders and leave out --tag"
+            )
         if matching:
             source = CheckpointPath(_validate_inside(root, matching[0]))
             match = detect_format(source) if _is_finished_write(source.path) else None

@@ -91,6 +91,10 @@ def test_run_folder_selects_newest_complete_step(written: Path, tmp_path: Path) 
         open_checkpoint(tmp_path / "run", tag="300")
     with pytest.raises(CheckpointError, match=r"'7'.*step-000300"):
         open_checkpoint(tmp_path / "run", tag="7")
+    shutil.copytree(written / "fsdp3-ours", steps / "checkpoint-100")
+    assert open_checkpoint(tmp_path / "run", tag="step-000100").metadata["step"] == 100
+    with pytest.raises(CheckpointError, match=r"'100' matches .*/checkpoint-100 and .*/step-000100; specify"):
+        open_checkpoint(tmp_path / "run", tag="100")
 
 
 def test_dcp_container_names_are_stripped(tmp_path: Path) -> None:
