@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from portable.converters.errors import CommandError
 from portable.converters.naming import rename_to_live, rename_to_published
-from portable.converters.options import FORMATS_WITH_PUBLISHED_NAMES, WRITERS
+from portable.converters.options import FORMATS_WITH_PUBLISHED_NAMES, NAME_KINDS, WRITERS
 from portable.converters.storage.path_or_url import parse_path_or_url
 from portable.converters.writers.conversion import ContentOptions, Options, write_plan_atomically
 
@@ -103,12 +103,14 @@ def write_checkpoint(
         The executed plan.
 
     Raises:
-        CheckpointError: If the format is unknown or does not support the checkpoint, if `out`
-            cannot be written or replaced, if the source is damaged, if the disk is full, or if the
-            object store is unreachable. `out` is then unchanged.
+        CheckpointError: If `to` or `names` is unknown, if the format does not support the
+            checkpoint, if `out` cannot be written or replaced, if the source is damaged, if the disk
+            is full, or if the object store is unreachable. `out` is then unchanged.
         TypeError: If the name of an additional option is unknown.
     """
     names = names or ("published" if to in FORMATS_WITH_PUBLISHED_NAMES else "stored")
+    if names not in (*NAME_KINDS, "stored"):
+        raise CommandError(f"names: unknown value {names!r}; use one of {', '.join(NAME_KINDS)}, stored")
     if names == "published":
         checkpoint = rename_to_published(checkpoint)
     elif names == "live":

@@ -54,6 +54,8 @@ def test_safetensors_round_trips_folder_file_and_index(tmp_path: Path) -> None:
         assert_model(checkpoint, WEIGHTS)
     with pytest.raises(TypeError, match="verfy: unknown option"):
         write_safetensors(open_checkpoint(source), tmp_path / "out", verfy=True)  # type: ignore[call-arg]
+    with pytest.raises(CheckpointError, match="names: unknown value 'lives'; use one of published, live, st"):
+        write_safetensors(open_checkpoint(source), tmp_path / "out", names="lives")
     plan = write_safetensors(open_checkpoint(source), tmp_path / "out", max_shard_size=60, progress=False)
     names = sorted(entry.name for entry in (tmp_path / "out").iterdir())
     assert names == sorted([*(file.name for file in plan.files), "model.safetensors.index.json"])
