@@ -264,7 +264,7 @@ MODEL_TYPES = {
     "glm4": GGUFModelType(
         "glm4",
         _ALLOWED_BIASES,
-        {"rms_norm_eps": 1.5625e-07},
+        {"rms_norm_eps": 1.5625e-07, "attention_bias": True, "partial_rotary_factor": 0.5},
         allows_partial_rope=True,
         heads_span_hidden_size=True,
     ),

@@ -405,6 +405,8 @@ def test_gguf_setting_defaults_match_transformers() -> None:
         for key, allowed in model.allowed_values.items():
             if key in values and key not in model.defaults:
                 assert values[key] == allowed[0] or values[key] in allowed, (kind, key)
+        rotated = values.get("partial_rotary_factor", 1.0)
+        assert model.defaults.get("partial_rotary_factor", 1.0) == rotated, kind
 
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "gpt_oss"])
