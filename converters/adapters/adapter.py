@@ -281,9 +281,10 @@ class StoredAdapter:
 
         Each module must match `target_modules`. See `StoredAdapterConfig.may_target_module`. Both
         factors of a module must exist, fit each other, and have the configured rank. The rank is
-        not checked if `target_parameters` is set. With `ensure_weight_tying`, any rank in the
-        settings is accepted. A module must have a magnitude with DoRA, and must not have a
-        magnitude without DoRA. A module with trained tokens needs no factors.
+        not checked if `target_parameters` may contain a parameter of the module. With
+        `ensure_weight_tying`, any rank in the settings is accepted. A module must have a magnitude
+        with DoRA, and must not have a magnitude without DoRA. A module with trained tokens needs no
+        factors.
 
         Other types of adapters are not checked, and neither are adapters with an unsupported
         setting.
@@ -317,11 +318,11 @@ class StoredAdapter:
                     f"shape {list(up.shape)} of lora_B"
                 )
             rank = config.get_rank(module.path)
-            stacked = bool(config.target_parameters)
+            stacked = config.may_target_parameter_of(module.path)
             # With ensure_weight_tying, the embedding and the head share their factors, but the scaling
             # depends on the rank in the settings of each module.
             tied = config.ties_weights and down.shape[0] in (config.r, *config.rank_pattern.values())
-            if down.shape[0] != rank and not stacked and not tied:
+            if not down.shape[0] or (down.shape[0] != rank and not stacked and not tied):
                 raise CheckpointError(
                     f"{self.root}: {module.path}: has rank {down.shape[0]}, but {config.path} has rank "
                     f"{rank}; replace this file with the {ADAPTER_CONFIG} that was saved with these weights"

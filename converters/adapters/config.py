@@ -157,6 +157,15 @@ class StoredAdapterConfig:
             return True
         return module.rpartition(".")[2] in {str(name).rpartition(".")[2] for name in names}
 
+    def may_target_parameter_of(self, module: str) -> bool:
+        """Return whether `target_parameters` may include a parameter of a module.
+
+        A result of False is certain, but a result of True is not, because an entry without a dot
+        matches the parameters of any module.
+        """
+        parents = [target.rpartition(".")[0] for target in self.target_parameters]
+        return any(not parent or f".{module}".endswith(f".{parent}") for parent in parents)
+
     def get_rank(self, name: str) -> int:
         """Return the LoRA rank of a module or parameter.
 

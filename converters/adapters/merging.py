@@ -55,6 +55,8 @@ if TYPE_CHECKING:
 _LABEL_SETTINGS = ("id2label", "label2id", "num_labels", "problem_type")
 _CLASSIFICATION_TASKS = ("SEQ_CLS", "TOKEN_CLS")
 _MAX_CACHED_STACKS, _MAX_NESTED = 4, 4
+# Parameters of transformers' experts. Their modules define them in the order of `_list_target_parameters`.
+_ORDERED_PARAMETERS = frozenset({"gate_up_proj", "gate_proj", "up_proj", "down_proj"})
 
 
 def merge(adapter: StoredAdapter, base: Checkpoint, *, dtype: str = "keep") -> Checkpoint:
@@ -612,15 +614,17 @@ class _LoraEditBuilder:
         parameter. The names of the factors do not identify the parameter that a wrapper adapts.
         This method therefore tries the possible assignments of parameters to wrappers, beginning
         with the order in which peft wraps the parameters. It uses the first assignment in which the
-        shapes of all factors fit.
+        shapes of all factors fit. If several fit, it is only certain for parameters whose order is
+        known.
 
         Args:
             path: Name of the module in the live model.
             modules: Wrappers of the module, each with its LoRA factors.
 
         Raises:
-            CheckpointError: If no assignment fits, if the module has more wrappers than parameters
-                in `target_parameters`, or if `target_parameters` includes more than `_MAX_NESTED`
+            CheckpointError: If no assignment fits, or several fit and the order of the parameters is
+                not known. Also raised if the module has more wrappers than parameters in
+                `target_parameters`, or if `target_parameters` includes more than `_MAX_NESTED`
                 parameters of the module.
         """
         pairs = [pair for _, pair in sorted(modules, key=lambda each: -each[0].num_wrappers)]
@@ -632,18 +636,29 @@ class _LoraEditBuilder:
                 f"the {ADAPTER_CONFIG} that was saved with these weights"
             )
         locations = {leaf: self.changes.locate_parameter(f"{path}.{leaf}") for leaf in leaves}
-        for order in permutations(leaves, len(pairs)):
-            assignments = [
+        possible_assignments = [
+            [
                 (pair, leaf, self._find_stack_orientation(path, leaf, locations[leaf], pair))
                 for pair, leaf in zip(pairs, order, strict=True)
             ]
-            if all(fit is not None for _, _, fit in assignments):
-                break
-        else:
+            for order in permutations(leaves, len(pairs))
+        ]
+        fitting_assignments = [
+            assignments
+            for assignments in possible_assignments
+            if all(fit is not None for _, _, fit in assignments)
+        ]
+        if not fitting_assignments:
             raise self.changes.build_shape_error(
                 f"{path}.{leaves[0]}", locations[leaves[0]].shape, *pairs[0][:2]
             )
-        for pair, leaf, transposed in assignments:
+        if len(fitting_assignments) > 1 and not _ORDERED_PARAMETERS.issuperset(leaves):
+            raise CheckpointError(
+                f"{self.changes.adapter.root}: {path}: the adapters of {', '.join(leaves)} cannot be "
+                "distinguished, because their names do not contain the parameter and their shapes fit several; "
+                "merge the adapter with merge_and_unload() of peft"
+            )
+        for pair, leaf, transposed in fitting_assignments[0]:
             self._add_stack_edits(f"{path}.{leaf}", locations[leaf], pair, transposed=bool(transposed))
 
     def _find_stack_orientation(

@@ -430,6 +430,16 @@ DAMAGE: list[tuple[Callable[[Tensors], Tensors] | dict[str, Any] | bytes, str]] 
     ),
     (twice, "has rank 6, "),
     (
+        lambda t: (
+            t
+            | {
+                f"{QUERY}.lora_A.weight": t[f"{QUERY}.lora_A.weight"][:0],
+                f"{QUERY}.lora_B.weight": t[f"{QUERY}.lora_B.weight"][:, :0],
+            }
+        ),
+        "has rank 0, ",
+    ),
+    (
         lambda t: {k.replace("self_attn", "attention"): v for k, v in t.items()},
         "the most similar name is 'model.layers.0.self_attn.q_proj.weight'",
     ),
@@ -469,6 +479,35 @@ def test_merge_rejects_damaged_adapters_in_one_line(
     monkeypatch.setattr(patterns, "_TIMEOUT_SECONDS", 0.2)
     change(pair, how)
     assert message in refused(pair, capsys)
+
+
+@pytest.mark.parametrize("target", ["experts.gate_up_proj", "mlp.down_proj"])
+def test_merge_checks_rank_next_to_target_parameters(
+    target: str, pair: Pair, capsys: pytest.CaptureFixture[str]
+) -> None:
+    change(pair, {"target_parameters": [target]})
+    change(pair, twice)
+    assert "has rank 6, " in refused(pair, capsys)
+
+
+def test_merge_rejects_indistinguishable_target_parameters(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """peft wraps w1 before v1 in DBRX, because the module defines w1 first."""
+    layer = "layers.0.experts"
+    weights = {f"{layer}.{name}": torch.zeros(8, 4) for name in ("w1", "v1")}
+    paths = [f"base_model.model.{layer}{suffix}" for suffix in ("", ".base_layer")]
+    factors = {f"{path}.lora_A.weight": torch.ones(2, 4) for path in paths}
+    factors |= {f"{path}.lora_B.weight": torch.ones(8, 2) for path in paths}
+    settings = {"peft_type": "LORA", "r": 2, "target_parameters": ["experts.w1", "experts.v1"]}
+    for folder, tensors, config in (("base", weights, {"model_type": "odd"}), ("adapter", factors, settings)):
+        is_adapter = folder == "adapter"
+        (tmp_path / folder).mkdir()
+        save_file(tensors, tmp_path / folder / f"{'adapter_' if is_adapter else ''}model.safetensors")
+        name = "adapter_config.json" if is_adapter else "config.json"
+        (tmp_path / folder / name).write_text(json.dumps(config))
+    error = error_of(capsys, tmp_path / "adapter", tmp_path / "out", "--merge-into", tmp_path / "base")
+    assert "layers.0.experts: the adapters of v1, w1 cannot be distinguished" in error
 
 
 def test_merge_reads_adapter_in_pickle(pair: Pair) -> None:
