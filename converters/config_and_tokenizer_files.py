@@ -263,7 +263,7 @@ def _classify_files(folder: AnyPath) -> _ClassifiedFiles:
     are also searched. A file in a subfolder is named by its path relative to the model's folder.
     The weights of sentence-transformers modules are companions, because the model's own files do
     not contain them. Files that are too large, and links that point outside the folder, are
-    excluded. At most `_MAX_SMALL_FILES` companions are returned.
+    excluded. If there are `_MAX_SMALL_FILES` companions, only files with well-known names are added.
 
     Returns:
         The companions and the excluded files. Both are empty if the folder does not contain the
@@ -308,7 +308,8 @@ def _classify_files(folder: AnyPath) -> _ClassifiedFiles:
                 reason = OTHER_WEIGHTS
             if reason is None and get_file_size(entry) > limit:
                 reason = f"larger than {limit >> 20} MiB"
-            if reason is None and len(companions) >= _MAX_SMALL_FILES:
+            is_well_known = COMPANION_NAMES.fullmatch(entry.name) is not None
+            if reason is None and not is_well_known and len(companions) >= _MAX_SMALL_FILES:
                 reason = f"at most {_MAX_SMALL_FILES} files are copied"
             if reason is None:
                 companions[name] = resolve_path_inside(entry, folder)

@@ -129,6 +129,20 @@ def test_convert_does_not_copy_external_links_and_large_files(
     )
 
 
+def test_limit_of_copied_files_does_not_apply_to_config(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = tmp_path / "base"
+    tiny_model("llama").save_pretrained(base)
+    for name in ("a.txt", "b.txt", "z.txt"):
+        (base / name).write_text("")
+    monkeypatch.setattr(files, "_MAX_SMALL_FILES", 2)
+    assert main([str(base), str(tmp_path / "out")]) == 0
+    written = {"a.txt", "b.txt", "config.json", "generation_config.json"}
+    assert list_written_files(tmp_path / "out") == written
+    assert "z.txt (at most 2 files are copied)" in capsys.readouterr().err
+
+
 def test_merge_copies_small_files_of_base(model: Path, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     from transformers import AutoModelForCausalLM
