@@ -268,6 +268,9 @@ LIES: dict[str, dict[tuple[str, str], list[tuple[Change, str]]]] = {
             (lambda c: optim(c)["base_optimizer_state"]["param_groups"][0].update(lr=1.0), "param_groups"),
             (lambda c: c.update(evil=Evil()), r"io\.open"),
         ],
+        ("zero2-fp32-3", OPTIM.replace("rank_1", "rank_0")): [
+            (lambda c: state(c).update(exp_avg=None), "the type of 'exp_avg' differs"),
+        ],
         ("zero2-fp32-3", MP0): [
             (
                 lambda c: c.update(dp_world_size=4),
@@ -310,6 +313,8 @@ LIES: dict[str, dict[tuple[str, str], list[tuple[Change, str]]]] = {
                 lambda c: optim(c["optimizer"]).update(param_groups=[0]),
                 "parameter groups of the optimizer do not match fp32_groups",
             ),
+            (lambda c: c.update(optimizer=[c["optimizer"]]), "has an unknown format; export"),
+            (lambda c: c["optimizer"]["fp32_groups"].clear(), "fp32 master weights, has an unknown format"),
             (
                 lambda c: c["optimizer"].pop("fp32_groups"),
                 "may contain the fp32 master weights, has an unknown format; export",

@@ -202,9 +202,11 @@ def _build_group_state(
         ]
         check_disjoint_bytes([require_contiguous(run, rank.location) for run in flat_tensors], rank.location)
     for state_name, first in states[0].items():
-        if first is None:
-            continue
         values = [state[state_name] for state in states]
+        if first is None:
+            for rank, value in zip(ranks, values, strict=True):
+                check_equal_records(rank.location, f"the type of {state_name!r}", value is None, True)
+            continue
         if isinstance(first, StoredTensor) and first.shape != ():
             flat_tensors = [
                 require_contiguous(value, f"{rank.location}: {state_name}")

@@ -103,11 +103,11 @@ def open_unsharded_checkpoint(folder: CheckpointFolder, model: ModelFile, root: 
     tensors = weights_by_name | masters.tensors
 
     def open_optimizer() -> OptimizerState | None:
-        if not isinstance(saved, dict):
+        if saved is None:
             return None
         if masters.flat is not None:
             return _build_flat_optimizer(saved, masters.flat, masters.groups, model.location)
-        state = saved if is_optimizer_state_dict(saved) else saved.get("optimizer_state_dict")
+        state = saved.get("optimizer_state_dict") if masters.groups else saved
         if masters.groups and isinstance(state, dict):
             state = _add_parameter_names(state, masters.groups, model.location)
         return build_named_optimizer(state, tensors, parameter_names, location=model.location)
@@ -129,7 +129,7 @@ def _read_masters(
     """Read the fp32 master weights of the optimizer.
 
     Args:
-        saved: Optimizer as unpickled. Values that are not a dict count as a missing optimizer.
+        saved: Optimizer as unpickled. None if the file contains no optimizer.
         stored: Tensors of the model, keyed by name.
         parameter_names: Names of the parameters in the order of the model.
         model: Model states file. Its path is used in error messages.
@@ -142,12 +142,12 @@ def _read_masters(
         CheckpointError: If the master weights cannot be matched to the weights of the model, or if
             the optimizer has an unknown format and may contain master weights.
     """
-    if not isinstance(saved, dict):
+    if saved is None:
         return _Fp32Masters({}, [])
-    shaped, flat = saved.get("fp32_groups"), saved.get("fp32_groups_flat")
-    if isinstance(shaped, list) and all(isinstance(group, list) for group in shaped):
+    shaped, flat = (get_mapping_or_empty(saved).get(key) for key in ("fp32_groups", "fp32_groups_flat"))
+    if isinstance(shaped, list) and shaped and all(isinstance(group, list) for group in shaped):
         return _name_shaped_masters(shaped, stored, parameter_names, model.location)
-    if isinstance(flat, list):
+    if isinstance(flat, list) and flat:
         return _split_flat_masters(flat, stored, parameter_names, model.location)
     # Weights in fp32 have no separate master weights. The optimizer is then only rejected when it is read.
     if not is_optimizer_state_dict(saved) and any(stored[name].dtype != "F32" for name in parameter_names):
