@@ -655,7 +655,7 @@ class _LoraEditBuilder:
         if len(fitting_assignments) > 1 and not _ORDERED_PARAMETERS.issuperset(leaves):
             raise CheckpointError(
                 f"{self.changes.adapter.root}: {path}: the adapters of {', '.join(leaves)} cannot be "
-                "distinguished, because their names do not contain the parameter and their shapes are equal; "
+                "distinguished, because the shapes of the factors fit several of these parameters; "
                 "merge the adapter with merge_and_unload() of peft"
             )
         for pair, leaf, transposed in fitting_assignments[0]:
