@@ -162,8 +162,12 @@ def custom(target: str) -> bytes:
     return module([], instructions, [array], array, 2)
 
 
-def loop(trips: int, width: int, devices: int) -> bytes:
-    """Serialize a module that multiplies a sharded matrix with itself ``trips`` times."""
+def loop(trips: int, width: int, devices: int, *, counting: Sequence[bytes] = ()) -> bytes:
+    """Serialize a module that multiplies a sharded matrix with itself ``trips`` times.
+
+    ``counting`` replaces the instructions that add 1 to the counter. They get the counter from instruction 11
+    and the constant 1 from instruction 13, and the last one is instruction 14.
+    """
     matrix, counter, flag = shape(width, width), shape(element=S32), shape(element=PRED)
     carried, cut = tuple_of(counter, matrix), sharded(devices)
     body = [
@@ -171,7 +175,7 @@ def loop(trips: int, width: int, devices: int) -> bytes:
         op(11, "get-tuple-element", counter, 10, tuple_index=0),
         op(12, "get-tuple-element", matrix, 10, tuple_index=1),
         constant(13, 1),
-        op(14, "add", counter, 11, 13),
+        *(counting or [op(14, "add", counter, 11, 13)]),
         dot(15, matrix, 12, 12, extra=cut),
         op(16, "tanh", matrix, 15, extra=cut),
         op(17, "tuple", carried, 14, 16),
@@ -193,4 +197,47 @@ def loop(trips: int, width: int, devices: int) -> bytes:
         computation(2, body, [carried], carried, 17),
         computation(3, condition, [carried], flag, 23),
     ]
+    return module(others, entry, [matrix], matrix, 5)
+
+
+def nested_loops(outer: int, inner: int, width: int) -> bytes:
+    """Serialize a loop that computes a ``tanh`` and then runs another loop, which computes a ``tanh``."""
+    matrix, counter, flag = shape(width, width), shape(element=S32), shape(element=PRED)
+    carried = tuple_of(counter, matrix)
+
+    def repeat(start: int, trips: int, *inside: bytes, result: int) -> list[bytes]:
+        body = [
+            op(start, "parameter", carried, parameter_number=0),
+            op(start + 1, "get-tuple-element", counter, start, tuple_index=0),
+            op(start + 2, "get-tuple-element", matrix, start, tuple_index=1),
+            constant(start + 3, 1),
+            op(start + 4, "add", counter, start + 1, start + 3),
+            op(start + 5, "tanh", matrix, start + 2),
+            *inside,
+            op(start + 9, "tuple", carried, start + 4, result),
+        ]
+        condition = [
+            op(start + 10, "parameter", carried, parameter_number=0),
+            op(start + 11, "get-tuple-element", counter, start + 10, tuple_index=0),
+            constant(start + 12, trips),
+            op(start + 13, "compare", flag, start + 11, start + 12, comparison_direction="LT"),
+        ]
+        return [
+            computation(start, body, [carried], carried, start + 9),
+            computation(start + 10, condition, [carried], flag, start + 13),
+        ]
+
+    def run_loop(start: int, value: int, called: int) -> list[bytes]:
+        return [
+            constant(start, 0),
+            op(start + 1, "tuple", carried, start, value),
+            op(start + 2, "while", carried, start + 1, called=[called, called + 10]),
+            op(start + 3, "get-tuple-element", matrix, start + 2, tuple_index=1),
+        ]
+
+    others = [
+        *repeat(300, inner, result=305),
+        *repeat(100, outer, *run_loop(200, 105, 300), result=203),
+    ]
+    entry = [op(1, "parameter", matrix, parameter_number=0), *run_loop(2, 1, 100)]
     return module(others, entry, [matrix], matrix, 5)

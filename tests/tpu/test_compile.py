@@ -233,6 +233,32 @@ def test_analyze_module_counts_loop_iterations() -> None:
 def test_count_convolution_flops_matches_direct_count(seed: int) -> None:
     """The count is compared with all pairs of positions, with strides, paddings and dilations."""
     size, stride, low, high, holes, gaps, extent = [
+@pytest.mark.parametrize(
+    ("operations", "trips"),
+    [
+        ([("add", 18, 11, 13), ("copy", 19, 18), ("add", 14, 19, 13)], 5),  # unrolled: adds 2
+        ([("multiply", 18, 11, 11), ("add", 14, 18, 13)], None),
+        ([("add", 14, 13, 13)], None),
+    ],
+)
+def test_analyze_module_finds_step_of_loop_counter(
+    operations: list[tuple[Any, ...]], trips: int | None
+) -> None:
+    counting = [hlo.op(number, name, hlo.shape(element=hlo.S32), *of) for name, number, *of in operations]
+    report = analyze_module(hlo.loop(9, 64, 4, counting=counting), 4, 64 * 64)
+    assert report.loops_of_unknown_length == (trips is None)
+    assert {value.count for value in report.large_values if value.operation} == {trips or 1}
+
+
+def test_analyze_module_counts_bytes_of_nested_loops() -> None:
+    """The compiler counts each body once, so the report has the bytes of all other iterations."""
+    outer, inner, width = 3, 5, 256
+    report = analyze_module(hlo.nested_loops(outer, inner, width), 1, NEVER)
+    accessed = 2 * 4 * width**2
+    assert report.loops_of_unknown_length == 0
+    assert report.looped_bytes == pytest.approx(accessed * (outer - 1 + outer * inner - 1), rel=1e-3)
+
+
         (1, 1, 0, 0, 1, 1, 7),
         (3, 1, 1, 1, 1, 1, 6),
         (4, 3, 0, 0, 1, 4, 4),  # a batch of 4

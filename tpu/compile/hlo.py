@@ -237,7 +237,7 @@ class HloModule:
                     computation, computation.get_operands(loop)[0], counter.tuple_index
                 )
                 step = _find_counter_step(body, counter.tuple_index)
-                if end is not None and start is not None and step:
+                if end is not None and start is not None and step is not None and step > 0:
                     return max(0, -(-(end - start) // step))
         return None
 
@@ -286,24 +286,24 @@ def _find_initial_integer(scope: HloComputation, tuple_: HloInstruction, index: 
 def _find_counter_step(body: HloComputation, index: int) -> int | None:
     """Return the constant that a loop body adds to element ``index`` of its tuple.
 
-    Returns None if the new value of the element is not the sum of a constant integer and another
-    value. The other value is assumed to be the previous value of the element.
+    If the body adds several constants, for example because the compiler has unrolled the loop,
+    returns their sum. Returns None if the new value of the element is not the sum of its previous
+    value and constant integers.
     """
     if body.root.opcode != "tuple":
         return None
-    added = body.get_operands(body.root)[index]
-    while added.opcode in ("copy", "bitcast"):
-        (added,) = body.get_operands(added)
-    if added.opcode != "add":
+    value, step = body.get_operands(body.root)[index], 0
+    while value.opcode in ("add", "copy", "bitcast"):
+        terms = [(operand, operand.get_constant_integer()) for operand in body.get_operands(value)]
+        step += sum(number for _, number in terms if number is not None)
+        others = [operand for operand, number in terms if number is None]
+        if len(others) != 1:
+            return None
+        (value,) = others
+    if value.opcode != "get-tuple-element" or value.tuple_index != index:
         return None
-    return next(
-        (
-            v
-            for v in (operand.get_constant_integer() for operand in body.get_operands(added))
-            if v is not None
-        ),
-        None,
-    )
+    (source,) = body.get_operands(value)
+    return step if source.opcode == "parameter" else None
 
 
 def _iter_shape_arrays(shape: Any) -> Iterator[HloArray]:

@@ -210,7 +210,7 @@ class _ModuleAnalyzer:
                 trips = 1
             body, _ = self.module.get_called_computations(instruction)
             self._looped_flops += num_runs * (trips - 1) * self._count_matrix_flops(body)
-            self._looped_bytes += num_runs * (trips - 1) * _count_accessed_bytes(body)
+            self._looped_bytes += num_runs * (trips - 1) * self._count_accessed_bytes(body)
             self.analyze_computation(body, num_runs * trips, active_collectives)
         elif instruction.opcode in ("call", "conditional"):
             for called in self.module.get_called_computations(instruction):
@@ -405,6 +405,24 @@ class _ModuleAnalyzer:
                 total += sum(map(self._count_matrix_flops, self.module.get_called_computations(instruction)))
         return total
 
+    def _count_accessed_bytes(self, computation: HloComputation) -> int:
+        """Count the bytes that a computation and the computations it calls read and write.
+
+        A fusion accesses only its operands and its result. Loops inside the computation count as
+        one iteration, and all branches of a conditional are counted.
+        """
+        total = 0
+        for instruction in computation.instructions:
+            if instruction.opcode in ("call", "while", "conditional"):
+                total += sum(
+                    map(self._count_accessed_bytes, self.module.get_called_computations(instruction))
+                )
+            elif instruction.opcode not in _OPCODES_WITHOUT_MEMORY and not instruction.opcode.endswith(
+                "-done"
+            ):
+                total += instruction.result_bytes + computation.count_operand_bytes(instruction)
+        return total
+
 
 def count_convolution_flops(computation: HloComputation, instruction: HloInstruction) -> float:
     """Count the FLOPs of a convolution.
@@ -467,15 +485,6 @@ def _count_valid_window_positions(window: Any, input_size: int, output_size: int
             last = min(output_size - 1, (extent - 1 - offset) // stride)
             valid += max(0, (last - first) // period + 1) if last >= first else 0
     return valid
-
-
-def _count_accessed_bytes(computation: HloComputation) -> int:
-    """Count the bytes that the instructions in a loop body read and write."""
-    return sum(
-        instruction.result_bytes + computation.count_operand_bytes(instruction)
-        for instruction in computation.instructions
-        if instruction.opcode not in _OPCODES_WITHOUT_MEMORY and not instruction.opcode.endswith("-done")
-    )
 
 
 def _classify_fused_collective(fused: HloComputation, collective: HloInstruction) -> str:
