@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+import portable
 from portable.config import load_config
 from portable.errors import UserError
 from portable.formatting import format_bytes
@@ -201,9 +202,11 @@ def test_analyze_module_counts_continued_collectives_once(where: str) -> None:
 def test_analyze_module_lists_large_values_and_host_transfers() -> None:
     small, large = hlo.shape(16, 16), hlo.shape(64, 512, element=hlo.BF16)
     fast = hlo.shape(64, 512, element=hlo.BF16, memory=1)
+    loss_file = str(Path(portable.__file__).parent / "model" / "loss.py")
     entry = [
         hlo.op(1, "parameter", large, parameter_number=0),
         hlo.op(2, "fusion", large, 1, model=("aten__mm", "/venv/lib/site-packages/transformers/x.py", 3)),
+        hlo.op(8, "fusion", hlo.shape(64, 512, element=29), 1, model=("aten__to", loss_file, 5)),
         hlo.op(3, "add", fast, 2, 2),
         hlo.op(4, "bitcast", large, 2),
         hlo.op(5, "fusion", hlo.tuple_of(small, large), 4),
@@ -214,6 +217,7 @@ def test_analyze_module_lists_large_values_and_host_transfers() -> None:
     assert [(str(v.shape), v.bytes, v.operation, v.source, v.count) for v in found.large_values] == [
         ("bf16[64,512]", 65536, "aten__mm", "transformers/x.py:3", 1),
         ("bf16[64,512]", 65536, "", "", 1),
+        ("f8e3m4[64,512]", 32768, "aten__to", "portable/model/loss.py:5", 1),
     ]
     assert found.host_transfers == ("outfeed aten__item y.py:4", "custom-call")
     assert found.custom_calls == {"MoveToHost": 1}
@@ -229,10 +233,6 @@ def test_analyze_module_counts_loop_iterations() -> None:
     assert analyze_module(unknown, 4, NEVER).loops_of_unknown_length == 1
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_count_convolution_flops_matches_direct_count(seed: int) -> None:
-    """The count is compared with all pairs of positions, with strides, paddings and dilations."""
-    size, stride, low, high, holes, gaps, extent = [
 @pytest.mark.parametrize(
     ("operations", "trips"),
     [
@@ -259,6 +259,10 @@ def test_analyze_module_counts_bytes_of_nested_loops() -> None:
     assert report.looped_bytes == pytest.approx(accessed * (outer - 1 + outer * inner - 1), rel=1e-3)
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_count_convolution_flops_matches_direct_count(seed: int) -> None:
+    """The count is compared with all pairs of positions, with strides, paddings and dilations."""
+    size, stride, low, high, holes, gaps, extent = [
         (1, 1, 0, 0, 1, 1, 7),
         (3, 1, 1, 1, 1, 1, 6),
         (4, 3, 0, 0, 1, 4, 4),  # a batch of 4

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 HOST_MEMORY = 5
 """Number of the host's memory space. 0 is HBM, and 1 is the vector memory of a core."""
 _PACKAGES = re.compile(r"^.*/(?:site|dist)-packages/")
-_REPOSITORY_PREFIX = f"{Path(__file__).parents[2]}/"
+_REPOSITORY_PREFIX = f"{Path(__file__).parents[3]}/"
 # Name and number of bits of each element type, keyed by its number in xla_data.proto. Types without a size,
 # such as tokens, are omitted.
 _ELEMENT_TYPES = {
@@ -40,6 +40,17 @@ _ELEMENT_TYPES = {
     20: ("f8e4m3fn", 8),
     21: ("s4", 4),
     22: ("u4", 4),
+    23: ("f8e4m3b11fnuz", 8),
+    24: ("f8e5m2fnuz", 8),
+    25: ("f8e4m3fnuz", 8),
+    26: ("s2", 2),
+    27: ("u2", 2),
+    28: ("f8e4m3", 8),
+    29: ("f8e3m4", 8),
+    30: ("s1", 1),
+    31: ("u1", 1),
+    32: ("f4e2m1fn", 4),
+    33: ("f8e8m0fnu", 8),
 }
 
 
