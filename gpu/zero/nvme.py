@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 _RAM_DISKS = ("tmpfs", "ramfs", "devtmpfs")
 _KEY = "memory.nvme_path"
+_MOUNTS = Path("/proc/mounts")
 
 AIO_DEFAULTS: dict[str, Any] = {
     "block_size": 1 << 20,
@@ -146,14 +147,14 @@ def find_filesystem_type(path: Path) -> str:
 
     The result is an empty string if ``/proc/mounts`` does not exist, as on macOS.
     """
-    mounts = Path("/proc/mounts")
-    if not mounts.exists():
+    if not _MOUNTS.exists():
         return ""
     fs_type, longest = "", -1
     resolved = path.resolve()
-    for line in mounts.read_text().splitlines():
+    for line in _MOUNTS.read_text().splitlines():
         _, point, kind, *_ = line.split()
         point = point.replace("\\040", " ")
-        if len(point) > longest and resolved.is_relative_to(point):
+        # A later mount at the same path hides an earlier one.
+        if len(point) >= longest and resolved.is_relative_to(point):
             fs_type, longest = kind, len(point)
     return fs_type

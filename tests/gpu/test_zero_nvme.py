@@ -88,6 +88,20 @@ def test_zero_nvme_rejects_unusable_disk(tmp_path: Path, corpus: Path) -> None:
         assert "is in memory (tmpfs)" in refused(tmp_path, corpus, Path("/dev/shm"))
 
 
+def test_find_filesystem_type_uses_last_mount_of_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = tmp_path / "mounts"
+    monkeypatch.setattr(nvme, "_MOUNTS", table)
+    (tmp_path / "a disk").mkdir()
+    path = str(tmp_path / "a disk").replace(" ", "\\040")
+    table.write_text(f"rootfs / rootfs rw 0 0\n/dev/sda / ext4 rw 0 0\ntmpfs {path} tmpfs rw 0 0\n")
+    assert nvme.find_filesystem_type(tmp_path) == "ext4"
+    assert nvme.find_filesystem_type(tmp_path / "a disk") == "tmpfs"
+    table.write_text(table.read_text() + f"/dev/nvme0n1 {path} xfs rw 0 0\n")
+    assert nvme.find_filesystem_type(tmp_path / "a disk") == "xfs"
+
+
 @pytest.mark.parametrize(
     ("key", "value"), [("ema", 0.9), ("optimizer", "muon"), ("optimizer", "torch.optim:NAdam")]
 )
