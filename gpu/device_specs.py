@@ -42,7 +42,7 @@ GPU_PEAK_TERAFLOPS: tuple[tuple[str, float, float | None], ...] = (
     ("T4", 65.0, None),  # fp16 only
 )
 """Name to search for in the device name, dense peak in TFLOP/s for bf16 and fp16, and dense peak in
-TFLOP/s for TF32, or None without TF32 support.
+TFLOP/s for TF32. The last is None if the tensor cores support only fp16.
 """
 
 NO_GPU_MESSAGE = "backend: cuda needs a GPU, but torch finds none; use --backend cpu"
@@ -188,16 +188,19 @@ def get_shape_multiple(capability: tuple[int, int], precision: str) -> int | Non
 
 
 def get_peak_flops(device_name: str, precision: str) -> float | None:
-    """Return the dense peak FLOP/s of a GPU for a precision, or None if unknown.
-
-    For bf16, the result is the fp16 peak, even if the tensor cores of the GPU do not support bf16.
+    """Return the dense peak FLOP/s of a GPU for a precision.
 
     Args:
         device_name: Name of the GPU from ``torch.cuda.get_device_name``.
         precision: ``bf16``, ``fp16`` or ``tf32``. The result is None for any other precision.
+
+    Returns:
+        The peak. None if the GPU is unknown, or if its tensor cores do not support the precision.
     """
     for name, half, tf32 in GPU_PEAK_TERAFLOPS:
         if re.search(rf"\b{name}\b", device_name):  # an RTX A4000 is not an A40
-            teraflops = {"bf16": half, "fp16": half, "tf32": tf32}.get(precision)
+            # The tensor cores before Ampere support neither bf16 nor TF32.
+            bf16 = None if tf32 is None else half
+            teraflops = {"bf16": bf16, "fp16": half, "tf32": tf32}.get(precision)
             return None if teraflops is None else teraflops * 1e12
     return None

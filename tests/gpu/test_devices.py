@@ -9,17 +9,21 @@ from portable.gpu import device_specs as devices
 
 
 @pytest.mark.parametrize(
-    ("name", "bf16"),
+    ("name", "bf16", "fp16"),
     [
-        ("NVIDIA H100 80GB HBM3", 989.4),
-        ("NVIDIA H100 PCIe", 756.0),
-        ("NVIDIA A10G", 70.0),
-        ("NVIDIA A10", 125.0),
-        ("Some other card", None),
+        ("NVIDIA H100 80GB HBM3", 989.4, 989.4),
+        ("NVIDIA H100 PCIe", 756.0, 756.0),
+        ("NVIDIA A10G", 70.0, 70.0),
+        ("NVIDIA A10", 125.0, 125.0),
+        ("Tesla V100-SXM2-16GB", None, 125.0),
+        ("Tesla T4", None, 65.0),
+        ("Some other card", None, None),
     ],
 )
-def test_get_peak_flops_by_gpu_name(name: str, bf16: float | None) -> None:
-    assert devices.get_peak_flops(name, "bf16") == (None if bf16 is None else pytest.approx(bf16 * 1e12))
+def test_get_peak_flops_by_gpu_name(name: str, bf16: float | None, fp16: float | None) -> None:
+    for precision, peak in (("bf16", bf16), ("fp16", fp16)):
+        expected = None if peak is None else pytest.approx(peak * 1e12)
+        assert devices.get_peak_flops(name, precision) == expected
     assert devices.get_peak_flops(name, "fp32") is None
 
 
