@@ -49,7 +49,9 @@ class ZeroSaver:
         self._stored_names = set(get_checkpointed_tensors(engine.module)) if self._has_adapter else None
         self._deferred_files: list[_CheckpointFile] | None = None
         """List that collects the files of a background save. If None, each file is written immediately."""
-        self._uses_zip_format = private_api.replace_file_saver(engine, self._save_or_defer_file)
+        self._failure: Exception | None = None
+        """First failure of :meth:`_save_or_defer_file` in the current save."""
+        self._uses_zip_format = private_api.replace_file_saver(engine, self._handle_file)
 
     @cached_property
     def _group(self) -> dist.ProcessGroup | None:
@@ -72,22 +74,34 @@ class ZeroSaver:
         group = self._group  # creating the group is a collective, so it must precede the thread
         files: list[_CheckpointFile] = []
         self._deferred_files = files if background else None
+        self._failure = None
         with discard_native_stdout():
             self._engine.save_checkpoint(str(folder), exclude_frozen_parameters=self._has_adapter)
-        rank = self._engine.global_rank
+        rank, failure = self._engine.global_rank, self._failure
 
         def write() -> None:
-            self._write_files_collectively(files, folder, rank, group)
+            self._write_files_collectively(files, folder, rank, group, failure)
 
         if background:
             return BackgroundWriteHandle(start_background_call(write, name="checkpoint"))
         write()
         return BackgroundWriteHandle(None)
 
+    def _handle_file(self, state_dict: Any, path: str) -> None:
+        """Call :meth:`_save_or_defer_file`, and store its first failure.
+
+        DeepSpeed calls this method for each file, and then waits for all ranks. After a failure,
+        this rank must therefore continue until :meth:`_write_files_collectively`.
+        """
+        try:
+            self._save_or_defer_file(state_dict, path)
+        except Exception as error:
+            self._failure = self._failure or error
+
     def _save_or_defer_file(self, state_dict: Any, path: str) -> None:
         """Write a checkpoint file or, in a background save, copy its content to host memory.
 
-        DeepSpeed calls this method for each file. First, the content is changed in place: if the
+        First, the content is changed in place: if the
         model has an adapter, tensors and buffers that an adapter checkpoint does not store are
         removed. Frozen parameters that were rounded to the compute dtype are replaced with their
         fp32 values.
@@ -119,7 +133,12 @@ class ZeroSaver:
             )
 
     def _write_files_collectively(
-        self, files: list[_CheckpointFile], folder: Path, rank: int, group: dist.ProcessGroup | None
+        self,
+        files: list[_CheckpointFile],
+        folder: Path,
+        rank: int,
+        group: dist.ProcessGroup | None,
+        failure: Exception | None,
     ) -> None:
         """Write and sync this rank's files, and wait until the files of all ranks are written.
 
@@ -128,20 +147,21 @@ class ZeroSaver:
             folder: Folder of the checkpoint. All files that this rank wrote to it are synced to the disk.
             rank: This rank.
             group: Process group of all ranks. None in a single process.
+            failure: Earlier failure of this rank. Nothing is written in this case.
 
         Raises:
             OSError: If another rank fails to write its files. If this rank fails, its original exception is
                 raised instead.
         """
-        failure: Exception | None = None
-        try:
-            while files:
-                files.pop(0).write()  # free the copy of each file after it is written
-            for path in folder.rglob("*"):
-                if path.is_file() and _is_written_by(rank, path.name):
-                    _sync_file(path)
-        except Exception as error:
-            failure = error
+        if failure is None:
+            try:
+                while files:
+                    files.pop(0).write()  # free the copy of each file after it is written
+                for path in folder.rglob("*"):
+                    if path.is_file() and _is_written_by(rank, path.name):
+                        _sync_file(path)
+            except Exception as error:
+                failure = error
         reasons = gather_text("" if failure is None else to_one_line(failure), group)
         if failure is None and any(reasons):
             failures = (f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason)

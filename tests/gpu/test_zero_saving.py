@@ -103,14 +103,24 @@ def leg_with_a_full_disk(
 
 
 @pytest.mark.parametrize(
-    ("full_rank", "error", "words"),
-    [(0, OSError(28, "No space left on device"), "No space left"), (1, MemoryError(), "MemoryError); last")],
+    ("full_rank", "error", "words", "background"),
+    [
+        (0, OSError(28, "No space left on device"), "No space left", True),
+        (1, MemoryError(), "MemoryError); last", True),
+        (1, OSError(28, "No space left on device"), "No space left", False),
+    ],
 )
 def test_zero_failed_save_ends_run(
-    full_rank: int, error: Exception, words: str, tmp_path: Path, corpus: Path, ranks: RankPool
+    full_rank: int,
+    error: Exception,
+    words: str,
+    background: bool,
+    tmp_path: Path,
+    corpus: Path,
+    ranks: RankPool,
 ) -> None:
     """One rank cannot write. All ranks get the reason, and the error names the last good checkpoint."""
-    settings = {"strategy": "zero2", "checkpoint__every_steps": 2}
+    settings = {"strategy": "zero2", "checkpoint__every_steps": 2, "checkpoint__async": background}
     told = ranks.run(2, leg_with_a_full_disk, tmp_path / "run", corpus, settings, full_rank, error)
     assert "step-000004: could not be written" in told
     assert words in told
