@@ -10,8 +10,11 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,10 +24,12 @@ from portable.checks import check_config
 from portable.config.yaml_writer import dump_yaml
 from portable.errors import UserError
 from portable.planner.cli import main as plan
+from portable.planner.compiled_graph import CompiledGraph, LargeValue
 from portable.registry import load_backend_package, resolve_backend_name
 from portable.reporting.metrics import read_metrics
 from portable.tpu import device_specs
 from portable.tpu.torchtpu.dry_chip import DryBuffer, DryMemory
+from portable.tpu.torchtpu.dry_run import _combine_programs_into_graph
 from portable.tpu.torchtpu.torch_tpu_internals import PACKAGE
 from tests.parity import take_steps
 from tests.ranks import RankPool
@@ -199,6 +204,28 @@ def test_simulated_memory_counts_changes_of_all_threads() -> None:
         sys.setswitchinterval(interval)
     assert memory.live_bytes == 4 * buffer.size_bytes == 4 * 4096
     assert 500 * 4096 <= memory.peak_bytes <= 4 * 500 * 4096
+
+
+def test_graph_of_step_counts_each_run_of_program() -> None:
+    value = LargeValue("f32[8]", 32, "aten__mm", "llama.py:12", 2)
+    usual = {"argument_bytes": 0, "output_bytes": 0, "alias_bytes": 0, "temporary_bytes": 0}
+    graph = CompiledGraph(
+        "a program",
+        **usual,
+        code_bytes=5,
+        flops=3,
+        bytes_accessed=7,
+        compile_seconds=0,
+        large_values=(value,),
+        custom_calls={"Sharding": 2},
+    )
+    chip: Any = SimpleNamespace(
+        programs={handle: SimpleNamespace(graph=graph) for handle in (1, 2, 3)}, memory=DryMemory()
+    )
+    step = _combine_programs_into_graph(chip, Counter({1: 4, 2: 1}), 0.0)  # the third does not run
+    assert (step.flops, step.bytes_accessed, step.code_bytes) == (5 * 3, 5 * 7, 3 * 5)
+    assert step.custom_calls == {"Sharding": 5 * 2}
+    assert step.large_values == (replace(value, count=5 * 2),)
 
 
 @needs_torch_tpu

@@ -24,7 +24,7 @@ from portable.errors import UserError, require, to_one_line
 from portable.loop import train_step
 from portable.model.parameters import get_state_tensors
 from portable.model.weight_sources import ComputedTensor
-from portable.planner.compiled_graph import CollectiveStatistics, CompiledGraph, CompiledRun
+from portable.planner.compiled_graph import CollectiveStatistics, CompiledGraph, CompiledRun, LargeValue
 from portable.temporary_folder import create_scratch_folder
 from portable.tpu.compile.child_process import (
     describe_exit,
@@ -241,9 +241,9 @@ def run_dry_step(config: RunConfig, topology: TpuTopology, chip: DryChip) -> Com
 def _combine_programs_into_graph(chip: DryChip, run_counts: Counter[int], seconds: float) -> CompiledGraph:
     """Combine all programs in a step into one graph.
 
-    The memory of the graph is the peak memory of the chip. FLOPs, accessed bytes and collectives
-    are summed over all program runs in the step. Code sizes and custom calls are summed once per
-    program, including programs that do not run in the step.
+    The memory of the graph is the peak memory of the chip. FLOPs, accessed bytes, collectives,
+    custom calls and large values are summed over all program runs in the step. Code sizes are
+    summed once per program, including programs that do not run in the step.
 
     Args:
         chip: Simulated chip that ran the programs.
@@ -252,11 +252,14 @@ def _combine_programs_into_graph(chip: DryChip, run_counts: Counter[int], second
         seconds: Tracing and compilation time in seconds.
     """
     graphs = [(program.graph, run_counts[handle]) for handle, program in chip.programs.items()]
-    values = {value for graph, _ in graphs for value in graph.large_values}
+    values: Counter[LargeValue] = Counter()
     calls: Counter[str] = Counter()
     collectives: dict[str, CollectiveStatistics] = {}
     for graph, times in graphs:
-        calls.update(graph.custom_calls)
+        for value in graph.large_values:
+            values[replace(value, count=1)] += value.count * times
+        for target, count in graph.custom_calls.items():
+            calls[target] += count * times
         for kind, collective in graph.collectives.items():
             collectives[kind] = collectives.get(kind, CollectiveStatistics()) + collective * times
     return CompiledGraph(
@@ -270,6 +273,10 @@ def _combine_programs_into_graph(chip: DryChip, run_counts: Counter[int], second
         bytes_accessed=sum(graph.bytes_accessed * times for graph, times in graphs),
         compile_seconds=seconds,
         collectives=collectives,
-        large_values=tuple(sorted(values, key=lambda value: -value.bytes)),
-        custom_calls=dict(calls),
+        large_values=tuple(
+            replace(value, count=count)
+            for value, count in sorted(values.items(), key=lambda item: -item[0].bytes * item[1])
+            if count
+        ),
+        custom_calls=dict(+calls),
     )
