@@ -228,6 +228,8 @@ def _compute_rms(tensor: Tensor, is_stacked: bool) -> Tensor:
     """
     if not is_stacked:
         return tensor.square().mean().sqrt()
+    if tensor.dim() == 1:  # a stack of scalars, whose mean without dims would be over all of them
+        return tensor.abs()
     return tensor.square().mean(dim=tuple(range(1, tensor.dim())), keepdim=True).sqrt()
 
 
