@@ -541,7 +541,7 @@ class XlaOptimizer:
 
         Parameters without state in the checkpoint keep their initial state. If only the weight
         average of a parameter is missing, its current value is kept. All layers of a stack share
-        one step count, which is read from the last layer.
+        one step count, which is read from the last layer with state.
 
         Args:
             stored: Stored state, keyed by parameter name and then by state name.
@@ -556,11 +556,14 @@ class XlaOptimizer:
         for index, name in enumerate(self._names):
             sources: dict[str, dict[str, StoredTensor]] = {}
             for parameter_name in self._device_parameters.get_parameter_names(name):
-                values = dict(stored.get(parameter_name, {}))
-                step = values.pop("step", 0.0)
-                steps[index] = float(step.read()) if isinstance(step, StoredTensor) else float(step)
-                if not values and parameter_name not in stored:
+                if parameter_name not in stored:
                     continue
+                values = stored[parameter_name]
+                if self._update_rules[name].counts_steps:
+                    step = values.get("step")
+                    check_state_entry(step, (), f"step of {parameter_name}")
+                    assert step is not None
+                    steps[index] = float(step.read()) if isinstance(step, StoredTensor) else float(step)
                 for key, tensor in self._state[name].items():
                     value = values.get(key)
                     if value is None and key == AVERAGE_KEY:
