@@ -110,14 +110,19 @@ def run_histc_on_device() -> None:
     Models use ``torch.histc`` to count the tokens per expert. The function replaces torch_xla's
     implementation of ``aten::histc`` in this process. The old implementation runs on the CPU and
     fails because torch's CPU kernel does not support integers. The new implementation requires that
-    ``bins`` equals ``max - min``. It does not count the value ``max``. Other calls, and calls with
-    floating-point values, still run on the CPU.
+    ``bins`` equals ``max - min`` or ``max - min + 1``. Other calls, and calls with floating-point
+    values, still run on the CPU.
     """
     library.impl("aten::histc", "XLA", _compute_histogram)
 
 
 def _compute_histogram(values: torch.Tensor, bins: int = 100, min: float = 0, max: float = 0) -> torch.Tensor:
-    if values.is_floating_point() or bins != max - min:  # other bins may contain several integers
-        return torch.histc(values.cpu(), bins, min, max).to(values.device)
-    numbers = torch.arange(min, max, dtype=values.dtype, device=values.device)
+    span = max - min
+    if values.is_floating_point() or span <= 0 or bins not in (span, span + 1):
+        # A bin may contain several integers, or is not known before the values are read.
+        on_host = values.cpu() if values.is_floating_point() else values.cpu().double()
+        return torch.histc(on_host, bins, min, max).to(values.device, values.dtype)
+    if bins == span:  # the last bin contains max - 1 and max
+        values = torch.where(values == max, values - 1, values)
+    numbers = torch.arange(min, min + bins, dtype=values.dtype, device=values.device)
     return (values.reshape(-1, 1) == numbers).sum(dim=0).to(values.dtype)
