@@ -52,8 +52,8 @@ class MakesOptimizer(Protocol):
     The trainer needs the state before the first step. It therefore takes a trial step with a zero
     gradient, records the first value of each state entry, and undoes the step. An entry that the
     optimizer creates only in a later step can be restored from a checkpoint if it is a number, a
-    scalar tensor or a tensor with the shape of the parameter. On XLA, a state tensor on the device
-    that is created in a later step causes an error.
+    scalar tensor or a tensor with the shape of the parameter. On XLA, an entry that is created in a
+    later step causes an error.
 
     Under FSDP2, parameters, gradients and ``torch.zeros_like(parameter)`` are DTensors, and
     operations between them act on complete tensors. On XLA, the step is traced, and learning rates

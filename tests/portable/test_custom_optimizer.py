@@ -184,6 +184,18 @@ class CountsOnHost(torch.optim.NAdam):
                 self.state[p]["count"] = self.state[p].get("count", 0) + 1
 
 
+class CreatesLate(torch.optim.NAdam):
+    def __init__(self, groups: Any, lr: float, capturable: bool = False) -> None:
+        super().__init__(groups, lr, capturable=capturable)
+        self.steps = 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        self.steps += 1
+        for values in self.state.values() if self.steps > 1 else ():
+            values["late"] = 1
+
+
 class Fails(torch.optim.NAdam):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         raise ZeroDivisionError("one by none")
@@ -228,6 +240,7 @@ def test_custom_optimizer_state_must_agree_between_ranks(
 @pytest.mark.parametrize(
     ("name", "told"),
     [
+        (f"{HERE}:CreatesLate", r"creates the state 'late' of .* after its first step, but XLA compiles"),
         (f"{HERE}:CountsOnHost", r"the state 'count' of .* changes on the host, so XLA would compile"),
         ("torch.optim:SGD(momentum=0.9, dampening=0.5)", r"creates state from the first gradient"),
     ],

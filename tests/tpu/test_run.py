@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from portable.config import RunConfig
-from portable.converters import open_checkpoint
+from portable.converters import CheckpointError, open_checkpoint
 from portable.errors import UserError
 from portable.loop import train_step
 from portable.registry import create_backend
@@ -143,6 +143,69 @@ def test_xla_parameter_without_gradient_is_unchanged(
     settings = {**ONE_LAYER, "train__micro_batch_size": micro_batch, "train__weight_decay": 0.5}
     config = configured(tmp_path, corpus, backend="xla", **settings)
     assert xla.run(4, odd_state, config) == (1.0, 0.0, 7)
+
+
+def load_adam_state_without_step(config: RunConfig) -> str:
+    with opened(config) as trial:
+        optimizer: XlaOptimizer = trial.engine._optimizer
+        name = next(iter(optimizer.get_state_tensors()))
+        with pytest.raises(CheckpointError) as caught:
+            optimizer.load_state({name: {"exp_avg": 0.0, "exp_avg_sq": 0.0}}, None)
+    return str(caught.value)
+
+
+def test_xla_optimizer_rejects_state_without_step(tmp_path: Path, corpus: Path, xla: XlaPool) -> None:
+    config = configured(tmp_path, corpus, backend="xla", **ONE_LAYER)
+    assert "step of model.embed_tokens.weight: is missing" in xla.run(4, load_adam_state_without_step, config)
+
+
+def compute_rms_of_stacks() -> list[list[float]]:
+    from portable.tpu.xla.optim import _compute_rms
+
+    stacks = (torch.tensor([3.0, -4.0]), torch.tensor([[3.0, -3.0], [4.0, 4.0]]))
+    return [_compute_rms(stack, is_stacked=True).flatten().tolist() for stack in stacks]
+
+
+def test_xla_adafactor_updates_stacked_scalars_separately(xla: XlaPool) -> None:
+    assert xla.run(1, compute_rms_of_stacks) == [[3.0, 4.0], [3.0, 4.0]]
+
+
+HISTOGRAMS = [(4, 0, 4), (5, 0, 4), (3, 1, 4), (2, 0, 4), (1, 0, 0)]
+"""Number of bins, minimum and maximum."""
+VALUES = [0, 1, 1, 3, 4, 4, 9]
+
+
+def count_on_xla() -> list[list[float]]:
+    create_backend("xla")
+    values = torch.tensor(VALUES, device="xla")
+    return [torch.histc(values, *arguments).tolist() for arguments in HISTOGRAMS]
+
+
+def test_xla_histc_of_integers_matches_torch(xla: XlaPool) -> None:
+    values = torch.tensor(VALUES).double()
+    assert xla.run(1, count_on_xla) == [torch.histc(values, *arguments).tolist() for arguments in HISTOGRAMS]
+
+
+def call_with_tensor_scale() -> list[torch.Tensor]:
+    from portable.tpu.xla.custom_optimizer import _TensorScaleMode
+
+    with _TensorScaleMode():
+        return call_with_scale(torch.tensor(2.0))
+
+
+def call_with_scale(scale: Any) -> list[torch.Tensor]:
+    values, others = torch.arange(4.0), torch.arange(1.0, 5.0)
+    return [
+        torch.add(values, others, alpha=scale),
+        values.clone().addcdiv_(others, others + 1, value=scale),
+        *torch._foreach_add([values], [others], alpha=scale),
+        values.masked_fill(values > 1, value=scale),
+    ]
+
+
+def test_xla_scales_only_arguments_of_functions_with_scale(xla: XlaPool) -> None:
+    for result, expected in zip(xla.run(1, call_with_tensor_scale), call_with_scale(2.0), strict=True):
+        torch.testing.assert_close(result, expected)
 
 
 def save_as_a_host(folder: Path) -> None:

@@ -139,8 +139,8 @@ class XlaCustomOptimizer:
 
         Raises:
             UserError: If the optimizer fails, or if its state would make XLA compile the graph
-                again. This is the case if a state tensor is created after the first step, or if
-                state changes on the host.
+                again. This is the case if state is created after the first step, or if state
+                changes on the host.
         """
         state = self._state_by_name
         values_before = {
@@ -169,8 +169,8 @@ class XlaCustomOptimizer:
     def _check_state_entry(self, name: str, key: str, value: Any, previous_state: Mapping[str, Any]) -> None:
         """Raise UserError if a change of a state entry would make XLA compile the graph again.
 
-        This is the case if the entry is on the device and was created after the first step, or if
-        it is on the host and its value changes.
+        This is the case if the entry was created after the first step, or if it is on the host and
+        its value changes. Entries that are None are ignored, as in the initial state.
 
         Args:
             name: Name of the parameter.
@@ -179,14 +179,16 @@ class XlaCustomOptimizer:
             previous_state: State entries of the parameter that were on the device before the step,
                 keyed by name. Only the names are used.
         """
-        if _is_on_device(value):
-            require(
-                key in previous_state,
-                f"{self._key}: creates the state {key!r} of {name} after its first step, but XLA compiles "
-                "the first step; create this state in the first step",
-            )
+        if value is None:
             return
-        first_value = self._host_state[name].get(key, value)
+        require(
+            key in (previous_state if _is_on_device(value) else self._host_state[name]),
+            f"{self._key}: creates the state {key!r} of {name} after its first step, but XLA compiles "
+            "the first step; create this state in the first step",
+        )
+        if _is_on_device(value):
+            return
+        first_value = self._host_state[name][key]
         is_unchanged = (
             torch.equal(value, first_value) if isinstance(value, torch.Tensor) else value == first_value
         )
@@ -276,10 +278,11 @@ class XlaCustomOptimizer:
             for key, value in state.items():
                 sources = {parameter_name: stored[parameter_name].get(key) for parameter_name in names}
                 first = sources[names[0]]
-                if first is None and key == AVERAGE_KEY:
+                if key == AVERAGE_KEY and None in sources.values():
                     continue
                 shape = tuple(getattr(value, "shape", ()))[name in self._device_parameters.stacks :]
-                check_state_entry(first, shape, f"{key} of {name}")
+                for parameter_name, source in sources.items():
+                    check_state_entry(source, shape, f"{key} of {parameter_name}")
                 assert first is not None
                 if shape:
                     spec = self._get_state_spec(name, value)
@@ -332,6 +335,14 @@ def _copy_device_tensors(state: Mapping[str, Any]) -> dict[str, tuple[Tensor, Te
     return {key: (value, value.clone()) for key, value in state.items() if _is_on_device(value)}
 
 
+_FUNCTIONS_WITH_SCALE = {
+    "add", "addbmm", "addcdiv", "addcmul", "addmm", "addmv", "addr", "baddbmm", "sub", "subtract"
+}  # fmt: skip
+"""Functions whose ``alpha`` or ``value`` is a factor of the second argument, without underscores and the
+prefix ``foreach``.
+"""
+
+
 class _TensorScaleMode(TorchFunctionMode):
     """Torch function mode that supports tensors as ``alpha`` and ``value``.
 
@@ -339,18 +350,16 @@ class _TensorScaleMode(TorchFunctionMode):
     ``torch.addcdiv``. torch would read the value of such a tensor, for example the learning rate,
     on the host. This mode multiplies the second positional argument by the tensor on the device
     instead. If this argument is a list, as in ``torch._foreach_add_``, each of its tensors is
-    multiplied.
-
-    The mode applies this rule to every torch function. An optimizer must therefore not pass a
-    tensor as ``value`` to a function in which this argument is not a scale, such as
-    ``torch.masked_fill``.
+    multiplied. Functions that are not in :data:`_FUNCTIONS_WITH_SCALE`, such as
+    ``torch.masked_fill``, are called unchanged.
     """
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        for name in ("alpha", "value"):
+        function_name = getattr(func, "__name__", "").strip("_").removeprefix("foreach_")
+        for name in ("alpha", "value") if function_name in _FUNCTIONS_WITH_SCALE else ():
             if isinstance(scale := kwargs.get(name), torch.Tensor) and len(args) > 1:
                 del kwargs[name]
                 second = args[1]
