@@ -28,6 +28,7 @@ from tests.engines import ENGINES, Engines, accumulated
 from tests.gpu.test_parity import LONG, STEPS, plain_losses
 from tests.parity import opened, take_steps
 from tests.promises import record
+from tests.ranks import RankPool
 from tests.runs import TINY_MODEL, configured, write_pretrained
 from tests.views import assert_same_bits, assert_same_view, view
 
@@ -364,3 +365,29 @@ def test_engine_keeps_frozen_parameters_bit_for_bit(
     assert ours.optimizer is not None
     assert set(ours.optimizer.state) == set(theirs.tensors) - set(frozen)
     assert {n for group in ours.optimizer.param_groups for n in group["params"]} == set(ours.optimizer.state)
+
+
+def generate_until_end_token(config: RunConfig) -> list[int]:
+    """Generate four tokens, of which the first is an end-of-sequence token on rank 1."""
+    import torch.distributed as dist
+
+    with opened(config) as trial:
+        engine = trial.engine
+        engine.model.generation_config.eos_token_id = 1
+        logits = torch.zeros(engine.model.config.vocab_size)
+        logits[1] = 1e4 if dist.get_rank() == 1 else -1e4
+
+        def change_logits(module: Any, arguments: Any, output: Any) -> None:
+            output.logits += logits
+
+        engine.model.register_forward_hook(change_logits)
+        length = engine.generate(torch.tensor([[5, 6]]), max_new_tokens=4, seed=0).shape[1]
+        return [int(text) for text in trial.backend.gather_text(str(length))]
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "full_shard"])
+def test_ranks_generate_texts_of_different_lengths(
+    strategy: str, corpus: Path, tmp_path: Path, ranks: RankPool
+) -> None:
+    config = configured(tmp_path, corpus, strategy=strategy)
+    assert ranks.run(2, generate_until_end_token, config, timeout=60) == [6, 3]

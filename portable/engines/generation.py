@@ -25,9 +25,9 @@ def sample_continuation(
 ) -> Tensor:
     """Sample up to ``max_new_tokens`` tokens after ``prompt``.
 
-    All ranks return the same tokens. The temperature is 0.8, and only the 50 most likely tokens are
-    considered. The model runs without ``torch.compile``. The seed of torch's default generators is
-    set and not restored.
+    All ranks return the same tokens if their devices compute the same logits. The temperature is
+    0.8, and only the 50 most likely tokens are considered. The model runs without
+    ``torch.compile``. The seed of torch's default generators is set and not restored.
 
     Args:
         model: The transformers model, in evaluation mode.
@@ -35,9 +35,9 @@ def sample_continuation(
         device: Device of the model.
         max_new_tokens: Maximum number of tokens to sample.
         seed: Sampling seed.
-        is_collective: Value of the argument ``synced_gpus`` of ``generate``. If True, a rank that
-            has finished continues to run forward passes until all ranks have finished, so that the
-            other ranks can gather its parameters.
+        is_collective: Whether a forward pass runs collectives. If True, a rank that has sampled an
+            end-of-sequence token continues to run forward passes until all ranks have sampled one.
+            The ranks may sample different tokens if their devices round differently.
         image_columns: Additional model inputs for the images of the prompt, on the host, keyed by
             argument name.
 

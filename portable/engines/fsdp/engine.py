@@ -357,7 +357,7 @@ class TorchEngine:
                 max_new_tokens=max_new_tokens,
                 seed=seed,
                 image_columns=image_columns or {},
-                is_collective=False,
+                is_collective=isinstance(self.model, FSDPModule),
             )
         self.model.train()
         return tokens
