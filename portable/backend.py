@@ -194,7 +194,7 @@ class Engine(Protocol):
     def swap_ema_weights(self) -> None:
         """Swap the weights with their exponential moving average (``train.ema``). A second call swaps back.
 
-        Does not trigger a host-device sync.
+        May trigger a host-device sync, so only call it before and after an evaluation.
         """
 
     def generate(
