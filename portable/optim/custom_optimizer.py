@@ -143,6 +143,8 @@ class CustomOptimizer:
         )
         supports = torch_internals.skips_non_finite_steps(self.inner)
         self.param_groups: list[dict[str, Any]] = self.inner.param_groups
+        for group in self.param_groups:  # the optimizer may have divided the parameters into other groups
+            group["param_names"] = [names[p] for p in group["params"]]
         self.state: Any = self.inner.state
         self._masks_steps = supports or hasattr(type(self.inner), "found_inf")
         self._names = names

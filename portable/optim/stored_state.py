@@ -56,12 +56,13 @@ def restore_custom_group_values(groups: list[dict[str, Any]], stored: OptimizerS
 
     Args:
         groups: Parameter groups with ``param_names``. The values of a group are restored from
-            the stored group that contains its first parameter. Modified in place.
+            the stored group that contains its first parameter. Groups without parameters are left
+            unchanged. Modified in place.
         stored: Optimizer state of a checkpoint. None to leave the groups unchanged.
     """
     by_name = {name: group for group in (stored.param_groups if stored else ()) for name in group["params"]}
     for group in groups:
-        values = by_name.get(group["param_names"][0], {})
+        values = by_name.get(next(iter(group["param_names"]), ""), {})
         for name in (group.keys() & values.keys()) - set(KEYS_FROM_SETTINGS):
             before, value = group[name], values[name]
             if isinstance(before, torch.Tensor):

@@ -162,6 +162,23 @@ def test_custom_optimizer_resumes_bit_for_bit(corpus: Path, tmp_path: Path, rank
     assert weights[0] == weights[1]
 
 
+def regroup(groups: Any, lr: float, weight_decay: float) -> torch.optim.Optimizer:
+    """Build an optimizer with its own groups: matrices, other parameters, and one without parameters."""
+    parameters = [p for group in groups for p in group["params"]]
+    matrices, others = [p for p in parameters if p.dim() > 1], [p for p in parameters if p.dim() <= 1]
+    divided: Any = [{"params": matrices}, {"params": others}, {"params": []}]
+    return torch.optim.NAdam(divided, lr, weight_decay=weight_decay)
+
+
+def test_custom_optimizer_with_its_own_groups_resumes(corpus: Path, tmp_path: Path) -> None:
+    given = {**settings("nadam"), "train__optimizer": f"{HERE}:regroup", "strategy": "no_shard"}
+    assert leg(tmp_path / "whole", corpus, {**given, "train__steps": 4}) == 0
+    for until in (2, 4):
+        there = {**given, "train__steps": 4, "train__stop_after": until}
+        assert leg(tmp_path / "parts", corpus, there) == 0
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+
+
 # -- errors ---------------------------------------------------------------------------------------
 
 
