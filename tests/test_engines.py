@@ -368,7 +368,7 @@ def test_engine_keeps_frozen_parameters_bit_for_bit(
 
 
 def generate_until_end_token(config: RunConfig) -> list[int]:
-    """Generate four tokens, of which the first is an end-of-sequence token on rank 1."""
+    """Generate four tokens on rank 0. Rank 1 begins with an end-of-sequence token."""
     import torch.distributed as dist
 
     with opened(config) as trial:

@@ -171,10 +171,10 @@ def regroup(groups: Any, lr: float, weight_decay: float) -> torch.optim.Optimize
 
 
 def test_custom_optimizer_with_its_own_groups_resumes(corpus: Path, tmp_path: Path) -> None:
-    given = {**settings("nadam"), "train__optimizer": f"{HERE}:regroup", "strategy": "no_shard"}
-    assert leg(tmp_path / "whole", corpus, {**given, "train__steps": 4}) == 0
+    changes = {**settings("nadam"), "train__optimizer": f"{HERE}:regroup", "strategy": "no_shard"}
+    assert leg(tmp_path / "whole", corpus, {**changes, "train__steps": 4}) == 0
     for until in (2, 4):
-        there = {**given, "train__steps": 4, "train__stop_after": until}
+        there = {**changes, "train__steps": 4, "train__stop_after": until}
         assert leg(tmp_path / "parts", corpus, there) == 0
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
 
