@@ -539,7 +539,7 @@ def test_error_names_optimizer_state_of_another_shape(
     dcp_save({"model": state, "optimizer": optimizer}, checkpoint_id=tmp_path / "dcp", no_dist=True)
     (tmp_path / "dcp" / "config.json").write_text((mixtral / "dcp" / "config.json").read_text())
     line = error_of(capsys, tmp_path / "dcp", tmp_path / "out", "--optimizer")
-    assert "exp_avg" in line and "--names live" in line
+    assert "exp_avg" in line and "has shape [3]" in line
 
 
 STACK, EXPERT = "mlp.experts.down_proj", "block_sparse_moe.experts.0.w2.weight"
