@@ -208,10 +208,12 @@ def test_simulated_memory_counts_changes_of_all_threads() -> None:
 
 def test_graph_of_step_counts_each_run_of_program() -> None:
     value = LargeValue("f32[8]", 32, "aten__mm", "llama.py:12", 2)
-    usual = {"argument_bytes": 0, "output_bytes": 0, "alias_bytes": 0, "temporary_bytes": 0}
     graph = CompiledGraph(
         "a program",
-        **usual,
+        argument_bytes=0,
+        output_bytes=0,
+        alias_bytes=0,
+        temporary_bytes=0,
         code_bytes=5,
         flops=3,
         bytes_accessed=7,
