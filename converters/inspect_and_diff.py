@@ -154,10 +154,10 @@ class TensorDifference:
         """Convert the difference to JSON values.
 
         Returns:
-            The attributes except for `tolerance`, and `relative`, which is the RMS of the differences
-            divided by the RMS of the first tensor. Both are computed from finite values, and differences
-            within the tolerance count as 0. `relative` is None if all finite elements of the first tensor
-            are zero, or if the squares of the elements exceed the range of float64.
+            All attributes but `tolerance`, plus the key `relative`: the RMS of the differences divided by
+            the RMS of the first tensor. Both are computed from finite values, and differences within the
+            tolerance count as 0. `relative` is None if all finite elements of the first tensor are zero,
+            or if the squares of the elements exceed the range of float64.
         """
         values = {key: value for key, value in asdict(self).items() if key not in ("tolerance", "_sums")}
         relative = sqrt(self._sums[0] / self._sums[1]) if self._sums[1] else inf

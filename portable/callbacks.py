@@ -216,15 +216,18 @@ class Run:
 
         The values are logged to ``metrics.jsonl``, the trackers and the report. Only the values of
         rank 0 are logged. If a name is passed several times before a step is logged, the last value
-        is logged. The name of a built-in metric, such as ``loss``, or of a value that ``train.loss``
-        logs ends the run with an error when the step is logged. Tensors are only read from the device
-        when the step is logged.
+        is logged. Do not use the names of built-in metrics, such as ``loss``, or names that
+        ``train.loss`` logs: the run then ends with an error when the step is logged.
+
+        Tensors are not copied. They are read from the device when the step is logged, so do not
+        change them in place before.
 
         Args:
             values: Numbers or scalar tensors, keyed by name.
 
         Raises:
-            TypeError: If a value is not a number or a scalar tensor.
+            TypeError: If a name is not a string, or if a value is not a number or a scalar tensor.
+                The shard of a DTensor is not accepted either.
         """
         for name, value in values.items():
             scalar = isinstance(value, torch.Tensor) and value.dim() == 0 and not is_shard(value)
@@ -233,7 +236,7 @@ class Run:
                     f"log({{{name!r}: {value!r:.60}}}): the name must be a string, and the value a number "
                     "or a scalar tensor; convert the value (for a DTensor, call full_tensor() first)"
                 )
-        self.pending_values.update(values)
+            self.pending_values[name] = value.detach() if isinstance(value, torch.Tensor) else value
 
     def stop(self) -> None:
         """Request the end of the run after this step.

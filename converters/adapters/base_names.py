@@ -175,6 +175,9 @@ class BaseNameLookup:
     def _uncomputed_parameters(self) -> Iterator[_LiveParameters]:
         """Generator that yields the base model's parameters for each possible model class.
 
+        The parameters have their names in memory. If the files already contain these names, they have
+        published names instead, because the adapter may use published names.
+
         Classes with the same name rules share one item. An item is computed when it is requested.
         All calls of `_iter_parameters_by_class` share this generator, so each item is computed only
         once.

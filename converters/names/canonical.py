@@ -369,18 +369,21 @@ def _split_optimizer_path(path: StateDictPath, containers: set[StateDictPath]) -
 def find_model_container(paths: Sequence[StateDictPath]) -> StateDictPath | None:
     """Find the nested dict that contains the model's tensors.
 
-    If all tensors are in the same dict, the result is this dict. Otherwise, nested dicts with a
-    conventional key, such as `model` or `state_dict`, are candidates. The result is the candidate
-    at the lowest depth if there is only one at this depth. Without candidates, the result is the
-    top level if it contains a tensor whose name has a dot.
+    The first rule that applies determines the result:
+
+    1. If all tensors are in the same dict, the result is this dict.
+    2. If dicts that directly contain tensors have a conventional key, such as `model` or
+       `state_dict`, the result is the one at the lowest depth. If several are at this depth, the
+       result is None.
+    3. If the top level contains a tensor whose name has a dot, the result is the top level.
 
     Args:
         paths: Paths of the tensors that do not belong to an optimizer.
 
     Returns:
-        Path of the dict, which is `()` for the top level of the state dict, or if there are no
-        tensors. None if no rule applies. In this case, the caller has to include the path of the
-        dict in each tensor name.
+        Path of the dict. It is `()` for the top level of the state dict, or if there are no tensors.
+        None if no dict was found. In this case, the caller has to include the path of the dict in
+        each tensor name.
     """
     counts: dict[StateDictPath, int] = {}
     for path in paths:

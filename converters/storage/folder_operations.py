@@ -315,8 +315,8 @@ def is_taken(path: AnyPath) -> bool:
 def is_incomplete_folder(folder: AnyPath) -> bool:
     """Return whether a folder contains the marker of an incomplete write but no completion marker.
 
-    The marker of an incomplete write is only created in object stores. A folder on a disk contains
-    it if an incomplete folder was copied from an object store.
+    Only writes to object stores create the marker of an incomplete write. A folder on a disk can
+    still be incomplete in this sense, if it was copied from an object store.
     """
     return (folder / INCOMPLETE_MARKER).is_file() and not (folder / COMPLETE_MARKER).is_file()
 

@@ -369,9 +369,10 @@ def _iter_split_experts(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Te
     """Split stacked expert tensors into one tensor per expert and projection, and yield all tensors.
 
     A stacked tensor (experts, ...) is split into the experts, and `gate_up_proj` into `gate_proj` and
-    `up_proj`. If the experts have biases, their matrices have the shape (in, out), and the columns of
-    `gate_proj` and `up_proj` alternate. Other tensors are yielded unchanged, except for buffers, which
-    are dropped.
+    `up_proj`. The results are named as in `mlp.experts.0.up_proj.weight`, and matrices have the shape
+    (out, in). If the experts have biases, the stacked matrices have the shape (in, out) instead, so they
+    are transposed, and the columns of `gate_proj` and `up_proj` alternate. Other tensors are yielded
+    unchanged, except for buffers, which are dropped.
 
     Yields:
         The name and the tensor of each result.

@@ -157,8 +157,11 @@ class _DetachedPeftLayer:
 def _initialize_parameters(module: Any, init: Any) -> None:
     """Initialize the parameters of a peft layer in place, with torch's default random generator.
 
+    All linear and convolution layers in ``module`` are reset, so it must not contain the base layer
+    that it adapts. See :func:`_copy_layer_without_base`.
+
     Args:
-        module: LoRA or IA3 layer of peft, with parameters on the CPU.
+        module: LoRA or IA3 layer of peft without its base layer, with parameters on the CPU.
         init: Value of ``init_lora_weights`` in peft's config. If False, LoRA weights get the default
             initialization of their modules. IA3 layers ignore it.
     """

@@ -231,7 +231,11 @@ def _match_weights_to_model(external: ExternalCheckpoint, model: nn.Module) -> M
 
 
 class _ResumeMatcher:
-    """Matches an external checkpoint and its optimizer state to a run.
+    """Matcher that checks an external checkpoint against a run, and determines the state to resume from.
+
+    :meth:`build_adopted_checkpoint` renames and checks the optimizer state, determines the step and the
+    number of consumed samples, and compares the optimizer's settings with the config. A setting that
+    differs is an error if the user has not set it, and otherwise a note.
 
     Args:
         external: Checkpoint with the parameter names of the model.

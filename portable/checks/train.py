@@ -178,10 +178,11 @@ def check_master_dtype(config: RunConfig) -> Iterator[SettingProblem]:
 
 
 def check_batch_sizes(config: RunConfig) -> Iterator[SettingProblem]:
-    """Yield the problems with ``train.stop_after`` and with the batch sizes.
+    """Yield a problem if ``train.stop_after`` or ``train.micro_batch_size`` is too large.
 
-    The valid micro-batch sizes also depend on the number of ranks. They are checked by
-    :func:`portable.batch_plan.compute_batch_plan`.
+    ``train.stop_after`` must not exceed ``train.steps``, and ``train.micro_batch_size`` must not
+    exceed ``train.global_batch_size``. The remaining rules for the micro-batch size depend on the
+    number of ranks, so :func:`portable.batch_plan.compute_batch_plan` checks them.
     """
     train = config.train
     if train.stop_after is not None and train.steps is not None and train.stop_after > train.steps:

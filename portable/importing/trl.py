@@ -226,11 +226,10 @@ def convert_trained_tokens(_: Any, file: ForeignFile) -> dict[str, Any]:
 
 
 def convert_max_length(value: Any, file: ForeignFile) -> Any:
-    """Return ``max_length``. If it is null, add a note and return None.
+    """Return ``max_length``, or None if it is not set: null, ``auto`` or a negative number.
 
-    Scripts that train on images often set ``max_length`` to null, which means no limit. This value
-    has no effect in a run, so the note recommends setting ``data.seq_len``. The function also
-    returns None for the values that :func:`drop_unset_value` drops.
+    If the value is null, also add a note that recommends setting ``data.seq_len``. Scripts that train
+    on images often set ``max_length`` to null, which means no limit, but this has no effect in a run.
     """
     if value is None:
         file.add_note(

@@ -158,8 +158,9 @@ def _print_cost_table(config: RunConfig, options: dict[str, Any], prices: dict[s
 
     For each device type with a price, the table shows the smallest number of devices (1, 2, 4 or 8)
     on which the run fits without offloading. More devices would finish sooner, but cost about the
-    same. Device types are omitted if the run does not fit or is not supported. A note lists the
-    device types that are omitted because their peak FLOP/s are unknown.
+    same. Machines whose cost may exceed the budget are marked, not removed. Device types are omitted
+    if the run does not fit or is not supported. A note lists the device types that are omitted
+    because their peak FLOP/s are unknown.
 
     Args:
         config: Config of the run.
@@ -169,7 +170,7 @@ def _print_cost_table(config: RunConfig, options: dict[str, Any], prices: dict[s
             SkyPilot's catalog.
 
     Returns:
-        The exit code.
+        The exit code 0, even if every machine exceeds the budget.
 
     Raises:
         UserError: If an option is invalid or has no effect, if prices or the number of tokens are
@@ -183,7 +184,7 @@ def _print_cost_table(config: RunConfig, options: dict[str, Any], prices: dict[s
     assert match is not None
     budget = float(match[1])
     require(budget > 0, f"--budget: {options['budget']!r} is not greater than 0; use a number, such as 50")
-    for name in ("devices", "device_memory", "host_memory", "compile"):
+    for name in ("devices", "device_memory", "host_memory", "compile", "wide"):
         flag = f"--{name.replace('_', '-')}"
         require(not options.get(name), f"{flag}: has no effect with --budget; remove {flag} or --budget")
     prices = prices or fetch_sky_prices()
@@ -198,6 +199,7 @@ def _print_cost_table(config: RunConfig, options: dict[str, Any], prices: dict[s
     config = resolve_data_dependent_defaults(config)
     models: dict[tuple[str, str], ModelAndWork] = {}
     untimed: dict[str, str] = {}
+    refusal: UserError | None = None
     rows: list[dict[str, Any]] = []
     for name, price in prices.items():
         for count in _DEVICE_COUNTS:
@@ -205,7 +207,8 @@ def _print_cost_table(config: RunConfig, options: dict[str, Any], prices: dict[s
                 device_config, target = _resolve_target(
                     config, {"device": name, "devices": count}, notes=False
                 )
-            except UserError:  # The batch cannot be divided, or the backend differs.
+            except UserError as error:  # The batch cannot be divided, or the backend differs.
+                refusal = error
                 continue
             key = target.backend, device_config.precision
             if key not in models:
@@ -235,6 +238,8 @@ def _print_cost_table(config: RunConfig, options: dict[str, Any], prices: dict[s
             f"--budget: {message}; set another precision, or add another device to --price-per-hour",
         )
         print_status(f"note: --budget: {message}")
+    if refusal is not None and not models:
+        raise refusal
     require(
         bool(rows),
         f"--budget: the run does not fit on up to {_DEVICE_COUNTS[-1]} devices of any of these types: "

@@ -163,9 +163,9 @@ class OperationTape:
     def _mark_saved_tensors(self, layer: nn.Module) -> None:
         """Wrap a layer's ``forward`` so that all values that autograd saves in it count as stored.
 
-        The memory estimate then keeps these values until the backward pass of the layers ends. The
-        compiler could recompute some of the values instead of storing them. However, a compiler
-        that runs the layers in a loop must store the values, because the backward loop reads them.
+        The memory estimate then keeps these values until the backward pass of all layers in the loop
+        ends. A compiler that runs the layers in a loop has to store them, because the backward loop
+        reads them. Without a loop, it could recompute some of them instead.
         """
         forward = layer.forward
 

@@ -45,7 +45,10 @@ def _format_callback_name(plugin_name: str) -> str:
 
 
 class CustomCallback(Callback):
-    """Callback that wraps a custom object. If the object's code fails, the run ends with a one-line error.
+    """Callback that calls the methods of a user's object.
+
+    The run ends with a one-line error if a method fails, changes parameters of the model in place,
+    or reads the shard of a parameter.
 
     Args:
         name: Name of the callback, used in error messages.

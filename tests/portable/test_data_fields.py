@@ -11,6 +11,8 @@ import torch
 import yaml
 
 from portable.data.dataset import build_data, inspect_data_sizes
+from portable.data.sources.datasets_library import iter_csv_rows
+from portable.data.sources.records import Fields
 from portable.errors import UserError
 from tests.portable.data_support import Settings, read_sample, replace, word_level, write_jsonl
 
@@ -174,6 +176,15 @@ CELLS: dict[str, tuple[list[str], tuple[str, ...] | str]] = {
     "one fraction": (["0", "1"] * 10 + ["1.5"], "1 of 21 labels have a fraction, such as 1.5"),
     "empty": (["0", "", "1"], "row 2: 'label' is null, not a class"),
 }
+
+
+@pytest.mark.parametrize("header", ["\ntext,label", " \ntext,label", "text,label,label", ",label,text"])
+def test_cells_of_any_header_are_strings(header: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    names = header.strip().split(",")
+    path.write_text(header + "\n" + (",".join(["007"] * len(names)) + "\n") * 2)
+    rows = [located.row for located in iter_csv_rows(path, "a.csv", Fields(label="label"))]
+    assert len(rows) == 2 and all(cell == "007" for row in rows for cell in row.values())
 
 
 @pytest.mark.parametrize("cells", CELLS)

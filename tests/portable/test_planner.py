@@ -359,6 +359,14 @@ def test_plan_without_device_has_no_fits(plan: Plan, capsys: pytest.CaptureFixtu
             ["--budget: the speed of t4 in fp32 is unknown, so", "; set another precision"],
         ),
         (
+            ["--budget", "50", "--price-per-hour", "h100=2", "--backend", "xla"],
+            ["--device: h100 needs backend: cuda, but", "; remove backend"],
+        ),
+        (
+            ["--budget", "50", "--price-per-hour", "h100=2", "--wide"],
+            ["--wide: has no effect with --budget; remove"],
+        ),
+        (
             ["--price-per-hour", "h101=2"],
             ["--price-per-hour: unknown device 'h101'; did you mean h100?"],
         ),

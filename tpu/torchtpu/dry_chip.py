@@ -443,8 +443,9 @@ class DryChip:
     def _copy_buffer_to_host(self, arguments: Any) -> None:
         """Copy the content of a buffer to host memory, or report the size of the buffer.
 
-        If the caller passes no host address in ``arguments``, nothing is copied. Only the size of
-        the buffer in bytes is then stored in ``arguments``.
+        Only the stored first bytes of the buffer are copied. The remaining bytes of the destination
+        become zero. If the caller passes no host address in ``arguments``, nothing is copied. Only the
+        size of the buffer in bytes is then stored in ``arguments``.
         """
         buffer = self.memory[arguments[0]]
         if arguments[2]:

@@ -27,14 +27,17 @@ def sample_continuation(
 ) -> Tensor:
     """Sample tokens after a prompt, with temperature 0.8 and top-k 50.
 
-    Sampling does not stop at an end-of-sequence token.
+    Sampling does not stop at an end-of-sequence token. The tokens are padded with zeros to their final
+    length, so that the compiled graph is the same at each position. Nothing is cached: the logits
+    of all positions are computed for each new token.
 
     Args:
         prompt: Token ids ``[1, length]`` on the CPU.
         max_new_tokens: Number of tokens to sample.
         seed: Random seed for sampling.
-        compute_logits: Function that computes logits ``[rows, length, vocabulary]`` from token IDs
-            ``[rows, length]``.
+        compute_logits: Function that computes logits ``[rows, total, vocabulary]`` from token IDs
+            ``[rows, total]``, where total is ``length + max_new_tokens``. It must be causal, because
+            the positions that are not sampled yet contain zeros.
         layout: Placement of tensors on the devices.
         graphs: Runner of the compiled graphs.
 

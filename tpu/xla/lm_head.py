@@ -70,9 +70,14 @@ def shard_head_gradient(head: nn.Module | None, layout: MeshLayout, weight_spec:
 class _HeadFunction(torch.autograd.Function):
     """Autograd function that multiplies hidden states by the gathered weight of the LM head.
 
-    The argument ``unsharded`` is the sharding of the gathered weight, and ``gradient_sharding`` is
-    the sharding of the weight gradient. If the argument ``transposes`` is set, the gradient is
-    computed as ``[hidden size, vocabulary]``, and ``gradient_sharding`` applies to this shape.
+    The arguments of ``apply`` are:
+
+    - ``hidden``: Hidden states, ``[batch, tokens, hidden size]``.
+    - ``weight``: Sharded weight, ``[vocabulary, hidden size]``. It is gathered for the product.
+    - ``unsharded``: Sharding of the gathered weight.
+    - ``gradient_sharding``: Sharding of the weight gradient.
+    - ``transposes``: Whether the weight gradient is computed as ``[hidden size, vocabulary]``.
+      ``gradient_sharding`` then applies to this shape, and the returned gradient is transposed back.
     """
 
     @staticmethod

@@ -68,7 +68,8 @@ def iter_csv_rows(path: Path, name: str, fields: Fields) -> Iterator[LocatedRow]
     with create_scratch_folder("portable-rows") as scratch:
         try:
             with io.TextIOWrapper(open_file(path), encoding="utf-8-sig", newline="") as file:
-                header = next(csv.reader(file), None)
+                # pandas skips the blank lines before the header.
+                header = next((row for row in csv.reader(file) if "".join(row).strip() or len(row) > 1), None)
             if header is None:
                 return
             _check_comma_separated(header, name)
@@ -80,7 +81,8 @@ def iter_csv_rows(path: Path, name: str, fields: Fields) -> Iterator[LocatedRow]
                     split="train",
                     streaming=True,
                     cache_dir=str(scratch),
-                    converters=dict.fromkeys(header, str),
+                    # By position, because pandas renames columns without a name or with the same name.
+                    converters=dict.fromkeys(range(len(header)), str),
                     keep_default_na=False,
                     on_bad_lines="error" if fields.bad is None else "warn",
                 )

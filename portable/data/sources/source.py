@@ -88,7 +88,10 @@ class SourceSettings:
 
     @property
     def is_stream(self) -> bool:
-        """Whether the source is tokenized during training."""
+        """Whether the source is tokenized during training.
+
+        This is the case if ``data.stream`` is set and the source is not evaluation data.
+        """
         return self.data.stream and not self.is_evaluation
 
     @cached_property

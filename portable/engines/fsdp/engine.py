@@ -60,10 +60,13 @@ if TYPE_CHECKING:
 def build_engine(
     model: nn.Module, config: RunConfig, rank_info: RankInfo, at_stop: ExitStack
 ) -> EngineWithMetrics:
-    """Build the engine: shard or replicate the model over the ranks, and create its optimizer.
+    """Build the engine: transform the model, shard or replicate it, and create its optimizer.
+
+    The model is changed in place: the transforms that the config needs, such as activation
+    checkpointing, are applied before it is sharded.
 
     Args:
-        model: Model on the meta device.
+        model: Model on the meta device, not yet transformed.
         config: Config of the run.
         rank_info: Device, rank and world size of this process.
         at_stop: Exit stack to which this function adds its cleanup. The backend closes the
