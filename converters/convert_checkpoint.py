@@ -18,7 +18,7 @@ from portable.converters.config_and_tokenizer_files import (
     list_companion_names,
     locate_or_download_model,
 )
-from portable.converters.errors import CommandError, prefix_checkpoint_errors
+from portable.converters.errors import CommandError, convert_os_errors, prefix_checkpoint_errors
 from portable.converters.integrity import LIVE_NAMES_PROBLEM, check_model_complete
 from portable.converters.opening import open_checkpoint
 from portable.converters.options import (
@@ -78,6 +78,7 @@ class Conversion:
     warning: str | None
 
 
+@convert_os_errors()
 def convert(
     source: str | AnyPath,
     out: str | AnyPath,

@@ -163,6 +163,20 @@ def format_os_error(error: OSError) -> str:
 
 
 @contextmanager
+def convert_os_errors() -> Iterator[None]:
+    """Convert each `OSError` about a file or folder to a `CheckpointError` with its path.
+
+    An `OSError` without a path, for example about standard output, propagates.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            raise
+        raise CheckpointError(f"{os.fsdecode(error.filename)}: {format_os_error(error)}") from error
+
+
+@contextmanager
 def prefix_checkpoint_errors(prefix: object) -> Iterator[None]:
     """Prepend a path or option to the message of each `CheckpointError` raised in this context.
 

@@ -63,11 +63,12 @@ def parse_hub_page_url(url: str) -> str | None:
     """Return the repository name if a URL is a repository page on the Hugging Face Hub, otherwise None.
 
     The name has the form `owner/name`, also for a dataset, and does not include a revision. Pages of
-    Spaces are not included.
+    Spaces, and of repositories without an owner, are not included.
     """
     page = re.fullmatch(
         r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/(?:datasets/)?"
-        r"(?!(?:datasets|spaces|docs|blog|collections|papers|api)/)([\w.-]+/[\w.-]+)(?:[/?#].*)?",
+        r"(?!(?:datasets|spaces|docs|blog|collections|papers|api)/)"
+        r"([\w.-]+/(?!(?:tree|blob|resolve|raw|discussions|commits)(?:[/?#]|$))[\w.-]+)(?:[/?#].*)?",
         url,
     )
     return None if page is None else page[1]

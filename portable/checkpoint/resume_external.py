@@ -462,8 +462,8 @@ class _ResumeMatcher:
         - Muon: ``train.muon_momentum``.
 
         A setting is skipped if the checkpoint does not contain it, or if the stored parameter
-        groups have different values for it. Except for the momentum, a difference between such
-        values and the run is added to the notes. The weight decay of biases and norms is not
+        groups have different values for it. In this case, the difference between these values and
+        the run is added to the notes. The weight decay of biases and norms is not
         yielded, but is added to the notes if it is not 0.
         """
         kind = self.config.train.optimizer

@@ -133,9 +133,29 @@ def test_convert_errors_are_one_line(run: Path, tmp_path: Path, capsys: pytest.C
     assert tree(tmp_path) == before
 
 
+LONG = "x" * 300
+
+
 def test_open_checkpoint_converts_os_errors(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="choose a shorter name"):
-        open_checkpoint(tmp_path / ("x" * 300))
+        open_checkpoint(tmp_path / LONG)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [LONG, "out"],
+        ["run", LONG],
+        *[["run", "out", option, LONG] for option in ("--config-from", "--merge-into")],
+    ],
+    ids=["source", "output", "config", "base"],
+)
+def test_path_that_is_too_long_is_one_line(
+    arguments: list[str], run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = {"run": str(run), "out": str(tmp_path / "out"), LONG: str(tmp_path / LONG)}
+    line = error_of(capsys, *[paths.get(argument, argument) for argument in arguments])
+    assert LONG in line and line.endswith("; choose a shorter name")
 
 
 DAMAGES: dict[str, Callable[[Path], object]] = {
