@@ -503,15 +503,15 @@ DESCRIPTIONS = {
     "bf16": f"the losses in bf16 and in fp32, within {BF16_TOLERANCE:.0%}",
     "ranks": "the losses on two ranks (with `full_shard` and `zero3`) and on one rank, within "
     f"{TOLERANCE:.0e}",
-    "reload": "weights before and after loading, bit for bit: exported weights that `from_pretrained` loads, "
-    "and a `save_pretrained` checkpoint that a run loads",
-    "names": "`final/` and the checkpoint that the run started from: the names and shapes of all tensors, "
-    "and the dtypes and bytes of tensors that are not trained. A tensor that is not exported must be named "
-    "in the model card",
-    "adapter": "the logits during training, and those after peft loads the adapter on the published class, "
-    f"within {TOLERANCE:.0e}",
-    "merge": "the merged model and its base (names, shapes, dtypes), and the merged and the trained model "
-    "(logits)",
+    "reload": "the weights before and after loading, bit for bit, when `from_pretrained` loads exported "
+    "weights and when a run loads a `save_pretrained` checkpoint",
+    "names": "the tensors in `final/` and in the checkpoint that the run started from: the names and shapes "
+    "of all tensors, and the dtypes and bytes of the tensors that were not trained. The model card must list "
+    "every tensor that is not exported",
+    "adapter": "the logits during training and the logits after peft loads the adapter into the published "
+    f"model class, within {TOLERANCE:.0e}",
+    "merge": "the names, shapes, and dtypes of the merged model and its base, and the logits of the merged "
+    "and the trained model",
 }
 TABLE = """\
 | mark | meaning |
@@ -525,11 +525,13 @@ Model types with the same results share a row:
 
 """
 NOTES = """\
-Each item in this list contains the model types and tasks, the check that failed, and the error message.
-Two words replace the name of the check:
+The list at the end of this section contains the model types and tasks, the check that failed, and the
+beginning of the error message. The list uses the names of the individual tests: "one rank" belongs to the
+loss check, "full_shard" and "zero3" to the ranks check, and "export" to the reload check. In two cases, a
+label replaces the name of the check:
 
 - "refused": the run ends with an error before training. Either the model cannot be trained for the task,
-  although transformers lists it, or its class requires inputs other than text.
+  although transformers lists the model for it, or the class of the model requires inputs other than text.
 - "not tried": the test could not build a small model of this type.
 
 In some cases, transformers itself fails:
@@ -538,7 +540,9 @@ In some cases, transformers itself fails:
 - `git` fails if there are labels but no images.
 - For `emu3` and `mllama`, the auto class cannot load files that it has saved. The class in `config.json` can.
 
-ProphetNet is trained only on the next token, and the run prints a note.
+ProphetNet fails the loss check because a run trains it only on the next token. The run prints a note.
+
+These checks failed:
 """
 FAMILIES = {
     "Llama 3, SmolLM, Yi": "llama causal-lm",

@@ -385,8 +385,9 @@ def _quantize_weight_like_base(
 
 def _build_shape_error(name: str, weight: Tensor, codes: Tensor, location: str) -> CheckpointError:
     return CheckpointError(
-        f"{location}: the codes of {to_printable(name)} have shape {list(codes.shape)}, which does not match "
-        f"the weight of shape {list(weight.shape)}; specify a quantized model with the same weights"
+        f"{location}: the quantized values of {to_printable(name)} have shape {list(codes.shape)}, which "
+        f"does not match the weight of shape {list(weight.shape)}; specify a quantized version of the same "
+        "model"
     )
 
 

@@ -671,7 +671,7 @@ def choose_resume_source(config: RunConfig, checkpoints: CheckpointStore[Any]) -
     if resume == "never":
         if latest is not None:
             raise UserError(
-                f"checkpoint.resume: the value is never, but {checkpoints.path} contains checkpoints; set "
+                f"checkpoint.resume: is set to 'never', but {checkpoints.path} contains checkpoints; set "
                 "checkpoint.resume: auto to resume, or choose another output_dir"
             )
         return None

@@ -188,8 +188,8 @@ def _check_can_launch(
         unsafe_match = unquoted.search(text)
         require(
             unsafe_match is None,
-            f"{key}: {text}: contains {unsafe_match and unsafe_match[0]!r}, which would need quotes in the "
-            "generated file; choose another name",
+            f"{key}: {text}: contains {unsafe_match and unsafe_match[0]!r}, which is not safe in the "
+            "generated file; remove or replace this character",
         )
 
 

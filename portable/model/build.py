@@ -1128,7 +1128,8 @@ def check_vocabulary_size(model: PreTrainedModel, tokenizer_size: int, run: RunC
         remedy = f"set model.config.vocab_size to at least {tokenizer_size}"
         if run.model.name_or_path is not None:  # the vocabulary size of a pretrained model cannot be changed
             num_added = tokenizer_size - vocabulary_size
-            remedy = f"list the last {num_added} tokens of the tokenizer in data.added_tokens"
+            last_tokens = "last token" if num_added == 1 else f"last {num_added} tokens"
+            remedy = f"list the {last_tokens} of the tokenizer in data.added_tokens"
         raise UserError(
             f"data.tokenizer: the tokenizer has {tokenizer_size} tokens, but the model's vocabulary has "
             f"{vocabulary_size}; {remedy}, or choose another tokenizer"

@@ -197,9 +197,8 @@ class HubRepository:
             owner = self.name.partition("/")[0]
             if owner not in (user["name"], *(org["name"] for org in user.get("orgs") or [])):
                 raise UserError(
-                    f"hub.repo: {self.name} does not exist, and {user['name']}, the user of the token, "
-                    f"cannot create the repository, because only members of {owner} can do so; check the "
-                    f"name, or {_TOKEN_HINT}"
+                    f"hub.repo: {self.name} does not exist, and {user['name']}, the owner of the token, "
+                    f"cannot create repositories under {owner}; check the name, or {_TOKEN_HINT}"
                 ) from None
             return
         if self._private and not info.private:

@@ -362,8 +362,8 @@ def load_checkpoint(
             raise UserError(
                 "checkpoint.resume: the tokens, or the proportions of the sources, have changed since "
                 f"{source} was saved (this run reads {prepared.data.sizes.source}); use the same files, "
-                "tokenizer, chat template and data.train_on, or choose another output_dir and start from "
-                f"this checkpoint with --checkpoint.resume {source}"
+                "source weights, tokenizer, chat template and data.train_on, or choose another output_dir "
+                f"and start from this checkpoint with --checkpoint.resume {source}"
             )
         if not same_data:
             _check_vocabulary(source, prepared)

@@ -235,7 +235,7 @@ def test_quantize_like_rejects_codes_of_other_shapes(
     settings = {"quant_method": "compressed-tensors"}
     (base / "config.json").write_text(json.dumps({"model_type": "llama", "quantization_config": settings}))
     refusal = error_of(capsys, source, tmp_path / "out", "--quantize-like", str(base))
-    assert f"the codes of {name} have shape" in refusal
+    assert f"the quantized values of {name} have shape" in refusal
 
 
 REFUSED: dict[str, tuple[list[str], str]] = {

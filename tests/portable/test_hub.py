@@ -298,7 +298,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (
         {"hub__repo": "other/tiny"},
         {},
-        "does not exist, and me, the user of the token, cannot create the repository",
+        "does not exist, and me, the owner of the token, cannot create repositories under",
     ),
     ({"hub__repo": "lab/tiny"}, {"writable": {"me"}}, "no write access to lab/tiny"),  # known on creation
     (

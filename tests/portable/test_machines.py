@@ -112,7 +112,7 @@ REFUSED = [
     ("sky", ["--device", "v5e:16"], "use --for cloud-tpu"),
     ("hf-jobs", ["--device", "h100:8"], "has no such machine"),
     ("sky", ["--device", "h100:8", "--output_dir", "runs/mine"], "output_dir: runs/mine would be lost"),
-    ("hf-jobs", ["--device", "h200:8", "--output_dir", "s3://a b"], "' ', which would need quotes"),
+    ("hf-jobs", ["--device", "h200:8", "--output_dir", "s3://a b"], "' ', which is not safe in"),
 ]
 
 

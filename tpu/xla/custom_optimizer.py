@@ -68,8 +68,8 @@ class XlaCustomOptimizer:
                     }
                 )
                 == 1,
-                f"train.parameter_groups: {first} is in a different group from the same parameter of the "
-                "next layer, but xla.scan_layers runs both in one loop; set xla.scan_layers to false",
+                f"train.parameter_groups: {first} and the same parameter of another layer are in different "
+                "groups, but xla.scan_layers runs these layers in one loop; set xla.scan_layers to false",
             )
         groups = build_parameter_groups(self._parameters, named_groups, settings.learning_rate)
         self._optimizer = CustomOptimizer(settings, self._parameters, groups, capturable=True)

@@ -134,8 +134,8 @@ def find_rank_files(path: AnyPath) -> RankFileNames | None:
         return None
     if len({match["prefix"] for match, _ in optim}) > 1:
         raise CheckpointError(
-            f"{path}: contains optimizer files both with and without the prefix bf16_, so they are from two "
-            "runs; remove the files of the run that you do not need"
+            f"{path}: contains optimizer files with different prefixes (bf16_, fp16_ or none), so they are "
+            "from different runs; remove the files of the runs that you do not need"
         )
     # A universal checkpoint for all stages has model files with and without a rank in their names.
     if not optim and (path / "zero").is_dir():

@@ -314,5 +314,5 @@ def _build_flat_optimizer(
     ]
     built = build_zero_optimizer(1, [optim_file], layouts, shares)
     if built is None:
-        raise OptimizerStateError(f"{location}: the state of the optimizer is missing")
+        raise OptimizerStateError(f"{location}: the optimizer state is missing")
     return built

@@ -285,8 +285,8 @@ class SavedRun:
         has_experts = self.expert_files is not None and self.expert_files.has_only_expert_parameters(shapes)
         if not has_experts and count != self.world_size:
             raise DamagedCheckpointError(
-                f"{location}: parameter group {group} is sharded across {count} of the {self.world_size} "
-                "ranks, but the files of the experts are missing"
+                f"{location}: parameter group {group} is sharded across {count} ranks instead of "
+                f"{self.world_size}, as a group of experts, but the files of the experts are missing"
             )
         if not has_experts:
             return [GroupOnRanks(group, tuple(range(self.world_size)), {name: name for name in shapes})]

@@ -199,7 +199,7 @@ class _FsdpRankFiles:
                 check_rank_files_complete(folder.path, ranks, self.world_size, kind)
         if "model" not in self.names_by_kind:
             raise DamagedCheckpointError(
-                f"{self.location}: the files of the model (model_world_size_*_rank_*.pt) are missing"
+                f"{self.location}: the model files (model_world_size_*_rank_*.pt) are missing"
             )
 
     def _iter_rank_contents(self, kind: str) -> Iterator[tuple[int, Any]]:

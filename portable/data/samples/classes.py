@@ -256,7 +256,7 @@ def _get_label_name(label: int | str, declared: Sequence[str] | None) -> str:
 
 _EXPECTED_LABELS = {
     SINGLE_LABEL: "one class per text (an integer or a string)",
-    MULTI_LABEL: "one list per text, either of its classes (integers or strings) or with one float per class",
+    MULTI_LABEL: "one list per text, with its classes (integers or strings) or one float per class",
     REGRESSION: "one float or one list of floats per text",
 }
 _KIND_DESCRIPTIONS = {

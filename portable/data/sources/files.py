@@ -301,7 +301,7 @@ def _refuse_hub_settings(data: DataConfig, subject: str) -> None:
     for key, value in (("config_name", data.config_name), ("split", data.split)):
         if value is not None and (key, value) != ("split", "train"):
             raise UserError(
-                f"data.{key}: {value!r} applies only to hub datasets, but data.source names {subject}; "
+                f"data.{key}: {value!r} applies only to hub datasets, but data.source refers to {subject}; "
                 f"remove data.{key}"
             )
 
