@@ -337,7 +337,7 @@ def test_resume_from_path_continues_in_new_folder(tmp_path: Path, corpus: Path, 
     assert load_config(folder / "config.yaml").precision == "fp32"
     assert losses(folder) == {step: loss for step, loss in losses(finished).items() if step > 4}
     assert weights(folder) == weights(finished)
-    with pytest.raises(UserError, match="never, but"):
+    with pytest.raises(UserError, match="'never', but"):
         leg(folder, corpus, checkpoint__resume="never")
     older = folder / "checkpoints" / "step-000004"
     shutil.copytree(source, older, dirs_exist_ok=True)
