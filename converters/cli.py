@@ -274,8 +274,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _report_error(error, as_json="--json" in arguments)
     except RecursionError:
         reason = (
-            f"{arguments[-1] if arguments else ''}: the data is nested too deeply; specify the file or "
-            "folder of a checkpoint"
+            "portable-convert: the data in a file is nested too deeply; check that the paths in the command "
+            "are checkpoints"
         )
         return _report_error(CheckpointError(reason), as_json="--json" in arguments)
     finally:

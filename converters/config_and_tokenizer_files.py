@@ -497,9 +497,9 @@ def download_from_hub(hub_id: str, option: str, file_patterns: tuple[str, ...]) 
         # Keep only the first sentence, because the others are advice about the Python API.
         reason = re.split(r"(?<=[.!?])\s", reason)[0].rstrip(".")
         raise CommandError(
-            f"{option}: is neither a local file or folder nor available from the hub ({reason}); run "
-            f"hf download {hub_id} --local-dir FOLDER on a machine with a network connection, and specify "
-            "FOLDER"
+            f"{option}: is neither a local path nor available from the Hub ({reason}); check the path or "
+            f"Hub ID, or run hf download {hub_id} --local-dir FOLDER on a machine that can access this "
+            "model, and specify FOLDER"
         ) from None
 
 

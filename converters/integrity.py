@@ -124,7 +124,7 @@ def check_model_complete(
     serious = [problem for problem in problems if not problem.repaired]
     if serious and not partial:
         described = "; ".join(map(str, serious[:4]))
-        more = f"; and {len(serious) - 4} more problems" if len(serious) > 4 else ""
+        more = f"; and {len(serious) - 4} more" if len(serious) > 4 else ""
         is_config = all(problem.kind == "config" for problem in serious)
         remedy = "correct config.json" if is_config else "convert a complete checkpoint"
         raise CheckpointError(

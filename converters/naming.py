@@ -396,6 +396,7 @@ def _rearrange_one_state(
     if first is None or not (is_renamed or is_scalar):
         raise OptimizerStateError(
             f"{new_name}: this optimizer state cannot be converted, because its shape differs from the "
-            f"shape of its parameter; {remedy} to keep the names of the source"
+            "shape of its parameter, or because the parameter is padded with zeros; "
+            f"{remedy} to keep the names of the source"
         )
     return first  # type: ignore[no-any-return]

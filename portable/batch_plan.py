@@ -139,7 +139,7 @@ def compute_batch_plan(
     uneven = devices_per_rank % parts and parts % devices_per_rank
     if devices % parts or uneven:
         divided_units = (
-            f"{devices} {unit}s" if devices % parts else f"the {devices_per_rank} devices of a host"
+            format_count(devices, unit) if devices % parts else f"the {devices_per_rank} devices of a host"
         )
         raise UserError(
             f"{key}: {divided_units} cannot be divided into groups of {parts}; "

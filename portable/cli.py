@@ -211,7 +211,7 @@ def _check_train_options(invocation: Invocation) -> None:
     """
     if invocation.json is not None and not invocation.eval_only:
         raise UserError(
-            "--json: writes the values of an evaluation, but this command trains; add --eval-only"
+            "--json: writes the values of an evaluation, so it needs --eval-only; add --eval-only"
         )
     if invocation.json is not None and not Path(invocation.json).absolute().parent.is_dir():
         raise UserError(f"--json: {invocation.json}: the folder does not exist; create the folder first")

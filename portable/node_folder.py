@@ -157,7 +157,8 @@ def _create_node_folder(launcher: int, attempt: str, is_rank: bool) -> Path:
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.is_symlink() or folder.stat().st_uid != os.getuid():
         raise PermissionError(
-            f"{folder}: belongs to another user; remove the folder, or set TMPDIR to another folder"
+            f"{folder}: is a link or belongs to another user; remove the link or folder, or set TMPDIR "
+            "to another folder"
         )
     if not is_rank:
         atexit.register(shutil.rmtree, folder, ignore_errors=True)

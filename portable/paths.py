@@ -268,7 +268,7 @@ def check_folder_files(key: str, folder: str, *, max_files: int | None = MAX_FIL
         if max_files is not None and number > max_files:
             raise UserError(
                 f"{key}: {folder}: has more than {max_files:,} files; use a folder that contains only the "
-                "model"
+                "files of the model, tokenizer or adapter"
             )
 
 

@@ -357,8 +357,8 @@ def _import_module(context: str, name: str) -> types.ModuleType:
         if isinstance(error, ModuleNotFoundError) and error.name and f"{name}.".startswith(f"{error.name}."):
             remedy = "specify a module in this folder or on PYTHONPATH, as package.module:name"
         raise UserError(
-            f"{context}: cannot be imported ({type(error).__name__}: {to_one_line(error)}){suggestion}; "
-            f"{remedy}"
+            f"{context}: cannot be imported ({type(error).__name__}: {to_one_line(error)}); "
+            f"{remedy}{suggestion}"
         ) from error
 
 

@@ -330,8 +330,8 @@ class BaseChanges:
         weight = self.base_names.find_parameter(f"{module}.weight")
         if weight is not None and self.base_names.find_parameter(live) is None:
             raise CheckpointError(
-                f"{self.base_checkpoint.root}: {module} has no bias in models of this architecture, but "
-                f"{self.adapter.root} adds a bias (lora_bias); load the adapter with peft instead"
+                f"{self.base_checkpoint.root}: {module} has no bias, but "
+                f"{self.adapter.root} adds one (lora_bias); load the adapter with peft instead"
             )
         parameter = self.locate_parameter(live)
         if parameter.identical_tensor is None or parameter.shape != (vector.numel,):

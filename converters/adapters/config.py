@@ -233,7 +233,10 @@ def find_adapter_config_file(name_or_path: str) -> AnyPath:
     path = parse_path_or_url(name_or_path)
     path = path / ADAPTER_CONFIG if path.is_dir() else path
     if not path.is_file():
-        raise CommandError(f"--adapter-config {name_or_path}: no such file; check the path")
+        raise CommandError(
+            f"--adapter-config {name_or_path}: is neither a file nor a folder that contains "
+            f"{ADAPTER_CONFIG}; check the path"
+        )
     return path
 
 

@@ -631,9 +631,10 @@ class _LoraEditBuilder:
         leaves = self._list_target_parameters(path)
         if len(leaves) > _MAX_NESTED or len(leaves) < len(pairs):
             raise CheckpointError(
-                f"{self.changes.adapter.root}: {path}: has {len(pairs)} adapters, which do not match the "
-                f"target_parameters {leaves} in {self.changes.adapter_config.path}; replace this file with "
-                f"the {ADAPTER_CONFIG} that was saved with these weights"
+                f"{self.changes.adapter.root}: {path}: the number of adapters ({len(pairs)}) does not fit "
+                f"the target_parameters {leaves} in {self.changes.adapter_config.path} (at most "
+                f"{_MAX_NESTED} are supported); replace this file with the {ADAPTER_CONFIG} that was saved "
+                "with these weights"
             )
         locations = {leaf: self.changes.locate_parameter(f"{path}.{leaf}") for leaf in leaves}
         possible_assignments = [

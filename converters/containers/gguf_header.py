@@ -142,8 +142,8 @@ def _read_tensor_entry(reader: _HeaderReader, name: str) -> _TensorEntry:
     block_elements, block_bytes = GGML_QUANT_SIZES[dtype]
     if (shape[-1] if shape else 1) % block_elements:
         raise DamagedCheckpointError(
-            f"damaged: the tensor {name!r} has {shape[-1] if shape else 1:,} elements per row, but the GGML "
-            f"type {dtype.name} needs a multiple of {block_elements}"
+            f"damaged: the rows of the tensor {name!r} have the length {shape[-1] if shape else 1:,}, but "
+            f"the GGML type {dtype.name} needs a multiple of {block_elements}"
         )
     tensor = GGUFTensor(dtype.name, shape, prod(shape) // block_elements * block_bytes)
     return _TensorEntry(offset, tensor)

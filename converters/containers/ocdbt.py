@@ -348,11 +348,12 @@ def _decompress(data: bytes, location: str) -> bytes:
         body: bytes = pyarrow.CompressedInputStream(pyarrow.BufferReader(data), "zstd").read(MAX_NODE + 1)
     except OSError:
         raise DamagedCheckpointError(
-            f"{location}: damaged: an OCDBT node cannot be decompressed with zstd"
+            f"{location}: damaged: an OCDBT node or manifest cannot be decompressed with zstd"
         ) from None
     if len(body) > MAX_NODE:
         raise DamagedCheckpointError(
-            f"{location}: damaged: an OCDBT node has more than {MAX_NODE:,} bytes after decompression"
+            f"{location}: damaged: an OCDBT node or manifest has more than {MAX_NODE:,} bytes after "
+            "decompression"
         )
     return body
 
@@ -425,7 +426,7 @@ class _FieldReader:
         count = self.read_varint()
         if count > len(self.data):
             raise self.build_damage_error(
-                f"an OCDBT node of {len(self.data):,} bytes cannot contain {count:,} {unit}"
+                f"an OCDBT node or manifest of {len(self.data):,} bytes cannot contain {count:,} {unit}"
             )
         self.reserve_memory(_ENTRY_BYTES * count)
         return count
@@ -491,8 +492,8 @@ class _FieldReader:
         """
         if index >= len(names):
             raise self.build_damage_error(
-                f"an OCDBT node refers to the data file with index {index:,}, but lists {len(names):,} data "
-                "files"
+                f"an OCDBT node or manifest refers to the data file with index {index:,}, but the number of "
+                f"data files in its list is {len(names):,}"
             )
         return names[index]
 

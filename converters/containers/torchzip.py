@@ -607,7 +607,9 @@ def _rebuild_from_type_v2(function: Any, kind: Any, args: Any, state: Any) -> An
         PickleRefusedError: If `function` is not one of torch's functions that rebuild a tensor.
     """
     if not isinstance(function, PickledGlobal) or function.key not in _REBUILD:
-        raise PickleRefusedError("contains a tensor subclass that none of torch's functions rebuilds")
+        raise PickleRefusedError(
+            "contains a tensor subclass with its own rebuild function, which is not supported"
+        )
     return function(*args)
 
 

@@ -452,10 +452,13 @@ def _parse_version3(header: Any) -> _ArrayHeader:
         index_codecs = _parse_codecs(sharding.get("index_codecs"))
         indexed = [codec.name for codec in index_codecs]
         if any(codec.settings.get("endian", "little") != "little" for codec in index_codecs):
-            raise UnsupportedCheckpointError("the zarr shards have an index in big-endian byte order")
+            raise UnsupportedCheckpointError(
+                "the zarr shards have an index in big-endian byte order, which is not supported"
+            )
         if indexed not in (["bytes"], ["bytes", "crc32c"]):
             raise UnsupportedCheckpointError(
-                f"the zarr index codecs are {_format_names(indexed)}, but only bytes and crc32c are supported"
+                f"the zarr index codecs are {_format_names(indexed)}, but only bytes, optionally followed by "
+                "crc32c, is supported"
             )
         sharded, summed = True, len(indexed) == 2
         codecs = _parse_codecs(sharding.get("codecs"))
@@ -509,7 +512,8 @@ def _get_extension_settings(value: Any, name: str) -> dict[str, Any]:
     if not isinstance(value, dict) or value.get("name") != name:
         unsupported = value.get("name") if isinstance(value, dict) else value
         raise UnsupportedCheckpointError(
-            f"the zarr extension is {format_untrusted_value(unsupported)}, but only {name!r} is supported"
+            f"the header has the zarr extension {format_untrusted_value(unsupported)} in a place where only "
+            f"{name!r} is supported"
         )
     settings = value.get("configuration", {})
     return settings if isinstance(settings, dict) else {}

@@ -230,7 +230,7 @@ def read_safetensors_file(file: CheckpointFile) -> SafetensorsContent:
             dtype, shape, start, end = _parse_header_entry(name, entry)
             if end - start != prod(shape) * get_itemsize(dtype):
                 raise DamagedCheckpointError(
-                    f"{name!r} has {end - start:,} bytes, but a {dtype} tensor of shape {shape} needs "
+                    f"{name!r} has {end - start:,} bytes, but the dtype {dtype} and the shape {shape} need "
                     f"{prod(shape) * get_itemsize(dtype):,} bytes"
                 )
             if data_start + end > file.nbytes:
@@ -243,9 +243,9 @@ def read_safetensors_file(file: CheckpointFile) -> SafetensorsContent:
             spans.append((start, end, name))
     spans.sort()
     bounds = [(0, 0, ""), *spans, (file.nbytes - data_start, file.nbytes - data_start, "")]
-    for (_, stop, previous_name), (start, _, next_name) in pairwise(bounds):
+    for (_, stop, previous_name), (start, _, _) in pairwise(bounds):
         if stop != start:
-            description = f"after {previous_name!r}" if previous_name else f"before {next_name!r}"
+            description = f"after {previous_name!r}" if previous_name else "after the header"
             why = "unused bytes" if stop < start else "overlapping tensors"
             raise DamagedCheckpointError(f"{file.path}: truncated or damaged: there are {why} {description}")
     plain = isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values())

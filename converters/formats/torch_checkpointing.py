@@ -243,8 +243,8 @@ def _read_metadata(path: AnyPath) -> _Metadata:
     if table.get("version") != _VERSION:
         version = format_untrusted_value(table.get("version"))
         raise CheckpointError(
-            f"{file}: has version {version}, but only version {_VERSION} is supported; load the checkpoint "
-            "with torch_checkpointing, and save it again"
+            f"{file}: has version {version}, but only version {_VERSION} is supported; save the checkpoint "
+            f"again with a torch_checkpointing that writes version {_VERSION}, or update portable-trainer"
         )
     world = table.get("world_size")
     if type(world) is not int or not 0 < world <= MAX_COUNT:
@@ -565,8 +565,8 @@ def _iter_nested_values(content: Any, location: str) -> Iterator[tuple[KeyPath, 
     """
     if not isinstance(content, dict):
         raise CheckpointError(
-            f"{location}: is not a state dict but a {type(content).__name__}; save the state_dict() of the "
-            "model"
+            f"{location}: is not a state dict but an object of type {type(content).__name__}; save the "
+            "state_dict() of the model"
         )
     remaining_values = MAX_VALUES
     pending: list[tuple[KeyPath, Any]] = [((), content)]
@@ -585,7 +585,7 @@ def _iter_nested_values(content: Any, location: str) -> Iterator[tuple[KeyPath, 
             if type(key) is not str and (type(key) is not int or abs(key) > MAX_KEY_IN_PATH):
                 raise CheckpointError(
                     f"{location}: the key {format_untrusted_value(key)} is neither a string nor an integer "
-                    f"of at most {MAX_KEY_IN_PATH:,}; save the state_dict() of the model"
+                    f"from -{MAX_KEY_IN_PATH:,} to {MAX_KEY_IN_PATH:,}; save the state_dict() of the model"
                 )
             pending.append(((*path, key), inner))
 

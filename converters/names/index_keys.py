@@ -68,7 +68,9 @@ def flatten_group_keys(groups: Sequence[Sequence[K]], state: Collection[K], loca
     """
     keys = [key for group in groups for key in group]
     if len(set(keys)) != len(keys):
-        raise DamagedCheckpointError(f"{location}: damaged: a parameter is in several optimizer groups")
+        raise DamagedCheckpointError(
+            f"{location}: damaged: a parameter is listed more than once in the optimizer groups"
+        )
     if not set(state) <= set(keys):
         raise DamagedCheckpointError(
             f"{location}: damaged: the optimizer state contains a parameter that is not in any group"

@@ -135,7 +135,9 @@ def check_config_fits_tensors(
         (count,) = stacks.values()
         extra = sizes.get("num_nextn_predict_layers", 0)  # These layers are stored after the other layers.
         allowed = {*depths.values(), *(depth + extra for depth in depths.values())}
-        mismatches.append((next(iter(depths)), allowed, {count}, f"the tensors have {count:,} layers"))
+        mismatches.append(
+            (next(iter(depths)), allowed, {count}, f"the number of layers in the checkpoint is {count:,}")
+        )
     for key, allowed, actual, description in mismatches:
         if not allowed & actual:
             raise CheckpointError(

@@ -437,7 +437,7 @@ def _split_chunks(arrays: Arrays, operation: Operation, context: _OperationConte
         count = context.text_config.get(attribute)
         if type(count) is not int or not 0 < count <= values.shape[dim]:
             raise CheckpointError(
-                f"cannot be split, because config.json has no valid {attribute}; add {attribute} to "
+                f"cannot be split, because config.json has no valid {attribute}; set {attribute} in "
                 "config.json"
             )
         targets = [targets[0].replace("*", str(i)) for i in range(count)]
@@ -654,7 +654,7 @@ def _remove_padding(arrays: Arrays, operation: Operation, context: _OperationCon
     key = "vocab_size" if inverse else "unpadded_vocab_size"
     rows = context.text_config.get(key)
     if type(rows) is not int or rows < 0:
-        raise CheckpointError(f"config.json has no valid {key}; add {key} to config.json")
+        raise CheckpointError(f"config.json has no valid {key}; set {key} in config.json")
     if inverse and rows > values.shape[0]:
         values = concat_arrangements([values, arrange_zeros((rows - values.shape[0], *values.shape[1:]))], 0)
     elif not inverse:

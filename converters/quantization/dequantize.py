@@ -113,7 +113,7 @@ class _QuantizedWeights:
         tensor = self.remaining.pop(name, None)
         if tensor is None:
             raise DamagedCheckpointError(
-                f"{to_printable(required_by)}: is quantized, but {to_printable(name)} is missing"
+                f"{to_printable(required_by)}: requires {to_printable(name)}, which is missing"
             )
         return tensor
 

@@ -298,8 +298,8 @@ def read_writable_config(base: Checkpoint) -> Mapping[str, Any]:
     method = settings.get("quant_method")
     if method not in ("fp8", "fbgemm_fp8", "mxfp4", "compressed-tensors", "modelopt"):
         raise CheckpointError(
-            f"{base.root}: {CONFIG_KEY}: quant_method {to_printable(str(method))} needs calibration data; "
-            "quantize the model with a tool that supports this method"
+            f"{base.root}: {CONFIG_KEY}: new weights cannot be written with quant_method "
+            f"{to_printable(str(method))}; quantize the model with a tool that supports this method"
         )
     return settings
 
@@ -330,7 +330,7 @@ def _quantize_weight_like_base(
     refused = [f"{name}_{suffix}" for suffix in ("zero_point", "g_idx", "global_scale", "scale_2")]
     if other := next((key for key in refused if key in base), None):
         raise CheckpointError(
-            f"{location}: {to_printable(other)} was computed from calibration data; quantize the model with "
+            f"{location}: {to_printable(other)} may depend on calibration data; quantize the model with "
             "the tool that computed this tensor"
         )
     if (packed := base.get(f"{name}_packed")) is not None:

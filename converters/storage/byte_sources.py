@@ -331,8 +331,8 @@ class SourceSlice:
     def __init__(self, source: ByteSource, offset: int, nbytes: int) -> None:
         if offset < 0 or nbytes < 0 or offset + nbytes > source.nbytes:
             raise DamagedCheckpointError(
-                f"damaged: a part of a tensor would end at byte {offset + nbytes:,}, but its data has "
-                f"{source.nbytes:,} bytes"
+                f"damaged: a part of a tensor would end at byte {offset + nbytes:,}, but the data has "
+                f"only {source.nbytes:,} bytes"
             )
         self.source = source
         self.offset = offset

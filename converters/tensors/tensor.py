@@ -481,8 +481,8 @@ class Tensor:
         slices = () if index is None else (index,) if isinstance(index, slice) else tuple(index)
         if len(slices) > len(self.shape):
             raise ValueError(
-                f"{self.name}: the index has {len(slices)} slices, but the tensor has {len(self.shape)} "
-                "dimensions; pass at most one slice per dimension"
+                f"{self.name}: the index has more slices ({len(slices)}) than the tensor has dimensions "
+                f"({len(self.shape)}); pass at most one slice per dimension"
             )
         starts, sizes = [], []
         for dim, length in enumerate(self.shape):

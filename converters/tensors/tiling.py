@@ -40,7 +40,8 @@ def check_boxes_cover_once(name: str, shape: tuple[int, ...], boxes: Sequence[Ex
     for offsets, sizes in boxes:
         if len(offsets) != len(shape) or len(sizes) != len(shape):
             raise DamagedCheckpointError(
-                f"{name}: a piece of the tensor has {len(sizes)} dimensions, but the tensor has {len(shape)}"
+                f"{name}: the number of dimensions of a piece ({len(sizes)} sizes, {len(offsets)} offsets) "
+                f"differs from that of the tensor ({len(shape)})"
             )
         for offset, size, length in zip(offsets, sizes, shape, strict=True):
             if offset < 0 or size < 0 or offset + size > length:
@@ -61,7 +62,7 @@ def check_boxes_cover_once(name: str, shape: tuple[int, ...], boxes: Sequence[Ex
             )
     if volume < expected:
         raise DamagedCheckpointError(
-            f"{name}: {expected - volume} of {expected} elements are missing from the files"
+            f"{name}: elements are missing from the files ({expected - volume} of {expected})"
         )
     if volume > expected:
         raise DamagedCheckpointError(

@@ -68,13 +68,13 @@ def validate_output_path(
     for source in sources:
         origin = resolve_links(source)
         if target == origin:
-            raise CommandError(f"{out}: is the checkpoint itself; choose another output folder")
+            raise CommandError(f"{out}: is the checkpoint itself; choose another output path")
         if is_within(target, origin):
             raise CommandError(
-                f"{out}: is inside the checkpoint {source}; choose an output folder outside of the checkpoint"
+                f"{out}: is inside the checkpoint {source}; choose an output path outside of the checkpoint"
             )
         if is_within(origin, target):
-            raise CommandError(f"{out}: contains the checkpoint {source}; choose another output folder")
+            raise CommandError(f"{out}: contains the checkpoint {source}; choose another output path")
     if is_single_file:
         if not is_in_store(out) and out.is_symlink():
             raise CommandError(f"{out}: is a link; specify the file that it points to")

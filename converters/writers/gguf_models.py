@@ -517,7 +517,7 @@ def parse_gguf_settings(
         table.raise_unsupported(
             "num_experts_per_tok",
             (
-                f"the number of experts is only {values.get('expert_count', 0)}; correct both values in "
+                f"the number of experts is only {values.get('expert_count', 0)}; correct the wrong value in "
                 "config.json"
             ),
         )
@@ -690,7 +690,7 @@ def _compute_llama3_factors(rope: _ConfigTable, base: float, rotated_size: float
     if not low < high:
         rope.raise_unsupported(
             "high_freq_factor",
-            f"the value must be greater than low_freq_factor, which is {low}; correct both values in "
+            f"the value must be greater than low_freq_factor, which is {low}; correct the wrong value in "
             "config.json",
         )
     rotations = [old / (2 * pi * base ** (i / rotated_size)) for i in range(0, int(rotated_size), 2)]

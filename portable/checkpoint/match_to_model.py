@@ -60,8 +60,8 @@ def match_checkpoint_to_model(checkpoint: Checkpoint, model: nn.Module) -> Store
         remedy = "use a checkpoint of this model"
         if "config.json" in checkpoint.companions and "adapter_config.json" not in checkpoint.companions:
             remedy += (
-                f", or convert it with portable-convert {checkpoint.root} OUT, and set model.name_or_path to "
-                "OUT and output_dir to a new folder to start from only the weights"
+                ", or, to start from only the weights, convert this checkpoint with portable-convert "
+                f"{checkpoint.root} OUT, and set model.name_or_path to OUT and output_dir to a new folder"
             )
         raise CheckpointError(
             f"{checkpoint.root}: has no tensor {min(missing)}, because the checkpoint is from another "

@@ -80,7 +80,7 @@ class AdoptedCheckpoint:
         if self.step >= end_step:
             raise UserError(
                 f"checkpoint.resume: {self.checkpoint.root} is at step {self.step}, but this run ends "
-                f"after step {end_step}; raise train.steps (or train.stop_after), or set "
+                f"after step {end_step}; raise train.steps, train.epochs or train.stop_after, or set "
                 "checkpoint.resume_step to 0 to restart the schedule"
             )
 

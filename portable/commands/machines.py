@@ -173,7 +173,7 @@ def _check_can_launch(
         require(
             install is not None or not kind.device.name.startswith("mi"),
             f"--device: {kind.device.name} is an AMD GPU, but by default pip installs PyTorch for NVIDIA "
-            "GPUs; add --install with pip arguments that install PyTorch for ROCm",
+            "GPUs; add --install with a package that installs portable-trainer and PyTorch for ROCm",
         )
     require(
         is_url(output_dir) or target == "slurm",

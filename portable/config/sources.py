@@ -174,8 +174,8 @@ def check_data_sources(data: DataConfig) -> Iterator[SettingProblem]:
         unweighted = next(name for name in list_training_source_names(data) if name not in weighted)
         yield SettingProblem(
             ("data.sources",),
-            f"data.sources: {weighted[0]} has a weight, but {unweighted} does not; set a weight, or "
-            "epochs, for all sources",
+            f"data.sources: {weighted[0]} has a weight, but {unweighted} does not; set a weight for "
+            "all sources, or replace all weights with epochs",
         )
     if weighted and not any(source.weight for source in data.sources):
         yield SettingProblem(("data.sources",), "data.sources: all weights are 0; raise at least one weight")

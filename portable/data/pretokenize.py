@@ -188,8 +188,8 @@ def _start_or_resume_output(output_folder: AnyPath, contents: dict[str, str], na
         if any(name.endswith(LAST_FILE) for name in list_files_below(output_folder / "shards")):
             raise UserError(
                 f"--out: {output_folder} contains output that does not match {name}, because the files, the "
-                "tokenizer or the chat template differ; choose another folder or URL, or remove the "
-                "existing output"
+                "tokenizer, the chat template or other data settings differ; choose another folder or URL, "
+                "or remove the existing output"
             )
     elif not is_in_store(output_folder) and any(
         path.name != _DRAFTS_FOLDER for path in output_folder.iterdir()

@@ -450,7 +450,8 @@ class StreamSamples(Samples):
         for shard, length, fingerprint in state.get(self._name, ()):
             if not 0 <= shard < len(self._shards) or length < 0:
                 raise ValueError(
-                    f"{self._name}: the checkpoint contains the invalid shard {shard} with {length} samples, "
+                    f"{self._name}: the checkpoint contains the invalid shard {shard} with "
+                    f"{format_count(length, 'sample')}, "
                     f"but the stream has {format_count(len(self._shards), 'shard')}"
                 )
             self._add_to_manifest(shard, ShardEntry(length, fingerprint), is_resumed=True)

@@ -285,7 +285,7 @@ class CpuPackage(TorchPackage):
         cores = os.cpu_count() or 1
         if ranks > _RANKS_PER_CORE * cores:
             raise UserError(
-                f"--nproc: {ranks} ranks are too many for {cores} cores; use at most "
+                f"--nproc: {ranks} ranks are too many for this machine (CPU cores: {cores}); use at most "
                 f"{_RANKS_PER_CORE * cores} ranks"
             )
 

@@ -244,7 +244,8 @@ class InitializationRecording:
         if storage is None:
             if tensor.is_meta:
                 raise RecordingError(
-                    "the model creates a tensor on the meta device, which is not supported; remove the device"
+                    "the model creates a tensor on the meta device, which is not supported; remove the "
+                    "device argument"
                 )
             return ComputedTensor.from_tensor(tensor)
         view = self._build_view(tensor, storage)

@@ -294,8 +294,9 @@ class CustomOptimizer:
                 continue
             if not isinstance(value, torch.Tensor | Number) or not isinstance(name, str):
                 raise UserError(
-                    f"{self.key}: the state {name!r} of {self._names[parameter]} is a "
-                    f"{type(value).__name__}, which a checkpoint cannot contain; use a tensor or a number"
+                    f"{self.key}: a checkpoint cannot contain the state {name!r} of {self._names[parameter]} "
+                    f"(type {type(value).__name__}); use a string as the name, and a tensor or number as the "
+                    "value"
                 )
             plain_state[name] = _reduce_partial(value) if isinstance(value, DTensor) else value
         return plain_state
@@ -545,8 +546,8 @@ def check_custom_optimizer(config: RunConfig) -> None:
     for setting in ("betas", "eps"):
         require(
             not config.is_set(f"train.{setting}"),
-            f"train.{setting}: has no effect with {key}; pass the value as an argument, for example "
-            f"{name}({setting}=...)",
+            f"train.{setting}: has no effect with {key}; remove train.{setting}, or pass the value as an "
+            f"argument of the optimizer, for example {name}({setting}=...)",
         )
     require(
         "weight_decay" in accepted or not (config.is_set("train.weight_decay") and train.weight_decay),

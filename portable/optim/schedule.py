@@ -444,8 +444,8 @@ class CustomSchedule(Schedule):
         fits = isinstance(factor, int | float) and math.isfinite(factor) and factor >= 0
         require(
             fits,
-            f"{context}: returns {factor!r} for step {step}; return a finite number of at least 0, by which "
-            "train.learning_rate is multiplied",
+            f"{context}: returns {factor!r} for step {step}; return a finite int or float of at least 0, by "
+            "which train.learning_rate is multiplied",
         )
         return self.peak * float(factor)
 

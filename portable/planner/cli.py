@@ -242,8 +242,9 @@ def _print_cost_table(config: RunConfig, options: dict[str, Any], prices: dict[s
         raise refusal
     require(
         bool(rows),
-        f"--budget: the run does not fit on up to {_DEVICE_COUNTS[-1]} devices of any of these types: "
-        f"{', '.join(prices)}; add a type of device with more memory to --price-per-hour",
+        f"--budget: without offloading, the run does not fit on up to {_DEVICE_COUNTS[-1]} devices of any of "
+        f"these types: {', '.join(prices)}; choose a type with more memory in --price-per-hour (and in "
+        "--device, if set)",
     )
     rows.sort(key=lambda row: float(row["cost"].likely))
     if options.get("json"):

@@ -113,7 +113,7 @@ def parse_devices(text: str) -> DeviceAndCount:
     name, _, digits = text.partition(":")
     if digits and not re.fullmatch(r"0*[1-9]\d{0,5}", digits):
         raise UserError(
-            f"--device: {text}: the count is not a positive number; use NAME:COUNT, such as h100:8"
+            f"--device: {text}: the count is not an integer from 1 to 999999; use NAME:COUNT, such as h100:8"
         )
     device, count = find_device(name, f"--device: {text}"), int(digits or 1)
     # Divide the memory, because ranks on the CPU share the memory of the machine.

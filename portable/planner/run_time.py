@@ -221,8 +221,8 @@ def parse_prices(text: str | None, device: str | None) -> dict[str, float]:
         ok = re.fullmatch(r"\s*\d{1,6}(\.\d{1,6})?\s*", price) is not None and bool(name or device)
         require(
             ok and float(price) > 0,
-            f"--price-per-hour: {part!r} is not a price; use a number such as 2.50 with --device, or "
-            "NAME=PRICE such as h100=2.50,l4=0.70",
+            f"--price-per-hour: {part!r} does not specify the price of a device; use a number such as 2.50 "
+            "together with --device, or NAME=PRICE such as h100=2.50,l4=0.70",
         )
         key = find_device(name or str(device), "--price-per-hour").name
         require(

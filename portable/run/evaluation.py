@@ -241,5 +241,6 @@ def check_evaluation_data(data: RunData) -> None:
     """Raise UserError if the run has no evaluation data, which ``--eval-only`` requires."""
     if not data.evals:
         raise UserError(
-            "--eval-only: there is no evaluation data, because data.eval_fraction is 0; set data.eval"
+            "--eval-only: there is no evaluation data, because data.eval_fraction is 0 or the data is too "
+            "small to hold out samples; set data.eval to separate evaluation data"
         )

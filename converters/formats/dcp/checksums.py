@@ -137,8 +137,8 @@ class ShardChecksums:
         crc = recorded if self.items is None else self.items.get(file, {}).get(str(offset))
         if type(crc) is not int:
             raise DamagedCheckpointError(
-                f"{self.path}: contains no checksum for byte {offset:,} of {file}, so one of the two files "
-                "is damaged or from another save"
+                f"{self.path.parent}: there is no checksum for the data at byte {offset:,} of {file}, so a "
+                "file of the checkpoint is damaged or from another save"
             )
         return crc
 

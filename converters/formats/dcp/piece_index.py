@@ -152,7 +152,7 @@ def write_piece_index(entries: Mapping[str, Entry], path: Path) -> None:
         checksum = -1 if item.checksum is None else item.checksum
         if item.checksum is not None and not 0 <= checksum < 1 << 32:
             raise DamagedCheckpointError(
-                f"{entry.folder.path / CHECKSUMS}: damaged: the checksum {checksum} of {item.file} is not a "
+                f"{entry.folder.path}: damaged: a recorded checksum of {item.file} ({checksum}) is not a "
                 "CRC32"
             )
         return files.setdefault(item.file, len(files)), item.offset, item.length, checksum

@@ -377,8 +377,8 @@ def open_item_archive(entry: Entry, item: ItemLocation) -> TorchZip:
     archive = TorchZip(file, item.offset, item.length, description=f"item {entry.key!r}")
     if item.checksum is not None and archive.checksum != item.checksum:
         raise DamagedCheckpointError(
-            f"{archive.location}: does not match the checksum in {CHECKSUMS}, so one of the two files is "
-            "damaged or from another save"
+            f"{archive.location}: does not match its checksum in {CHECKSUMS} or in the metadata, so one "
+            "of these files is damaged or from another save"
         )
     return archive
 

@@ -81,8 +81,8 @@ class _DeferredSource:
         if (tensor.dtype, tensor.shape) != self._type or not tensor.is_contiguous:
             dtype, shape = self._type
             raise DamagedCheckpointError(
-                f"has the dtype {tensor.dtype} and the shape {list(tensor.shape)} on one rank, but {dtype} "
-                f"and {list(shape)} on another rank"
+                f"a tensor has the dtype {tensor.dtype} and the shape {list(tensor.shape)} on one rank, but "
+                f"the dtype {dtype} and the shape {list(shape)} on another rank"
             )
         view = tensor.to_byte_view()
         view.source.read_into(buffer, view.offset + offset, unverified_spans)

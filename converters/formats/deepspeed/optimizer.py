@@ -157,14 +157,14 @@ def _get_group_states(stage: int, rank: OptimFile, num_groups: int) -> list[dict
             raise DamagedCheckpointError(f"{rank.location}: damaged: the state of the optimizer is missing")
         if set(state) - set(range(num_groups)):
             raise DamagedCheckpointError(
-                f"{rank.location}: damaged: the optimizer state has keys other than the indices of the "
-                f"{num_groups} parameter groups"
+                f"{rank.location}: damaged: the optimizer state has keys that are not indices below "
+                f"{num_groups}, the number of parameter groups"
             )
         group_states = [state.get(index, {}) for index in range(num_groups)]
     if len(group_states) != num_groups:
         raise DamagedCheckpointError(
-            f"{rank.location}: damaged: there are {num_groups} parameter groups, but the optimizer state has "
-            f"{len(group_states)}"
+            f"{rank.location}: damaged: the numbers of parameter groups ({num_groups}) and of their "
+            f"optimizer states ({len(group_states)}) differ"
         )
     if not all(isinstance(group, dict) for group in group_states):
         raise DamagedCheckpointError(

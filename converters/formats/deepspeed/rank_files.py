@@ -143,8 +143,8 @@ def find_rank_files(path: AnyPath) -> RankFileNames | None:
         model = rank_independent or model
     if len({match["rank"] is None for match, _ in model}) > 1:
         raise CheckpointError(
-            f"{path}: contains model files of stage 3 and of other stages, so they are from two runs; remove "
-            "the files of the run that you do not need"
+            f"{path}: contains model files of ZeRO stage 3 and of other ZeRO stages, so they are from two "
+            "runs; remove the files of the run that you do not need"
         )
     has_model_per_rank = any(match["rank"] is not None for match, _ in model)
     return RankFileNames(
@@ -308,7 +308,7 @@ class ModelFile:
             "ds_config": to_json_value(self.content.get("ds_config")),
             "param_shapes": to_ordered_lists(self.group_shapes),
             "frozen_param_shapes": self.frozen_shapes,
-            "frozen parameters": set(self.frozen_fragments),
+            "the set of frozen parameters": set(self.frozen_fragments),
             "buffer_names": self.buffers,
         }
 
@@ -338,7 +338,8 @@ def read_model_file(folder: CheckpointFolder, name: str) -> ModelFile:
     module = content.get("module")
     if not isinstance(module, (dict, type(None))) or not {"module", "buffer_names"} <= content.keys():
         raise DamagedCheckpointError(
-            f"{location}: is not a DeepSpeed model states file, because module or buffer_names is missing"
+            f"{location}: is not a DeepSpeed model states file, because module or buffer_names is missing "
+            "or invalid"
         )
     if any(content.get(key) is not None for key in ("autoep_layers", "ds_autoep_layers")):
         raise UnsupportedCheckpointError(
@@ -499,7 +500,8 @@ def read_optim_file(folder: CheckpointFolder, name: str) -> OptimFile:
     state = content.get("optimizer_state_dict")
     if not isinstance(state, dict):
         raise DamagedCheckpointError(
-            f"{location}: is not a DeepSpeed optimizer states file, because optimizer_state_dict is missing"
+            f"{location}: is not a DeepSpeed optimizer states file, because optimizer_state_dict is missing "
+            "or invalid"
         )
     if "ds_zero_partition_groups" in state:
         raise UnsupportedCheckpointError(
@@ -610,7 +612,9 @@ def _build_frozen_parameters(files: Sequence[ModelFile], stage: int, world: int)
     tensors: dict[str, Tensor] = {}
     frozen = model.frozen_shapes or {}
     for file in files:
-        check_equal_records(file.location, "frozen parameters", set(file.frozen_fragments), set(frozen))
+        check_equal_records(
+            file.location, "the set of frozen parameters", set(file.frozen_fragments), set(frozen)
+        )
     for name, shape in frozen.items():
         location = f"{model.location}: {name!r}"
         if stage == 3:

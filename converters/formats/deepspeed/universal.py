@@ -208,8 +208,8 @@ class _UniversalFiles:
         ranks = names.model[0]
         if names.optim or names.has_model_per_rank != (self.stage == 3):
             raise CheckpointError(
-                f"{self.location}: contains files of a run with a ZeRO stage other than {self.stage}; remove "
-                "the files of the run that you do not need"
+                f"{self.location}: contains files that do not belong to a universal checkpoint of ZeRO stage "
+                f"{self.stage}; remove the rank files of other checkpoints"
             )
         self.world_size = self._get_world_size()
         check_rank_files_complete(folder.path, ranks, self.world_size if self.stage == 3 else 1, "model")
@@ -567,8 +567,9 @@ class _UniversalFiles:
         for name, count in steps.items():
             if count != first or (total is not None and count > total - skipped):
                 raise DamagedCheckpointError(
-                    f"{self.folder.path / ZERO / name}: this parameter is at step {count:g}, but the first "
-                    f"parameter is at step {first:g}, and the engine has counted {total} steps"
+                    f"{self.folder.path / ZERO / name}: is at step {count:g}, but must be at the step of the "
+                    f"first parameter ({first:g}), and at most at global_steps ({total}) minus "
+                    f"skipped_steps ({skipped})"
                 )
 
 

@@ -285,8 +285,8 @@ class SavedRun:
         has_experts = self.expert_files is not None and self.expert_files.has_only_expert_parameters(shapes)
         if not has_experts and count != self.world_size:
             raise DamagedCheckpointError(
-                f"{location}: parameter group {group} is sharded across {count} ranks instead of "
-                f"{self.world_size}, as a group of experts, but the files of the experts are missing"
+                f"{location}: the partition count of parameter group {group} is {count} instead of "
+                f"{self.world_size}, so the group contains experts, but the files of its experts are missing"
             )
         if not has_experts:
             return [GroupOnRanks(group, tuple(range(self.world_size)), {name: name for name in shapes})]
@@ -337,7 +337,7 @@ class SavedRun:
         if self.uses_mics and (self.stage, self.world_size) != (3, shards):
             raise UnsupportedCheckpointError(
                 f"{first.location}: MiCS with mics_shard_size {shards} is only supported with ZeRO-3 and "
-                f"{shards} partitions, not with ZeRO-{self.stage} and {self.world_size} partitions"
+                f"partition_count {shards}, not with ZeRO-{self.stage} and partition_count {self.world_size}"
             )
         if self.zero_options.get("zero_quantized_nontrainable_weights") is True:
             raise UnsupportedCheckpointError(
@@ -388,8 +388,8 @@ class SavedRun:
             if not isinstance(groups, (list, tuple)) or len(groups) != len(self.group_shapes):
                 count = len(groups) if isinstance(groups, (list, tuple)) else 0
                 raise DamagedCheckpointError(
-                    f"{rank.location}: contains {count:,} parameter groups, but the model states contain "
-                    f"{len(self.group_shapes)}"
+                    f"{rank.location}: the number of parameter groups is {count:,} here, but "
+                    f"{len(self.group_shapes)} in the model states"
                 )
             stored = [require_contiguous(group, f"{rank.location}: {key}") for group in groups]
             check_disjoint_bytes(stored, rank.location)
@@ -462,8 +462,8 @@ class SavedRun:
                 expected = total if index == len(ranks) - 1 else 0
             if padding != expected:
                 raise DamagedCheckpointError(
-                    f"{rank.location}: the padding of parameter group {group} has {padding:,} elements "
-                    f"instead of {expected:,}"
+                    f"{rank.location}: the padding of parameter group {group} is {padding:,} instead "
+                    f"of {expected:,}"
                 )
         self._check_slice_mappings(share, layout)
         return layout

@@ -216,8 +216,8 @@ class _FsdpRankFiles:
             if not isinstance(content, dict):
                 location = str(self.folder.path / name)
                 raise CheckpointError(
-                    f"{location}: is not a state dict but a {type(content).__name__}; save the state_dict() "
-                    "of the model"
+                    f"{location}: does not contain a state dict; save the state_dict() of the model or "
+                    "the optimizer"
                 )
             yield rank, content
 

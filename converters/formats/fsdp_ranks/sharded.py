@@ -448,8 +448,9 @@ def _parse_recorded_parts(value: ShardedRecord, rank: int, location: str) -> lis
             )
         if stored.shape != tuple(sizes) or stored.dtype != value.dtype or len(offsets) != len(value.shape):
             raise DamagedCheckpointError(
-                f"{location}: a shard has the dtype {stored.dtype} and the shape {list(stored.shape)}, but "
-                f"its metadata requires the dtype {value.dtype} and the shape {list(sizes)}"
+                f"{location}: a shard with the dtype {stored.dtype}, the shape {list(stored.shape)} and the "
+                f"offsets {list(offsets)} contradicts its metadata (dtype {value.dtype}, shape "
+                f"{list(sizes)}) or the shape {list(value.shape)} of the complete tensor"
             )
         parts.append(PlacedPart(tuple(offsets), stored))
     return parts

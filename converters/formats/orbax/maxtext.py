@@ -422,8 +422,9 @@ class _MaxTextModel:
             layers = range(int(layer_number) * count + variant, int(layer_number) * count + variant + 1)
             if layers[0] >= self.num_layers:
                 raise CheckpointError(
-                    f"{self.location}: contains a layer with index {layers[0]}, but config.json has only "
-                    f"{self.num_layers} layers; specify the config.json of this model with --config-from"
+                    f"{self.location}: contains a layer with index {layers[0]}, but "
+                    f"num_hidden_layers is {self.num_layers} in config.json; specify the config.json of "
+                    "this model with --config-from"
                 )
         kernel = destination in _SHAPES and len(_SHAPES[destination]) > 1
         self._check_shape(

@@ -205,7 +205,7 @@ def _require_plain_name(parameter: str, tensors: Mapping[str, Tensor], location:
     name = find_plain_name(parameter, tensors)
     if name not in tensors:
         raise OptimizerStateError(
-            f"{location}: contains the state of {name!r}, which is not a parameter of the model"
+            f"{location}: the optimizer contains {name!r}, which is not a parameter of the model"
         )
     return name
 

@@ -302,7 +302,11 @@ def split_state_dict(saved: Any, location: str) -> StateDictParts:
             is known.
     """
     if not isinstance(saved, dict):
-        description = "a single tensor" if isinstance(saved, StoredTensor) else f"a {type(saved).__name__}"
+        description = (
+            "a single tensor"
+            if isinstance(saved, StoredTensor)
+            else f"an object of type {type(saved).__name__}"
+        )
         raise CheckpointError(
             f"{location}: is not a state dict but {description}; save the state_dict() of the model"
         )
@@ -343,8 +347,8 @@ def split_state_dict(saved: Any, location: str) -> StateDictParts:
             items = [(key, item) for key, item in value.items() if isinstance(key, (str, int))]
             if any(type(key) is int and abs(key) > MAX_KEY_IN_PATH for key, _ in items):
                 raise CheckpointError(
-                    f"{location}: a dict has an integer key above {MAX_KEY_IN_PATH:,}, so it is not a state "
-                    "dict; save the state_dict() of the model"
+                    f"{location}: a dict has an integer key that is not from -{MAX_KEY_IN_PATH:,} to "
+                    f"{MAX_KEY_IN_PATH:,}, so it is not a state dict; save the state_dict() of the model"
                 )
             pending.extend(((*path, key), item) for key, item in reversed(items))
         elif isinstance(value, (list, tuple)):

@@ -250,7 +250,7 @@ def _build_flat_layout(entry: _FlattenInfo, full_name: str, shape: Shape, locati
         if prod(parameter_shape) != numel:
             raise DamagedCheckpointError(
                 f"{location}: damaged: {name!r} has shape {list(parameter_shape)}, but "
-                f"flatten_info records {numel} elements"
+                f"flatten_info records the element count {numel}"
             )
         parameters.append(FlatParameter(f"{head}.{name}", start, parameter_shape))
         start += numel
@@ -329,7 +329,7 @@ def _join_flat_shards(
     if not any(length == -(-numel // (world * multiple)) * multiple for multiple in _MULTIPLES):
         raise DamagedCheckpointError(
             f"{key!r} has {length:,} elements per rank, which does not match a tensor of {numel:,} elements "
-            f"sharded across {world} ranks"
+            f"sharded with a world size of {world}"
         )
     if length > 1 and any(shard.strides != (1,) for shard in stored):
         raise CheckpointError(
@@ -373,7 +373,7 @@ def _join_row_shards(layout: XlaFsdpLayout, stored: Sequence[StoredTensor], key:
     ):
         raise DamagedCheckpointError(
             f"{key!r} has shape {list(stored[0].shape)} on each rank, which does not match a tensor of shape "
-            f"{list(layout.shape)} sharded along dimension 0 across {len(stored)} ranks"
+            f"{list(layout.shape)} sharded along dimension 0 with a world size of {len(stored)}"
         )
     boxes = []
     for rank, shard in enumerate(stored):

@@ -411,8 +411,7 @@ def _parse_sharegpt_record(row: Mapping[str, Any], location: str) -> Conversatio
             raise _build_format_error(
                 "sharegpt",
                 location,
-                f"message {index + 1} lacks the key from or the key value{keys}; write both keys in each "
-                "message",
+                f"message {index + 1} lacks the key 'from' or 'value'{keys}; write both keys in each message",
             )
         role = _SHAREGPT_ROLES.get(turn["from"]) if isinstance(turn["from"], str) else None
         if role is None:
@@ -461,8 +460,8 @@ def _parse_prompt_completion_record(row: Mapping[str, Any], location: str) -> Co
             if not is_empty(row.get(key)):
                 raise _build_record_error(
                     location,
-                    f"{key} cannot be used with a plain-text prompt; write prompt and completion as lists of "
-                    f"messages, or move the content of {key} into the prompt",
+                    f"{key} cannot be used with a plain-text prompt; write the prompt and each answer as "
+                    f"lists of messages, or move the content of {key} into the prompt",
                 )
         return PlainCompletion(replace_surrogates(prompt), replace_surrogates(completion))
     if not (isinstance(prompt, Sequence) and isinstance(completion, Sequence)) or str in map(
@@ -471,8 +470,8 @@ def _parse_prompt_completion_record(row: Mapping[str, Any], location: str) -> Co
         raise _build_format_error(
             "prompt_completion",
             location,
-            f"prompt is {describe_type(prompt)} and completion is {describe_type(completion)}; use two "
-            "strings or two lists of messages",
+            f"prompt is {describe_type(prompt)}, and the completion (or chosen or rejected) is "
+            f"{describe_type(completion)}; use two strings or two lists of messages",
         )
     if not prompt or not completion:
         raise _build_record_error(
@@ -1017,8 +1016,8 @@ def _normalize_message(message: Any, location: str, index: int) -> Message:
             reason = f"is {describe_type(message)}; write each message as a mapping with role and content"
         elif {"from", "value"} <= message.keys():
             reason = (
-                "has the keys from and value instead of role and content; set data.format to sharegpt, and "
-                "set data.columns to {conversations: messages}"
+                "has the keys 'from' and 'value' instead of 'role' and 'content'; set data.format to "
+                "sharegpt, and set data.columns to {conversations: messages}"
             )
         else:
             reason = f"has no role (its keys are {format_name_list(map(str, message))}); add the role"
@@ -1121,7 +1120,7 @@ def _extract_part_text(part: Any, location: str, index: int) -> str:
     """
     if isinstance(part, str):
         return part
-    kind = part.get("type", "text") if isinstance(part, Mapping) else describe_type(part)
+    kind = part.get("type", "text") if isinstance(part, Mapping) else type(part).__name__
     text = part.get("text") if isinstance(part, Mapping) else None
     if kind not in ("text", "input_text") or not isinstance(text, str):
         raise _build_record_error(

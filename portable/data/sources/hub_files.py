@@ -261,8 +261,8 @@ def _check_card_file(path: Path) -> None:
     except Exception as error:  # a card may contain any values
         reason = to_one_line(error).partition("; ")[0].removeprefix(path.name).lstrip(": ")
         raise UserError(
-            f"data.source: {path}: {reason[:200]}; correct the file, or remove it to read all data files in "
-            "the folder"
+            f"data.source: {path}: {reason[:200]}; correct the file, or use a local folder with only the "
+            "data files"
         ) from error
 
 

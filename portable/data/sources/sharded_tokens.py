@@ -214,8 +214,9 @@ def _parse_mosaic_shard(shard: dict[str, Any], name: str) -> ShardLayout:
         dtype, shape = "int64", "any"  # LLM Foundry writes int64 tokens as bytes
     elif encoding != "ndarray" or not dtype:
         raise UserError(
-            f"data.source: {name}: the column {column} has the encoding {encoding}:{rest}, not ndarray with "
-            "an integer dtype; write the tokens as arrays of integers"
+            f"data.source: {name}: the column {column} has the encoding "
+            f"{shard['column_encodings'][column_index]}, not ndarray with an integer dtype; write "
+            "the tokens as arrays of integers"
         )
     packed, raw = shard.get("zip_data"), shard["raw_data"]
     if packed is not None and shard["compression"].partition(":")[0] not in ("zstd", "gz"):
@@ -578,8 +579,8 @@ class SavedTokenDataset(TokenSource):
         if column is None:
             raise UserError(
                 f"data.source: {self.name} has the columns {format_name_list(dataset.column_names)}, but "
-                f"neither {_TOKEN_COLUMNS[1]} nor {_TOKEN_COLUMNS[0]}; save datasets without token ids with "
-                "to_parquet or to_json instead of save_to_disk"
+                f"neither {_TOKEN_COLUMNS[1]} nor {_TOKEN_COLUMNS[0]}; to use a dataset without "
+                "token ids, save it with to_parquet or to_json instead of save_to_disk"
             )
         return dataset.select_columns([column]).with_format("arrow"), column
 

@@ -69,8 +69,8 @@ def open_source(settings: SourceSettings) -> DataSource:
         raise UserError(f"data.seq_len: {data.seq_len} is less than 1; use a positive number")
     if data.eval_fraction is not None and not 0 <= data.eval_fraction < 1:
         raise UserError(
-            f"data.eval_fraction: {data.eval_fraction} is outside the range 0 to 1; use a number of at least "
-            "0 and less than 1"
+            f"data.eval_fraction: {data.eval_fraction} is negative or not less than 1; use a number of at "
+            "least 0 and less than 1"
         )
     if data.max_samples is not None and data.max_samples < 1:
         raise UserError(f"data.max_samples: {data.max_samples} is less than 1; use a positive number or null")

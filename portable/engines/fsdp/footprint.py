@@ -92,8 +92,9 @@ def check_expert_groups(config: RunConfig, shard_group_size: int) -> None:
     if shard_group_size % size:
         if shard_group_size == 1:
             raise UserError(
-                f"expert_parallel_size: a single rank cannot be divided into groups of {size}; start a "
-                f"multiple of {size} ranks, or set expert_parallel_size to 1"
+                f"expert_parallel_size: each copy of the parameters is on a single rank, which cannot be "
+                f"divided into groups of {size}; shard each copy over a multiple of {size} ranks, or set "
+                "expert_parallel_size to 1"
             )
         raise UserError(
             f"expert_parallel_size: the {shard_group_size} ranks that shard one copy of the parameters "
