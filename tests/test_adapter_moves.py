@@ -181,7 +181,7 @@ def test_adapter_run_continues_published_adapters(
     for value, message in (
         (tensors[first] * float("nan"), "contains NaN or infinity"),
         (tensors[first].to(torch.float8_e4m3fn), "has shape .* and dtype F8_E4M3, but the model"),
-        (torch.ones(5, 5), "lora_A has shape .* which does not match"),
+        (torch.ones(5, 5), "factor A has shape .* which does not match"),
     ):
         save_file({**tensors, first: value}, weights)
         with pytest.raises(UserError, match=f"^adapter.name_or_path: .* {message}"):

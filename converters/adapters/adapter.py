@@ -314,8 +314,8 @@ class StoredAdapter:
             down, up, _ = pair
             if len(down.shape) < 2 or len(up.shape) < 2 or down.shape[0] != up.shape[1]:
                 raise DamagedCheckpointError(
-                    f"{self.root}: {module.path}: lora_A has shape {list(down.shape)}, which does not match "
-                    f"shape {list(up.shape)} of lora_B"
+                    f"{self.root}: {module.path}: factor A has shape {list(down.shape)}, which does not "
+                    f"match shape {list(up.shape)} of factor B"
                 )
             rank = config.get_rank(module.path)
             stacked = config.may_target_parameter_of(module.path)
@@ -379,8 +379,8 @@ def find_adapter(
         if not has_peft_prefix:
             return None
         raise CheckpointError(
-            f"{checkpoint.root}: contains an adapter, but there is no {ADAPTER_CONFIG} next to it; add "
-            "--adapter-config FILE"
+            f"{checkpoint.root}: contains an adapter, but there is no {ADAPTER_CONFIG} next to it; copy "
+            "this file there, or run portable-convert with --adapter-config FILE"
         )
     from portable.converters.adapters.config import read_adapter_config
 

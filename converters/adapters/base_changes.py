@@ -363,8 +363,8 @@ class BaseChanges:
         if self.base_config.get("is_encoder_decoder") or UNNAMED_HEAD in self.ties:
             raise CheckpointError(
                 f"{self.base_checkpoint.root}: {self.ties[untied_alias]!r} and {untied_alias!r} are tied, "
-                f"but {self.adapter.root} changes only one of them, and models of this architecture cannot "
-                "untie them; load the adapter with peft instead"
+                f"but {self.adapter.root} does not change both in the same way, and models of this "
+                "architecture cannot untie them; load the adapter with peft instead"
             )
         self.config_changes["tie_word_embeddings"] = False
         return list(self.ties)

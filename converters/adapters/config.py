@@ -393,8 +393,8 @@ class _ConfigReader:
             self.matcher.check_pattern(_anchor_pattern_at_end(text))
         except PatternError:
             raise CheckpointError(
-                f"{self.path}: {key} is {_format_value(text)}, but must be a regular expression; correct the "
-                "value"
+                f"{self.path}: {key} contains {_format_value(text)}, which is not a regular expression, or "
+                "is too long; correct the pattern"
             ) from None
         return text
 

@@ -505,5 +505,6 @@ class _FieldReader:
         """
         if self.position != len(self.data):
             raise self.build_damage_error(
-                f"an OCDBT node has {len(self.data) - self.position:,} unexpected bytes after its entries"
+                "an OCDBT node continues after its entries (unexpected bytes: "
+                f"{len(self.data) - self.position:,})"
             )

@@ -98,8 +98,8 @@ def check_rank_files_complete(
     extra = [name for rank, name in files_by_rank.items() if rank >= world_size]
     if extra:
         raise CheckpointError(
-            f"{path / extra[0]}: belongs to another run, because the run that saved the other files had only "
-            f"{world_size:,} ranks; remove the files of other runs"
+            f"{path / extra[0]}: belongs to another run, because the number of ranks that saved the other "
+            f"files is only {world_size:,}; remove the files of other runs"
         )
 
 

@@ -300,8 +300,8 @@ class TorchZip:
             return self._build_damage_error("truncated: the end of the zip file is missing")
         if start.startswith(b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20"):
             return self._build_error(
-                "was written by a torch version before 1.6; load the file with torch.load, and save it again "
-                "with torch.save"
+                "has the file format of torch versions before 1.6; load the file with torch.load, and save "
+                "it again with torch.save"
             )
         return self._build_error("was not written by torch.save; specify a file that torch.save wrote")
 

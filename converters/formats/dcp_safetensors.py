@@ -183,8 +183,8 @@ def _check_shard_numbers(names: list[str], path: AnyPath) -> None:
         )
     if len(numbers) != shards * models:
         raise CheckpointError(
-            f"{path}: contains shard files other than the files 1 to {models} of the shards 1 to {shards}; "
-            "remove the other shard files"
+            f"{path}: contains shard files with a shard number outside 1 to {shards} or a model number "
+            f"outside 1 to {models}; remove these files"
         )
 
 

@@ -291,8 +291,8 @@ def _parse_item(name: Any, entry: Any, world: int) -> _SavedItem:
         type(rank) is int and 0 <= rank < world for rank in file_records
     ):
         raise DamagedCheckpointError(
-            f"damaged: the item {format_untrusted_value(name)} does not list one file for each of the "
-            f"{world} ranks"
+            f"damaged: the item {format_untrusted_value(name)} does not list one file for each rank, "
+            f"although world_size is {world}"
         )
     return _SavedItem(
         {rank: _parse_item_file(name, rank, layout) for rank, layout in file_records.items()},

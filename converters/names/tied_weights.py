@@ -260,7 +260,7 @@ def _list_tie_candidates(stored: Mapping[str, Tensor]) -> list[TiedPair]:
                 pairs += [TiedPair(alias, name) for name in by_shape[owner].get(shape, ()) if name != alias]
             if len(pairs) > MAX_TIED_PAIRS:
                 raise DamagedCheckpointError(
-                    f"damaged: {len(by_end[suffix]):,} tensors have names that end with {suffix!r}, which "
-                    "is more than in any model"
+                    f"damaged: more than {MAX_TIED_PAIRS:,} pairs of tensors have the names and the shape of "
+                    "tied weights, which is more than in any model"
                 )
     return pairs

@@ -339,7 +339,7 @@ def _check_setting(settings: Mapping[str, Any], key: str, allowed: tuple[Any, ..
     if not is_unset(settings.get(key)) and settings[key] not in allowed:
         values = ", ".join(str(value) for value in allowed)
         raise UnsupportedQuantizationError(
-            f"{location}: {key} {to_printable(repr(settings[key]))} is not one of {values}"
+            f"{location}: {key} {to_printable(repr(settings[key]))} is not supported (supported: {values})"
         )
 
 

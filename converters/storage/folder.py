@@ -79,8 +79,8 @@ class CheckpointFolder:
         """
         if not is_safe_relative_path(name):
             raise DamagedCheckpointError(
-                f"{self.path}: the file name {name!r} points outside of the checkpoint folder or is "
-                "not valid Unicode"
+                f"{self.path}: the file name {name!r} points outside of the checkpoint folder, "
+                "contains a backslash or a null character, or is not valid Unicode"
             )
         if is_in_store(self.path):
             from portable.converters.storage.range_reader import RemoteFile

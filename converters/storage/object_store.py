@@ -189,7 +189,7 @@ def validate_object_name(name: str, location: object) -> str:
         raise RemoteError(
             f"{redact_credentials(str(location))}: the object name {to_printable(ascii(name))} has an empty "
             "component, the component . or .., a backslash or a control character; rename or delete the "
-            "object"
+            "object, or correct the URL"
         )
     return name
 
@@ -832,8 +832,8 @@ def _parse_url(url: str) -> _ParsedUrl:
         )
     if "?" in rest and not _MAGIC.search(key.partition("?")[0]) and "=" in rest:
         raise RemoteError(
-            f"{redact_credentials(url)}: is a signed URL, which cannot be used as a folder; remove the part "
-            "after the question mark"
+            f"{redact_credentials(url)}: has a query string, as in a signed URL, so it cannot be used as a "
+            "folder; remove the question mark and everything after it"
         )
     if name := parse_hub_page_url(url):
         raise RemoteError(f"{redact_credentials(url)}: is the web page of a repository; write {name} instead")

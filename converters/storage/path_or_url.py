@@ -71,7 +71,7 @@ def parse_path_or_url(path_or_url: str | AnyPath) -> AnyPath:
     if _ALMOST_URL.match(path_or_url) and not _path_exists(path_or_url):
         scheme, _, rest = path_or_url.partition(":")
         url = redact_credentials(f"{scheme}://{rest.lstrip('/')}")
-        raise RemoteError(f"{scheme}: the two slashes after the colon are missing; write {url}")
+        raise RemoteError(f"{scheme}: the colon must be followed by two slashes; write {url}")
     return Path(path_or_url)
 
 

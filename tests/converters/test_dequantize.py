@@ -366,7 +366,7 @@ BAD: list[tuple[Callable[[], Case], dict[str, Tensor | None], dict[str, Any], st
     (fp8_blocks, {SCALE: torch.zeros(5, 4)}, {}, f"{SCALE}: a scale is 0, but its block contains"),
     (fp8_blocks, {"b.weight": eight(9)}, {}, "b.weight does not belong to any weight"),
     (fp8_blocks, {}, {"rotate": True}, "rotate is an unknown setting"),
-    (fp8_blocks, {}, {"expert_dtype": "int4"}, "expert_dtype 'int4' is not one of fp8, fp4"),
+    (fp8_blocks, {}, {"expert_dtype": "int4"}, "expert_dtype 'int4' is not supported (supported: fp8, fp4)"),
     (fp8_blocks, {}, {"quant_method": "hqq"}, "quant_method 'hqq' is not one of"),
     (fp8_blocks, {}, {"weight_block_size": "x"}, "weight_block_size 'x' is not a list of two"),
     # Tables that are too small.

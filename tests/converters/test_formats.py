@@ -252,7 +252,7 @@ LIES: dict[str, dict[tuple[str, str], list[tuple[Change, str]]]] = {
         ("safetensors/consolidated", "sharded/shard-00001-model-00003-of-00001.safetensors"): [
             (
                 f"safetensors/consolidated/sharded/{SHARDS[0]}",
-                "contains shard files other than the files 1 to 1",
+                "or a model number outside 1 to 1; remove these files",
             )
         ],
     },
@@ -274,7 +274,7 @@ LIES: dict[str, dict[tuple[str, str], list[tuple[Change, str]]]] = {
         ("zero2-fp32-3", MP0): [
             (
                 lambda c: c.update(dp_world_size=4),
-                "saved by 4 data-parallel ranks, but the optimizer states were saved by 3",
+                "data-parallel ranks is 4 here, but 3 in the optimizer states",
             ),
             (
                 lambda c: reverse(c["param_shapes"]),
@@ -306,7 +306,9 @@ LIES: dict[str, dict[tuple[str, str], list[tuple[Change, str]]]] = {
         ("zero2-4", "bf16_zero_pp_rank_3_mp_rank_00_optim_states.pt"): [
             (None, "states of 1 of the 4 ranks are missing .the first missing rank is 3")
         ],
-        ("zero2-bf16-2", FOURTH): [(f"zero2-4/global_step2/{FOURTH}", "had only 2 ranks")],
+        ("zero2-bf16-2", FOURTH): [
+            (f"zero2-4/global_step2/{FOURTH}", "the number of ranks that saved the other files is only 2")
+        ],
         ("zero2-fp32-3", "mp_rank_01_model_states.pt"): [(b"", "tensor-parallel rank 1")],
         ("zero0-bf16-2", MP0): [
             (
@@ -414,7 +416,7 @@ LIES: dict[str, dict[tuple[str, str], list[tuple[Change, str]]]] = {
             )
         ],
         ("fsdp2-3", "model_world_size_2_rank_0.pt"): [
-            ("fsdp2-2/model_world_size_2_rank_0.pt", "files of two runs")
+            ("fsdp2-2/model_world_size_2_rank_0.pt", "files of runs with different numbers of ranks")
         ],
         ("fsdp2-2", "model_world_size_2_rank_1.pt"): [
             (
@@ -446,7 +448,10 @@ LIES: dict[str, dict[tuple[str, str], list[tuple[Change, str]]]] = {
                 "'torch.strange' is not supported",
             ),
             (lambda table: table.update(world_size=1 << 60), "world_size is 1152921504606846976"),
-            (lambda table: table.update(world_size=4), "does not list one file for each of the 4 ranks"),
+            (
+                lambda table: table.update(world_size=4),
+                "does not list one file for each rank, although world_size is 4",
+            ),
             (lambda table: table.update(version="1.0"), "has version '1.0', but only version 2.0 is"),
             (lambda table: name_file(table, "../other.pt"), "points outside of the checkpoint folder"),
             (lambda table: name_file(table, "model_0.pt"), "lists the file .* twice"),
@@ -508,7 +513,10 @@ LIES: dict[str, dict[tuple[str, str], list[tuple[Change, str]]]] = {
             (args(a_setting_of_tomorrow="on"), "a_setting_of_tomorrow='on' is not supported"),
             (args(position_embedding_type="none"), "is neither a Llama nor a GPT-2 model"),
             (args(num_layers=5), "layer 4 are missing"),
-            (args(num_query_groups=1), "but 4 heads of size 8 in 1 query groups need 48 rows"),
+            (
+                args(num_query_groups=1),
+                "but num_attention_heads 4, head size 8 and num_query_groups 1 need 48 rows",
+            ),
             (
                 args(tensor_model_parallel_size=4),
                 "tensor-parallel rank 2 and pipeline-parallel rank 0 is missing",

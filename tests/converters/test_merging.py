@@ -460,7 +460,7 @@ DAMAGE: list[tuple[Callable[[Tensors], Tensors] | dict[str, Any] | bytes, str]] 
         {"rank_pattern": {"(.|[a-z])*_": 3}},
         "rank_pattern: the pattern '(.*\\\\.)?((.|[a-z])*_)$' takes too long to match",
     ),
-    ({"rank_pattern": {"(": 3}}, "must be a regular expression"),
+    ({"rank_pattern": {"(": 3}}, "which is not a regular expression, or is too long"),
     ({"bias": "some"}, "unknown bias 'some'; set bias to one of none, all, lora_only"),
     ({"use_dora": True}, "has no lora_magnitude_vector"),
     # peft would omit tensors that the settings do not name.
@@ -582,7 +582,7 @@ def test_merge_reads_separate_settings_and_named_adapter(
     pair: Pair, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = (pair.adapter / "adapter_config.json").rename(tmp_path / "settings.json")
-    assert "add --adapter-config FILE" in refused(pair, capsys)
+    assert "run portable-convert with --adapter-config FILE" in refused(pair, capsys)
     pair.merge("--adapter-config", str(config))
     shutil.rmtree(pair.out)
     model = peft.get_peft_model(UNTIED(), lora())

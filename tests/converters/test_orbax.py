@@ -443,7 +443,7 @@ def hostile() -> Iterator[tuple[str, bytes, dict[str, Any], str]]:
     yield "huge", craft.apart("d/data", "a", 0, 1 << 50), {}, "truncated or damaged"
     yield "missing", craft.apart("d/other", "a", 0, 4), {}, "d/other: No such file"
     yield "height", good, {"height": 3}, "an OCDBT node has the height 0, but its parent records the height 3"
-    yield "rest", good + b"!", {}, "1 unexpected bytes after its entries"
+    yield "rest", good + b"!", {}, "continues after its entries .unexpected bytes: 1."
     yield "entries", b"\0" + craft.files() + craft.varint(1 << 40), {}, "entries"
     yield "order", craft.leaf({"b": b"1", "a": b"2"}), {}, "keys of an OCDBT node are not sorted"
     yield "number", b"\0" + b"\xff" * 10, {}, "an integer of more than 64 bits|is truncated"

@@ -84,7 +84,12 @@ def test_many_possibly_tied_names_are_read_fast(tmp_path: Path) -> None:
     with quick():
         assert len(open_checkpoint(tmp_path).tensors) == 2 * count
     safetensors(tmp_path / "model.safetensors", {name: [0] for name in shapes})
-    with quick(), pytest.raises(CheckpointError, match=r"/.*: damaged: 8,000 tensors have names that end"):
+    with (
+        quick(),
+        pytest.raises(
+            CheckpointError, match=r"/.*: damaged: more than 1,000 pairs of tensors have the names"
+        ),
+    ):
         _ = open_checkpoint(tmp_path).tensors
 
 

@@ -62,7 +62,7 @@ def check_equal_copies(
         if not has_same_type or [part.tobytes() for part in _read_sample_rows(other)] != sample:
             raise CheckpointError(
                 f"{location}: the copies on different ranks differ, because {cause}; copy the checkpoint "
-                "again"
+                "again, or export the model to safetensors with the program that wrote the checkpoint"
             )
 
 

@@ -367,8 +367,8 @@ class SavedRun:
         count = model.get_counter("dp_world_size")
         if count is not None and (count % self.world_size if self.uses_mics else count != self.world_size):
             raise MixedCheckpointError(
-                f"{model.location}: was saved by {count:,} data-parallel ranks, but the optimizer states "
-                f"were saved by {self.world_size:,}"
+                f"{model.location}: the number of data-parallel ranks is {count:,} here, but "
+                f"{self.world_size:,} in the optimizer states"
             )
 
     def _collect_masters(self) -> list[Flat]:

@@ -190,8 +190,8 @@ class _FsdpRankFiles:
         if len(names_by_world_size) > 1:
             first, other = sorted(names_by_world_size.values())[:2]
             raise CheckpointError(
-                f"{self.location}: contains files of two runs with different numbers of ranks, such as "
-                f"{first} and {other}; remove the files of one run"
+                f"{self.location}: contains files of runs with different numbers of ranks, such as {first} "
+                f"and {other}; keep only the files of one run"
             )
         (self.world_size,) = names_by_world_size
         for kind, ranks in self.names_by_kind.items():

@@ -328,9 +328,9 @@ def _split_fused_qkv(tensor: Tensor, shape: MegatronShape, location: str) -> lis
     group_rows = (queries + 2) * shape.head_dim
     if not tensor.shape or tensor.shape[0] != shape.num_query_groups * group_rows:
         raise DamagedCheckpointError(
-            f"{location}: {tensor.name} has shape {list(tensor.shape)}, but {shape.num_heads} heads of size "
-            f"{shape.head_dim} in {shape.num_query_groups} query groups need "
-            f"{shape.num_query_groups * group_rows} rows"
+            f"{location}: {tensor.name} has shape {list(tensor.shape)}, but num_attention_heads "
+            f"{shape.num_heads}, head size {shape.head_dim} and num_query_groups {shape.num_query_groups} "
+            f"need {shape.num_query_groups * group_rows} rows"
         )
     rest = tensor.shape[1:]
     parts = []
