@@ -49,8 +49,8 @@ class CudaPackage(TorchPackage):
 
         if ranks > (devices := self.count_local_ranks()):
             raise UserError(
-                f"--nproc: {ranks} ranks need one GPU per rank, but this machine has {devices}; start at "
-                "most one rank per GPU"
+                f"--nproc: {ranks} needs one GPU per rank, but the number of visible GPUs is {devices}; "
+                "lower --nproc, or use --backend cpu"
             )
         require(devices > 0, NO_GPU_MESSAGE)
 

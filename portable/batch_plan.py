@@ -171,7 +171,7 @@ def compute_batch_plan(
     elif is_set and fitting != micro:
         raise UserError(
             f"train.micro_batch_size: {micro} does not divide {share}, the number of sequences per "
-            f"{sharer} in a global batch; use {fitting} or another divisor of {share}"
+            f"{sharer} in a global batch; use a divisor of {share}, such as {fitting}"
         )
     micro_batch = fitting * groups
     is_cut = not one_program and config.context_parallel_size > 1

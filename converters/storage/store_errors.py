@@ -131,8 +131,8 @@ def translate_store_error(
         retries = _RETRY_COUNT.search(text)
         count = int(retries[1]) + 1 if retries else 1
         return RetriesExhaustedError(
-            f"{url}: cannot {operation}, because {count} attempts failed (the last error: {reason}); run the "
-            "command again"
+            f"{url}: cannot {operation}, because {count} attempt{'' if count == 1 else 's'} failed (the last "
+            f"error: {reason}); run the command again"
         )
     return RemoteError(f"{url}: cannot {operation}: {reason}; check the URL and the settings of the store")
 

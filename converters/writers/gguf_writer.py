@@ -83,8 +83,8 @@ def plan_gguf(checkpoint: Checkpoint, choices: ContentOptions) -> ConversionPlan
     tensors = {entry.name: entry.tensor for entry in list_model_entries(checkpoint, "keep")}
     if unknown := [name for name in find_unknown_names(tensors, config) if not _BUFFER.fullmatch(name)]:
         raise CheckpointError(
-            f"{root}: transformers' {config['model_type']} has no tensor with the name "
-            f"{to_printable(unknown[0])}, so the order of its rows is unknown; export the model to "
+            f"{root}: the transformers model type {config['model_type']} has no tensor with the name "
+            f"{to_printable(unknown[0])}, so the order of the tensor's rows is unknown; export the model to "
             "transformers' format with the program that wrote the checkpoint"
         )
     check_config_fits_tensors(tensors, config, f"{root}: config.json")

@@ -190,8 +190,9 @@ def _read_engine_step(checkpoint: Checkpoint, optimizer: OptimizerState) -> int:
         common_step = step if common_step is None else common_step
         if step != common_step:
             raise OptimizerStateError(
-                f"{checkpoint.root}: the optimizer has updated {name!r} {step:g} times, but other parameters "
-                f"{common_step:g} times, and a DeepSpeed universal checkpoint needs equal counts"
+                f"{checkpoint.root}: the step count of the optimizer is {step:g} for {name!r}, but "
+                f"{common_step:g} for other parameters, and a DeepSpeed universal checkpoint needs equal "
+                "counts"
             )
     recorded_step = checkpoint.metadata.get("step")
     return max(

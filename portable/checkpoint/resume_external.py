@@ -443,8 +443,8 @@ class _ResumeMatcher:
             wanted = ", ".join(f"{key}: {format_short_value(value)}" for key, value in unset)
             raise UserError(
                 f"checkpoint.resume: {self.external.root} was trained with {wanted}, but the defaults of "
-                f"this run differ; set {' and '.join(key for key, _ in unset)} to these values to continue "
-                "as before"
+                f"this run differ; to continue as before, set {' and '.join(key for key, _ in unset)} as in "
+                "the checkpoint"
             )
         self.notes += [
             f"{key}: {format_short_value(theirs)} in the checkpoint, {format_short_value(ours)} in this run"

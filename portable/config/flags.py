@@ -223,7 +223,7 @@ class _FlagParser:
             setting := self._setting_fields.get(name.removeprefix("no_"))
         ) is not None and setting.accepts_type(bool):
             if inline_words is not None:
-                raise UserError(f"{flag}: takes no value; use --{setting.key} {inline_words[0]}")
+                raise UserError(f"{flag}: takes no value; use --{setting.key} true or --{setting.key} false")
             name, value = setting.key, False
         elif keys.find_open_mapping(self._schema, name):
             words = self._pop_value_words(1) if inline_words is None else inline_words

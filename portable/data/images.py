@@ -528,7 +528,7 @@ def read_image_file(path: Path) -> ImageFile:
     """
     try:
         if not path.is_file():
-            raise FileNotFoundError("the file does not exist")
+            raise FileNotFoundError("there is no regular file at this path")
         with path.open("rb") as file:
             data = file.read(MAX_IMAGE_FILE_BYTES + 1)
         if len(data) > MAX_IMAGE_FILE_BYTES:

@@ -478,7 +478,7 @@ def test_convert_reports_names_of_other_programs(
     assert "load it with" not in printed.out
     assert printed.err.startswith("warning: ") and "'llama'" in printed.err
     line = error_of(capsys, argv[0], tmp_path / "x.gguf", "--to", "gguf")
-    assert "transformers' llama has no tensor with the name" in line
+    assert "the transformers model type llama has no tensor with the name" in line
 
 
 @pytest.mark.exhaustive

@@ -164,8 +164,11 @@ def test_chat_answer_about_images_equals_transformers(
 @pytest.mark.parametrize(
     ("typed", "error"),
     [
-        ("/image nothing.png\nWhy?", "/image: cannot read 'nothing.png' (the file does not exist)"),
-        ("/image /dev/zero", "/image: cannot read '/dev/zero' (the file does not exist)"),
+        (
+            "/image nothing.png\nWhy?",
+            "/image: cannot read 'nothing.png' (there is no regular file at this path)",
+        ),
+        ("/image /dev/zero", "/image: cannot read '/dev/zero' (there is no regular file at this path)"),
         ("/image text.png", "/image: cannot read 'text.png' (not a JPEG, "),
         (
             "/image a.png\n<image> or <image>?",

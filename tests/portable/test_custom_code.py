@@ -66,7 +66,7 @@ def no_model(model: Any) -> Any:
 @pytest.mark.parametrize(
     ("key", "name", "told"),
     [
-        ("data.source", "nothing", "returns a NoneType, not an iterable; return an iterable"),
+        ("data.source", "nothing", "provides a NoneType, not an iterable of records; provide an iterable"),
         ("data.source", "failing", "raises an error (ValueError: no more; test_custom_code.py, line"),
         (
             "data.source",

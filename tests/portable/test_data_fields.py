@@ -173,7 +173,7 @@ CELLS: dict[str, tuple[list[str], tuple[str, ...] | str]] = {
         ["0.5", "1.5", "nan"],
         "'nan' is not a number, but other labels are decimal numbers",
     ),
-    "one fraction": (["0", "1"] * 10 + ["1.5"], "1 of 21 labels have a fraction, such as 1.5"),
+    "one fraction": (["0", "1"] * 10 + ["1.5"], "1 of 21 labels has a fraction, such as 1.5"),
     "empty": (["0", "", "1"], "row 2: 'label' is null, not a class"),
 }
 

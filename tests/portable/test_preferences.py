@@ -592,7 +592,7 @@ def test_parse_preference_finds_shared_prompt() -> None:
     [
         ({"prompt": "a", "chosen": 3, "rejected": "b"}, "chosen is of type int"),
         ({"prompt": "a", "chosen": "b"}, "there is no field rejected"),
-        ({"chosen": [{"role": "user", "content": "a"}], "rejected": []}, "begin with different messages"),
+        ({"chosen": [{"role": "user", "content": "a"}], "rejected": []}, "have no prompt in common"),
     ],
 )
 def test_parse_preference_rejects_bad_records(row: dict[str, Any], told: str) -> None:

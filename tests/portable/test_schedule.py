@@ -228,7 +228,7 @@ def test_batch_plan_of_uneven_ranks_takes_sequences_once(
 def test_batch_plan_error_names_divisors() -> None:
     with pytest.raises(UserError, match=r"divided evenly among 9 ranks; set train.global_batch_size to 9"):
         compute_batch_plan(batches(), world_size=9, rank=0)
-    with pytest.raises(UserError, match=r"4 does not divide 2, the number .*; use 2 or another divisor"):
+    with pytest.raises(UserError, match=r"4 does not divide 2, the number .*; use a divisor of 2, such as 2"):
         compute_batch_plan(batches(micro_batch_size=4), world_size=4, rank=0)
 
 

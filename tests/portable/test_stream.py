@@ -282,7 +282,7 @@ def test_stream_ends_if_store_is_unavailable_and_resumes(
     monkeypatch.setenv("PORTABLE_STORAGE_MINUTES", "0.01")
     s3.fail(status=503, method="GET", key=".jsonl")
     with pytest.raises(
-        RunError, match=r"^data.source: .*cannot read, because \d+ attempts failed"
+        RunError, match=r"^data.source: .*cannot read, because \d+ attempts? failed"
     ) as refused:
         rows(found)
     assert "\n" not in str(refused.value)

@@ -383,8 +383,8 @@ def count_packed_samples(num_tokens: int, seq_len: int, *, shifted: bool) -> int
         longest = num_tokens - shifted
         remedy = f"lower data.seq_len to at most {longest}, or add text" if longest >= 2 else "add text"
         raise UserError(
-            f"data.seq_len: the source has {num_tokens} tokens, which are too few for one sample of "
-            f"{seq_len} tokens; {remedy}"
+            f"data.seq_len: the source has {num_tokens} {'token' if num_tokens == 1 else 'tokens'}, but one "
+            f"sample needs {seq_len + shifted}; {remedy}"
         )
     return count
 

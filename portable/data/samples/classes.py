@@ -173,7 +173,8 @@ def _check_no_accidental_regression(tokens: TokenCache) -> None:
     fractions, documents = int(tokens.meta.get("fractions", 0)), tokens.num_documents
     if tokens.label_kind == "values" and 0 < fractions < _FEW_FRACTIONS * documents:
         raise UserError(
-            f"data.label_field: {fractions:,} of {documents:,} labels have a fraction, such as "
+            f"data.label_field: {fractions:,} of {documents:,} labels "
+            f"{'has' if fractions == 1 else 'have'} a fraction, such as "
             f"{tokens.meta['fraction']:g}, but the others are whole numbers; write all labels as whole "
             "numbers to train a classifier, or set model.config.problem_type to regression"
         )

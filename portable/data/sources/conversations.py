@@ -417,8 +417,8 @@ def _parse_sharegpt_record(row: Mapping[str, Any], location: str) -> Conversatio
         if role is None:
             raise _build_record_error(
                 location,
-                f"message {index + 1} has the unsupported role {turn['from']!r} in the key from; use one of "
-                f"{_join_with_commas(_SHAREGPT_ROLES)}",
+                f"message {index + 1} has the unsupported role {turn['from']!r} in the key 'from'; use one "
+                f"of {_join_with_commas(_SHAREGPT_ROLES)}",
             )
         rest = {key: value for key, value in turn.items() if key not in ("from", "value")}
         if role == "function_call":
@@ -523,7 +523,7 @@ def parse_preference(row: Mapping[str, Any], location: str) -> tuple[Conversatio
             raise _build_format_error(
                 "preference",
                 location,
-                "chosen and rejected begin with different messages, so the prompt is unknown; begin both "
+                "chosen and rejected have no prompt in common, so the prompt is unknown; begin both "
                 "with the prompt, or write the prompt as a list of messages in a field named prompt",
             )
         prompt, chosen_messages, rejected_messages = (
@@ -620,7 +620,7 @@ def _build_conversation(
         if message["role"] in _TOOL_ROLES and before not in ("assistant", *_TOOL_ROLES):
             raise _build_record_error(
                 location,
-                f"message {index + 1} has role {message['role']}, but "
+                f"message {index + 1 - (system is not None)} has role {message['role']}, but "
                 f"{f'follows a message with role {before}' if before else 'is the first message'}; place "
                 "the message after the assistant message with the tool call",
             )
@@ -681,7 +681,7 @@ def _collect_images(
         raise _build_record_error(
             location,
             f"the messages have {format_count(num_places, 'image part')} without a path or URL, but "
-            f"{images_text}; add one image for each of these parts",
+            f"{images_text}; write exactly one image into this field for each of these parts",
         )
     converted = []
     for index, message in enumerate(messages):
@@ -845,7 +845,8 @@ def _parse_image_reference(value: Any, name: str, location: str) -> ImageReferen
         return ImageReference(data=_encode_png(value))
     raise _build_record_error(
         location,
-        (f"{name} is {describe_type(value)}, not an image; specify a path, a URL or the bytes of a file"),
+        f"{name} is {'a blank string' if isinstance(value, str) else describe_type(value)}, not an image; "
+        "specify a path, a URL or the bytes of a file",
     )
 
 
@@ -1038,8 +1039,8 @@ def _normalize_message(message: Any, location: str, index: int) -> Message:
         if _is_unread_training_key(key):
             raise _build_record_error(
                 location,
-                f"message {index + 1} has the key {key}, which is not supported; remove the key, or set "
-                f"{_join_with_commas(WEIGHT_KEYS[:-1])} or {WEIGHT_KEYS[-1]} of the message to 0 or 1",
+                f"message {index + 1} has the key {key}, which is not supported; remove the key, or "
+                f"replace it with {_join_with_commas(WEIGHT_KEYS[:-1])} or {WEIGHT_KEYS[-1]}, set to 0 or 1",
             )
     for key in WEIGHT_KEYS:
         if (weight := converted.get(key, 0)) not in (0, 1):

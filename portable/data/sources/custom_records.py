@@ -134,8 +134,8 @@ class CustomRecords(DataSource):
                 records = map(records.__getitem__, range(len(records)))
             if isinstance(records, str | Mapping) or not isinstance(records, Iterable):
                 raise UserError(
-                    f"{subject}: returns a {type(records).__name__}, not an iterable; return an iterable of "
-                    "mappings from column names to values"
+                    f"{subject}: provides a {type(records).__name__}, not an iterable of records; provide an "
+                    "iterable of mappings from column names to values"
                 )
             asks_at = time.monotonic() + NOTE_AFTER_SECONDS
             for number, row in enumerate(islice(records, self.settings.data.max_samples), start=1):

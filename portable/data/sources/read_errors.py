@@ -68,7 +68,7 @@ def convert_read_errors(name: object) -> Iterator[None]:
         except UnicodeDecodeError as error:
             raise UserError(
                 f"data.source: {name}: is not UTF-8 text; convert the file to UTF-8 (for example with iconv "
-                "-t utf-8)"
+                "-f ENCODING -t utf-8)"
             ) from error
         except (EOFError, zlib.error) as error:
             raise UserError(

@@ -480,7 +480,8 @@ def _validate_label(value: Any, name: str, location: str) -> int | float | str:
         )
     if isinstance(value, int) and abs(value) >= 1 << 63:
         raise UserError(
-            f"data.label_field: {location}: {name!r} is an integer of more than 64 bits; use smaller integers"
+            f"data.label_field: {location}: {name!r} does not fit into a signed 64-bit integer; use "
+            "smaller integers"
         )
     return int(value) if isinstance(value, bool) else value
 
