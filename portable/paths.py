@@ -197,7 +197,7 @@ def validate_relative_name(name: object) -> str:
     if not isinstance(name, str) or not name or "\0" in name or "://" in name or "::" in name:
         raise ValueError(f"{name!r} is not a path inside the folder")
     if not is_safe_relative_path(name) or name.startswith("~"):
-        raise ValueError(f"{name!r} leads out of the folder")
+        raise ValueError(f"{name!r} leads out of the folder, or contains a backslash or invalid character")
     return name
 
 

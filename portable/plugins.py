@@ -707,7 +707,7 @@ def _add_sources_of(key: str, target: Any, source_by_name: dict[str, str]) -> No
     if name in source_by_name:
         return
     if name == "<lambda>":
-        raise UserError(f"{key}: is a lambda, which the ranks cannot import; define a function with def")
+        raise UserError(f"{key}: uses or is a lambda, which the ranks cannot import; use def instead")
     if "<" in target.__qualname__:
         raise UserError(
             f"{key}: {name} is defined inside a function; define {name} at the top level of a module"

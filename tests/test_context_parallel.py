@@ -140,7 +140,7 @@ def test_context_parallel_rejects_settings_that_need_full_sequences(
     [
         (
             {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 48},
-            "3 attention heads .3 key-value heads.",
+            "the attention heads .3. and key-value heads .3. cannot",
         ),
         ({"model_type": "gpt_oss", "num_local_experts": 2}, "uses eager"),
         ({"model_type": "afmoe", "output_router_logits": True}, "the router loss .* needs complete"),

@@ -164,8 +164,8 @@ class TokenizationContext:
         frame = PairFrame.from_tokenizer(self.tokenizer)
         if settings.data.seq_len < frame.num_special_tokens + 2:
             raise UserError(
-                f"data.seq_len: {settings.data.seq_len} tokens are too few for a pair of texts with "
-                f"{frame.num_special_tokens} special tokens; set data.seq_len to at least "
+                f"data.seq_len: {settings.data.seq_len} is too small for a pair of texts (the number of "
+                f"their special tokens is {frame.num_special_tokens}); set data.seq_len to at least "
                 f"{frame.num_special_tokens + 2}"
             )
         return frame
@@ -489,9 +489,9 @@ class TokenizedSource:
             pairs = None if left_out is None else np.unique(left_out // 2)
             if pairs is not None and len(pairs) == num_pairs:
                 raise NoSampleLeftError(
-                    f"data.truncation: no preference pair is left, because every pair has an answer that is "
-                    f"left out ({self.truncation_stats}); raise data.seq_len (now {data.seq_len}), or change "
-                    "data.truncation"
+                    "data.truncation: all preference pairs are excluded, because at least one answer of "
+                    f"every pair is left out ({self.truncation_stats}); raise data.seq_len (now "
+                    f"{data.seq_len}), or change data.truncation"
                 )
             return split_documents(num_pairs, share, pairs)
         if data.packing == "documents" or not packing:

@@ -444,7 +444,8 @@ def build_metrics(names: Sequence[str] | None, settings: MetricSettings) -> Metr
             texts.append(name)
         else:
             raise UserError(
-                f"train.metrics: {name!r} is not a metric for {settings.task}; use one of "
+                f"train.metrics: {name!r} is not a metric for {settings.task}"
+                f"{' with train.loss set' if settings.user_loss else ''}; use one of "
                 f"{', '.join((*builders, *text_metrics))}, or package.module:name for a custom metric"
             )
     return MetricSet(metrics, TextMetrics(texts, settings.tokenizer) if texts else None)

@@ -201,8 +201,8 @@ class MetricSet:
             values = metric.values(metric_totals | common)
             if duplicate := next((value for value in values if value in results), None):
                 raise UserError(
-                    f"train.metrics: {name}: another metric already reports a value named {duplicate!r}; "
-                    "rename one of the two values"
+                    f"train.metrics: {name}: another metric or the loss already reports a value named "
+                    f"{duplicate!r}; rename one of the two values"
                 )
             results |= values
         if self.texts is not None:

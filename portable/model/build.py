@@ -571,8 +571,7 @@ def build_model_on_meta(config: PretrainedConfig, settings: ModelConfig) -> PreT
         stacked = any(parameter.dim() == 3 for parameter in model.parameters())
         require(
             stacked,
-            f"model.experts: {type(model).__name__} does not store its experts in stacked tensors; remove "
-            "model.experts",
+            f"model.experts: {type(model).__name__} has no experts in stacked tensors; remove model.experts",
         )
         model.set_experts_implementation(settings.experts)
     _prepare_for_training(model)
@@ -1065,7 +1064,7 @@ def _check_trial_forward(model: PreTrainedModel, key: str) -> None:
         if isinstance(error, RuntimeError) and is_composite and _SHAPES_DISAGREE.search(str(error)):
             reason = textwrap.shorten(to_one_line(error), 100, placeholder=" ...")
             raise UserError(
-                f"{key}: {name} does not run without inputs other than text ({reason}); choose a text model"
+                f"{key}: {name} does not run on text alone ({reason}); choose a text model"
             ) from error
         if isinstance(error, RuntimeError) and _SHAPES_DISAGREE.search(str(error)):
             raise UserError(

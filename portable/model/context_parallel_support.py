@@ -42,8 +42,9 @@ def check_context_parallel_support(model: Any, config: RunConfig) -> None:
         heads, key_heads = count_attention_heads(model)
         require(
             heads % size == 0 and (key_heads % size == 0 or size % key_heads == 0),
-            f"{KEY}: {heads} attention heads ({key_heads} key-value heads) cannot be divided evenly among "
-            f"{size} ranks; set {KEY} to a divisor of both numbers",
+            f"{KEY}: the attention heads ({heads}) and key-value heads ({key_heads}) cannot be divided "
+            f"evenly among {size} ranks; set {KEY} to a divisor of {heads} that is a divisor or a multiple "
+            f"of {key_heads}",
         )
 
 

@@ -52,7 +52,7 @@ class ImageForward(ForwardWrapper):
         if not callable(get_image_features):
             raise UserError(
                 f"data.images: {type(model).__name__} does not accept images; set model.name_or_path to a "
-                "model that accepts images, or remove the images"
+                "model that accepts images, or set data.images: false and remove the images from the data"
             )
         body = next((part for part in (model, model.base_model) if hasattr(part, "get_rope_index")), None)
         self._get_rope_index: Any = None if body is None else body.get_rope_index

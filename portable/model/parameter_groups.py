@@ -109,8 +109,8 @@ def assign_parameter_groups(model: nn.Module, settings: TrainConfig) -> dict[str
     matrices = list_layer_matrix_names(model) if settings.optimizer == "muon" else set()
     require(
         settings.optimizer != "muon" or bool(matrices & trained),
-        "train.optimizer: muon needs a trained weight matrix in the transformer layers, but all of these "
-        "matrices are frozen; set train.optimizer to adamw",
+        "train.optimizer: muon needs a trained weight matrix with at least two rows and columns in the "
+        "transformer layers, but there is none; set train.optimizer to adamw",
     )
     groups, unreached = {}, get_unreached_names(model)
     for name in aliases:

@@ -86,8 +86,8 @@ def check_tensor_parallel_support(model: Any, num_ranks: int) -> None:
     for description, number in sizes.items():
         require(
             number % num_ranks == 0,
-            f"{KEY}: the {number} {description} in {name} cannot be divided evenly among {num_ranks} "
-            f"ranks; set {KEY} to a divisor of {number}",
+            f"{KEY}: {name} cannot be divided evenly among {num_ranks} ranks, because its number of "
+            f"{description} is {number}; set {KEY} to a divisor of {number}",
         )
 
 

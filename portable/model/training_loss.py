@@ -630,9 +630,9 @@ def build_training_loss(config: RunConfig) -> TrainingLoss | None:
         "samples",
     ):
         raise UserError(
-            f"{key}: needs preference pairs, but data.format is {data_format}; write records like "
-            '{"prompt": ..., "chosen": ..., "rejected": ...}, or map the fields with data.columns, such as '
-            "{chosen: NAME, rejected: NAME}"
+            f"{key}: needs preference pairs, but data.format is {data_format}; set data.format to "
+            'preference, and write records like {"prompt": ..., "chosen": ..., "rejected": ...}, or map the '
+            "fields with data.columns, such as {chosen: NAME, rejected: NAME}"
         )
     if getattr(loss, "whole", False) and config.data.packing and data_format != "auto":
         raise UserError(f"{key}: needs complete sequences; set data.packing to false")

@@ -426,9 +426,9 @@ def _compute_start_progress(
     samples = samples if settings.resume_samples is None else settings.resume_samples
     if (is_changed or step != state.step) and step >= prepared.end_step:
         raise UserError(
-            f"checkpoint.resume: {source} is at step {step}, but this run ends after step "
-            f"{prepared.end_step}; raise train.steps (or train.stop_after), or set checkpoint.resume_step "
-            "to 0 to restart the schedule"
+            f"checkpoint.resume: this run starts from {source} at step {step}, but ends after step "
+            f"{prepared.end_step}; raise train.steps, train.epochs or train.stop_after, or set "
+            "checkpoint.resume_step to 0 to restart the schedule"
         )
     return RunProgress(
         step, samples, state.skipped_steps, EvalHistory() if is_changed else state.eval_history

@@ -224,7 +224,7 @@ def test_new_folder_continues_from_a_checkpoint_with_other_settings(
             r"train\.optimizer is 'adamw' in .*, but 'sgd' in this run; set train\.optimizer",
         ),
         ({"data__vocab_size": 300}, r"a different tokenizer.*; set data\.tokenizer: .*step-000004"),
-        ({"train__learning_rate": 1e-3, "train__steps": 4}, r"is at step 4, but this run ends after step 4"),
+        ({"train__learning_rate": 1e-3, "train__steps": 4}, r"at step 4, but ends after step 4"),
     ],
 )
 def test_new_folder_rejects_changed_model_and_optimizer(

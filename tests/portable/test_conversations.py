@@ -355,7 +355,7 @@ def test_truncation_that_leaves_out_every_pair_is_rejected(settings: Settings) -
     ]
     pair_settings = replace(written(settings, *rows, truncation="drop"), format="preference")
     with pytest.raises(
-        UserError, match=r"^data.truncation: no preference pair is left, .*raise data.seq_len"
+        UserError, match=r"^data.truncation: all preference pairs are excluded, .*raise data.seq_len"
     ):
         build_data(pair_settings)
 

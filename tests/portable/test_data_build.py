@@ -88,7 +88,7 @@ def test_target_language_must_match_tokenizer(settings: Settings, tmp_path: Path
         (several, None, "is missing"),
         (several, "deu_LatnX", ".*did you mean de"),
         (other, None, ".*not support the language 'deu_LatnX'; did you mean deu_Latn"),
-        (plain, "de", "is 'de', but .* is not a multilingual tokenizer"),
+        (plain, "de", "is 'de', but .* does not mark texts with their language"),
     ):
         for look in (build_data, inspect_data_sizes):
             with pytest.raises(UserError, match=rf"data\.target_language: {told}"):

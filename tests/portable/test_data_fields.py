@@ -66,7 +66,7 @@ def test_text_pairs_match_tokenizer(tmp_path: Path, kind: str, seq_len: int) -> 
         assert set(ours) == set(theirs)
         assert all(torch.equal(ours[name], theirs[name][0]) for name in ours)
     for look in (build_data, inspect_data_sizes):
-        with pytest.raises(UserError, match=r"data.seq_len: [234] tokens are too few for a pair"):
+        with pytest.raises(UserError, match=r"data.seq_len: [234] is too small for a pair"):
             look(replace(settings, seq_len=2), task="sequence-classification")
 
 

@@ -284,7 +284,10 @@ def test_custom_metrics_are_loaded_by_import_path() -> None:
         ("f2", "'f2' is not a metric for single_label_classification; use one of "),
         (f"{__name__}:NO_METRIC", "is neither a function nor an object with the methods sums and values"),
         (f"{__name__}:failing", "failing: raises an error (ValueError: not so; test_metrics.py, line "),
-        (f"{__name__}:loss_again", "loss_again: another metric already reports a value named 'loss'"),
+        (
+            f"{__name__}:loss_again",
+            "loss_again: another metric or the loss already reports a value named 'loss'",
+        ),
     ],
 )
 def test_build_metrics_rejects_unknown_names(name: str, told: str) -> None:

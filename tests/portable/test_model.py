@@ -254,7 +254,7 @@ def test_model_config_accepts_published_keys(tmp_path: Path) -> None:
         (
             "causal-lm",
             {"config": {"model_type": "llama", **SMALL}, "experts": "eager"},
-            "model.experts: LlamaForCausalLM does not store its experts in stacked tensors",
+            "model.experts: LlamaForCausalLM has no experts in stacked tensors",
         ),
     ],
 )

@@ -382,11 +382,11 @@ def test_plan_without_device_has_no_fits(plan: Plan, capsys: pytest.CaptureFixtu
         ),
         (
             ["--strategy", "hybrid_shard", "--devices", "4", "--fsdp.shard_group_size", "8"],
-            ["fsdp.shard_group_size: 4 ranks cannot be divided evenly into groups of 8; use one of 1, 2, 4"],
+            ["fsdp.shard_group_size: the number of ranks (4) is not a multiple of 8; use one of 1, 2, 4"],
         ),
         (
             ["--strategy", "hybrid_shard", "--devices", "4", "--fsdp.shard_group_size", "3"],
-            ["fsdp.shard_group_size: 4 ranks cannot be divided evenly into groups of 3; use one of 1, 2, 4"],
+            ["fsdp.shard_group_size: the number of ranks (4) is not a multiple of 3; use one of 1, 2, 4"],
         ),
         (
             [

@@ -81,7 +81,7 @@ def test_compile_options_match_torch_xla() -> None:
     [
         ("v5e", 12, None, "--devices: no slice of v5e has 12 chips; use 8 or 16"),
         ("v5p", 16, "4x", "--topology: '4x' does not have the form AxBxC of a v5p slice; use one of"),
-        ("v5e", 16, "4x8", "--topology: 4x8 has 32 chips, but --devices is 16"),
+        ("v5e", 16, "4x8", "--topology: the number of chips in 4x8 is 32, but --devices is 16"),
         ("v3", 8, None, "--device: v3 is not a TPU that --compile supports; use one of v4, v5e, v5p, v6e"),
     ],
 )

@@ -163,8 +163,8 @@ def select_tpu_slice(device: str | None, num_devices: int, topology: str | None)
     tpu_slice = TpuSlice(device, topology)
     if tpu_slice.num_devices != num_devices:
         raise UserError(
-            f"--topology: {topology} has {tpu_slice.num_devices} chips, but --devices is {num_devices}; "
-            "change one of the two"
+            f"--topology: the number of chips in {topology} is {tpu_slice.num_devices}, but --devices is "
+            f"{num_devices}; change one of the two"
         )
     return tpu_slice
 

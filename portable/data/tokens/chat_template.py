@@ -167,7 +167,7 @@ def load_chat_template(tokenizer: Any, setting: str | None) -> str | dict[str, s
             if isinstance(error, UnicodeDecodeError):
                 raise UserError(
                     f"data.chat_template: {setting}: is not UTF-8 text; convert the file to UTF-8 (for "
-                    "example with iconv -t utf-8)"
+                    "example with iconv -f ENCODING -t utf-8)"
                 ) from error
             raise UserError(
                 f"data.chat_template: {setting}: cannot be read ({to_one_line(error.strerror or error)}); "

@@ -40,7 +40,7 @@ def expand_placeholders(
             conversation,
             f"the rendered text contains the image placeholder {placeholder!r} "
             f"{format_count(len(starts), 'time')}, but the record has {format_count(num_images, 'image')}; "
-            "use the model's template, and remove the placeholder from the text of the record",
+            "use the model's template, or remove the placeholder from the text of the record",
         )
     if not starts:
         return draft

@@ -773,7 +773,7 @@ def _check_messages_shown(conversation: Conversation, text: str) -> None:
         if message["role"] in RARE_ROLES or (message["role"] in SYSTEM_ROLES and index):
             reason = (
                 f"the template leaves out message {index + 1}, which has role {message['role']}; use a "
-                "template that renders the message, or move the message"
+                "template that renders the message, or move a system or developer message to the start"
             )
             parts.append((reason, get_message_text(message).strip()))
         for reason, content in parts:

@@ -162,8 +162,8 @@ def check_languages(tokenizer: Any, *, source: str | None, target: str | None) -
         if not is_multilingual:
             if code is not None:
                 raise UserError(
-                    f"{name}: is {code!r}, but {type(tokenizer).__name__} is not a multilingual tokenizer; "
-                    f"remove {name}"
+                    f"{name}: is {code!r}, but {type(tokenizer).__name__} does not mark texts with their "
+                    f"language; remove {name}"
                 )
             continue
         language = code or tokenizer.init_kwargs.get(key) or (side == "target" and tokenizer.tgt_lang)

@@ -58,7 +58,7 @@ def compute_shard_group_size(config: RunConfig, world_size: int, local_world_siz
             else f"groups of {tensor_parallel_size} tensor-parallel ranks"
         )
         raise UserError(
-            f"fsdp.shard_group_size: {world_size} {ranks} cannot be divided evenly into groups of {size}; "
+            f"fsdp.shard_group_size: the number of {ranks} ({world_size}) is not a multiple of {size}; "
             f"use one of {', '.join(fitting)}"
         )
     return size
