@@ -40,8 +40,8 @@ def check_boxes_cover_once(name: str, shape: tuple[int, ...], boxes: Sequence[Ex
     for offsets, sizes in boxes:
         if len(offsets) != len(shape) or len(sizes) != len(shape):
             raise DamagedCheckpointError(
-                f"{name}: a piece has a different number of dimensions ({len(sizes)} sizes, {len(offsets)} offsets) "
-                f"than the tensor ({len(shape)})"
+                f"{name}: a piece has a different number of dimensions ({len(sizes)} sizes, "
+                f"{len(offsets)} offsets) than the tensor ({len(shape)})"
             )
         for offset, size, length in zip(offsets, sizes, shape, strict=True):
             if offset < 0 or size < 0 or offset + size > length:
