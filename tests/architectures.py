@@ -596,7 +596,7 @@ FAMILIES = {
 }
 """Pair of each popular family: the one of its published class."""
 _REFUSED = re.compile(
-    r"UserError: model\.task|not run on only text|not run on text alone|requires inputs other|"
+    r"UserError: model\.task|not run on only text|not run with only text|requires inputs other|"
     r"cannot build .* for model\.task|does not predict the next token|does not generate text|"
     "attends in both directions"
 )

@@ -1064,7 +1064,7 @@ def _check_trial_forward(model: PreTrainedModel, key: str) -> None:
         if isinstance(error, RuntimeError) and is_composite and _SHAPES_DISAGREE.search(str(error)):
             reason = textwrap.shorten(to_one_line(error), 100, placeholder=" ...")
             raise UserError(
-                f"{key}: {name} does not run on text alone ({reason}); choose a text model"
+                f"{key}: {name} does not run with only text ({reason}); choose a text model"
             ) from error
         if isinstance(error, RuntimeError) and _SHAPES_DISAGREE.search(str(error)):
             raise UserError(
