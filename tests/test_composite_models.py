@@ -330,7 +330,7 @@ def test_checkpoint_of_text_part_continues_by_advice_of_error(
     file.write_text(json.dumps(config), "utf-8")
     with pytest.raises(
         UserError,
-        match=r"convert it with portable-convert \S+ OUT, and set model\.name_or_path to OUT",
+        match=r"convert this checkpoint with portable-convert \S+ OUT, and set model\.name_or_path to OUT",
     ):
         run_rank("cpu", run)
     out = tmp_path / "out"
