@@ -116,9 +116,7 @@ def test_text_source_rejects_utf_16(opened: Callable[..., DataSource], split: st
     path = tmp_path / "a.txt"
     for encoding in ("utf-16", "utf-16-le", "utf-16-be"):
         path.write_text("\n".join(TEXTS), encoding=encoding)
-        assert "convert the file to UTF-8 (for example with iconv -f" in refusal(
-            opened(path, text_split=split)
-        )
+        assert "convert the file to UTF-8 (for example with iconv" in refusal(opened(path, text_split=split))
 
 
 def test_source_detects_format_if_first_file_is_empty(
