@@ -50,7 +50,7 @@ def open_checkpoint(
             or file. It can be a local path or a URL (`s3://bucket/run`). Only the required byte
             ranges of objects are fetched.
         tag: Step to open in a folder of several steps: a folder name (`step-000100`) or a number
-            (`100`). If several folders have this number, the first in alphabetical order is opened.
+            (`100`). A number that belongs to several folders is an error.
         order: Names of the model's parameters in module order, if known. The order is needed to
             name the optimizer state if the state is keyed by index and the files do not record the
             order.

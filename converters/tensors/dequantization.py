@@ -417,7 +417,7 @@ def unpack_codes(words: Array, bits: int) -> Array:
     """Unpack integer codes from 32-bit words along the first dimension. The lowest bits come first.
 
     A code may be split across two words. Before unpacking, words of zeros are appended until the
-    words contain a whole number of codes.
+    words contain an integer number of codes.
 
     Args:
         words: Words of shape `[words, n]` with a 32-bit dtype.

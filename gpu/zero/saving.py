@@ -101,10 +101,9 @@ class ZeroSaver:
     def _save_or_defer_file(self, state_dict: Any, path: str) -> None:
         """Write a checkpoint file or, in a background save, copy its content to host memory.
 
-        First, the content is changed in place: if the
-        model has an adapter, tensors and buffers that an adapter checkpoint does not store are
-        removed. Frozen parameters that were rounded to the compute dtype are replaced with their
-        fp32 values.
+        First, the content is changed in place: if the model has an adapter, tensors and buffers that
+        an adapter checkpoint does not store are removed. Frozen parameters that were rounded to the
+        compute dtype are replaced with their fp32 values.
 
         Args:
             state_dict: Content of the file.

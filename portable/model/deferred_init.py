@@ -51,7 +51,7 @@ class _RecordedWrite:
 
     A storage is divided into tiles, which are blocks of consecutive elements. When elements of the
     storage are read, most recorded operations are computed tile by tile. An operation of the kind
-    ``"whole"`` needs complete tensors instead.
+    ``"complete"`` needs complete tensors instead.
 
     Attributes:
         previous: Preceding write to the storage. None if all elements were zero before, or if this
@@ -64,16 +64,16 @@ class _RecordedWrite:
         keywords: Keyword arguments of the operation, with a :class:`_RecordedView` for each
             recorded tensor.
         kind: ``"elementwise"``, ``"in place"`` (elementwise on its first argument), ``"random"``
-            (in place, with a generator) or ``"whole"`` (on complete tensors).
+            (in place, with a generator) or ``"complete"`` (on complete tensors).
         first_tile: Number of the storage's first tile in this write. The following tiles have the
             following numbers. Random seeds are derived from these numbers. Used only for the kinds
-            ``"random"`` and ``"whole"``, whose tile numbers are not used by any other such write of
+            ``"random"`` and ``"complete"``, whose tile numbers are not used by any other such write of
             the recording.
         result_index: Source of the values that this write stores. ``i`` means output ``i`` of the
             operation. ``-1 - i`` means tensor argument ``i``, which the operation changes in place.
-            Used only for the kind ``"whole"``.
-        shape: Shape of the output. Used only for the kind ``"whole"``.
-        stride: Strides of the output in the storage. Used only for the kind ``"whole"``.
+            Used only for the kind ``"complete"``.
+        shape: Shape of the output. Used only for the kind ``"complete"``.
+        stride: Strides of the output in the storage. Used only for the kind ``"complete"``.
         storage_size: Number of elements of the storage.
     """
 
@@ -396,7 +396,7 @@ class InitializationRecording:
     ) -> None:
         """Append a write to the recorded writes of a storage.
 
-        A full-tensor operation cannot be computed tile by tile (kind ``"whole"``). Random and
+        A full-tensor operation cannot be computed tile by tile (kind ``"complete"``). Random and
         full-tensor operations may draw random numbers. A write by such an operation gives each tile
         of the storage a number that is unique in the recording. The random seed of the tile is
         derived from this number.
@@ -428,7 +428,7 @@ class InitializationRecording:
             layout[1],
             storage.size,
         )
-        if kind in ("random", "whole"):
+        if kind in ("random", "complete"):
             self._num_tiles += storage.count_tiles()
 
     def _record_operation(
@@ -473,13 +473,13 @@ class InitializationRecording:
             or (value.shape == target.shape and value.is_contiguous())
             for value in values
         )
-        kind = "whole"
+        kind = "complete"
         if is_plain and matches and (torch.Tag.pointwise in operation.tags or name in _UNTAGGED_ELEMENTWISE):
             kind = "in place" if is_in_place else "elementwise"
         elif is_plain and is_in_place and not values and torch.Tag.nondeterministic_seeded in operation.tags:
             kind = "random"
         arguments, keywords = _map_tensors((arguments, keywords), self._to_reference)
-        if kind == "whole":
+        if kind == "complete":
             for output in fresh:
                 self._add_storage(output)
             positions = {id(tensor): position for position, tensor in enumerate(tensors)}
@@ -709,9 +709,9 @@ class InitializationRecording:
                 keywords = {**(write.keywords or {}), "generator": self._generator}
                 write.operation(target, *write.arguments[1:], **keywords)
                 continue
-            if write.kind == "whole":
+            if write.kind == "complete":
                 if write not in cache:
-                    cache[write] = self._compute_whole_result(write, cache)
+                    cache[write] = self._compute_complete_result(write, cache)
                 target.copy_(cache[write][low:high])
                 continue
 
@@ -731,7 +731,7 @@ class InitializationRecording:
                 arguments, keywords = _map_leaves((write.arguments, write.keywords or {}), slice_argument)
                 target.copy_(write.operation(*arguments, **keywords))
 
-    def _compute_whole_result(self, write: _RecordedWrite, cache: dict[Any, Any]) -> Tensor:
+    def _compute_complete_result(self, write: _RecordedWrite, cache: dict[Any, Any]) -> Tensor:
         """Run a recorded operation on complete tensors, and return the storage that it writes.
 
         An operation such as a QR decomposition needs complete tensors and cannot be computed tile
@@ -739,7 +739,7 @@ class InitializationRecording:
         ``write.first_tile``. The state of the generator is restored afterwards.
 
         Args:
-            write: Recorded operation of the kind ``"whole"``.
+            write: Recorded operation of the kind ``"complete"``.
             cache: Intermediate results of the current read. See :meth:`_compute_elements`.
 
         Returns:

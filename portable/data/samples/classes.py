@@ -163,11 +163,11 @@ def map_labels_to_outputs(
 def _check_no_accidental_regression(tokens: TokenCache) -> None:
     """Check that class labels are not treated as regression targets because of a few mistakes.
 
-    A single label that is not a whole number, such as 0.5, turns all labels into regression
-    targets. If only a few labels are not whole numbers, they are probably mistakes in class labels.
+    A single label that is not an integer, such as 0.5, turns all labels into regression
+    targets. If only a few labels are not integers, they are probably mistakes in class labels.
 
     Raises:
-        UserError: If some labels are not whole numbers, but their share is below
+        UserError: If some labels are not integers, but their share is below
             :data:`_FEW_FRACTIONS`.
     """
     fractions, documents = int(tokens.meta.get("fractions", 0)), tokens.num_documents
